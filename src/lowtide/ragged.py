@@ -1,0 +1,418 @@
+"""The ragged batch: token-major, without a batch dimension and without padding.
+
+All that a post-training method wants from a model is the log-probability of some tokens. A `RaggedBatch` says
+which: segments of tokens laid end to end, and beside them a list of *scores*, each a position whose hidden state
+predicts a target token. Scores are a list of their own because a shared prompt's last token predicts the first
+token of several completions, and because only scored positions have any business with the vocabulary.
+
+A preference pair of prompt P (5 tokens), chosen C (4) and rejected R (3) is three segments of 5 + 4 + 3 = 12
+tokens with `prefix = [-1, 0, 0]`; padded it would be 2 x 9 = 18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+IGNORE = -100
+"""The label of a token that is not scored, as everywhere in the field."""
+
+
+class Segment(NamedTuple):
+    """One segment's place in the batch, as host integers: planning a batch never waits for the device."""
+
+    start: int
+    """First token."""
+    stop: int
+    """One past the last token."""
+    prefix: int
+    """The segment whose tokens it also attends to, or -1."""
+    row: int
+    """The dataset row that it belongs to."""
+    score_start: int
+    """First score."""
+    score_stop: int
+    """One past the last score."""
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """Segments of tokens end to end, and the tokens to score among them.
+
+    Segments of one row stand together, rows in ascending order from 0, scores in the order of their segments. A
+    prefix stands before the segments that share it, belongs to the same row, and has no prefix of its own.
+
+    Raises:
+        ValueError: at construction, if the fields contradict each other; the message names the field and place.
+    """
+
+    token_ids: Int[Tensor, " tokens"]
+    position_ids: Int[Tensor, " tokens"]
+    """Restart in each segment; a segment with a prefix goes on from the prefix's length."""
+    offsets: Int[Tensor, " segments+1"]
+    """int32: where each segment starts and ends."""
+    prefix: Int[Tensor, " segments"]
+    """The segment whose tokens it also attends to, or -1."""
+    row: Int[Tensor, " segments"]
+    """The dataset row (example, pair, prompt group) that the segment belongs to."""
+    score_index: Int[Tensor, " scores"]
+    """The position whose hidden state predicts the target."""
+    score_target: Int[Tensor, " scores"]
+    """The token predicted there."""
+    score_segment: Int[Tensor, " scores"]
+    """The segment that the score counts for."""
+    segments: tuple[Segment, ...]
+    """The same boundaries on the host."""
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    # -- construction ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_segments(
+        cls,
+        token_ids: Sequence[Sequence[int]],
+        labels: Sequence[Sequence[int]] | None = None,
+        *,
+        prefix: Sequence[int] | None = None,
+        row: Sequence[int] | None = None,
+    ) -> RaggedBatch:
+        """Lays segments end to end.
+
+        Args:
+            token_ids: the tokens of each segment; none may be empty.
+            labels: for each token the target predicted at the token before it, or -100; the tokens themselves if
+                None. The first token of a segment is predicted from its prefix's last token; without a prefix
+                nothing predicts it, and its label is not scored.
+            prefix: for each segment the index of the segment it goes on from, or -1 (the default).
+            row: for each segment its row; each segment a row of its own if None.
+
+        Raises:
+            ValueError: a segment is empty, a label list has another length, a prefix or row is out of order.
+        """
+        count = len(token_ids)
+        labels = token_ids if labels is None else labels
+        prefix = [-1] * count if prefix is None else prefix
+        row = list(range(count)) if row is None else row
+        for name, values in (("labels", labels), ("prefix", prefix), ("row", row)):
+            if len(values) != count:
+                raise ValueError(f"RaggedBatch: {count} segments but {len(values)} entries in `{name}`")
+
+        segments: list[Segment] = []
+        positions: list[Tensor] = []
+        indices: list[Tensor] = []
+        targets: list[Tensor] = []
+        start = scored = 0
+        for number, (tokens, wanted) in enumerate(zip(token_ids, labels, strict=True)):
+            if len(tokens) == 0:
+                raise ValueError(f"RaggedBatch: segment {number} (row {row[number]}) holds no token")
+            if len(wanted) != len(tokens):
+                raise ValueError(
+                    f"RaggedBatch: segment {number} (row {row[number]}) has {len(tokens)} tokens "
+                    f"but {len(wanted)} labels"
+                )
+            if not -1 <= prefix[number] < number:
+                raise ValueError(
+                    f"RaggedBatch: segment {number} names segment {prefix[number]} as its prefix, "
+                    "which does not stand before it"
+                )
+            before = segments[prefix[number]] if prefix[number] >= 0 else None
+            target = torch.as_tensor(wanted, dtype=torch.long)
+            place = torch.nonzero(target != IGNORE).flatten()
+            if before is None:
+                place = place[place > 0]
+            index = place + (start - 1)
+            if before is not None:
+                index[place == 0] = before.stop - 1
+            indices.append(index)
+            targets.append(target[place])
+            first_position = before.length if before is not None else 0
+            positions.append(torch.arange(first_position, first_position + len(tokens)))
+            segments.append(
+                Segment(start, start + len(tokens), prefix[number], row[number], scored, scored + len(index))
+            )
+            start += len(tokens)
+            scored += len(index)
+        if not segments:
+            raise ValueError("RaggedBatch: no segments")
+        tokens = torch.cat([torch.as_tensor(tokens, dtype=torch.long) for tokens in token_ids])
+        return cls._assemble(tokens, torch.cat(positions), torch.cat(indices), torch.cat(targets), segments)
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> RaggedBatch:
+        """Lays prepared dataset rows end to end.
+
+        Args:
+            rows: each with `input_ids`, optionally `labels` (the tokens themselves if absent), and optionally
+                `seq_lengths` where a row is packed from several segments.
+
+        Raises:
+            ValueError: a row lacks `input_ids`, or its lengths do not add up; the message names the row.
+        """
+        token_ids, labels, owner = [], [], []
+        for number, entry in enumerate(rows):
+            if "input_ids" not in entry:
+                raise ValueError(f"row {number} of the batch has no `input_ids`, only {sorted(entry)}")
+            tokens = entry["input_ids"]
+            wanted = entry.get("labels")
+            wanted = tokens if wanted is None else wanted
+            lengths = entry.get("seq_lengths") or [len(tokens)]
+            if sum(lengths) != len(tokens) or len(wanted) != len(tokens):
+                raise ValueError(
+                    f"row {number} of the batch: {len(tokens)} input_ids, {len(wanted)} labels, "
+                    f"{sum(lengths)} tokens by seq_lengths; the three must agree"
+                )
+            start = 0
+            for length in lengths:
+                token_ids.append(tokens[start : start + length])
+                labels.append(wanted[start : start + length])
+                owner.append(number)
+                start += length
+        return cls.from_segments(token_ids, labels, row=owner)
+
+    @classmethod
+    def concat(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:
+        """Joins batches into one; the rows of each go on from those of the one before."""
+        if len(batches) == 1:
+            return batches[0]
+        segments: list[Segment] = []
+        indices: list[Tensor] = []
+        token = row = score = 0
+        for batch in batches:
+            count = len(segments)
+            indices.append(batch.score_index + token)
+            segments += [
+                Segment(
+                    part.start + token,
+                    part.stop + token,
+                    part.prefix + count if part.prefix >= 0 else -1,
+                    part.row + row,
+                    part.score_start + score,
+                    part.score_stop + score,
+                )
+                for part in batch.segments
+            ]
+            token, row, score = token + batch.tokens, row + batch.rows, score + batch.scores
+        return cls._assemble(
+            torch.cat([batch.token_ids for batch in batches]),
+            torch.cat([batch.position_ids for batch in batches]),
+            torch.cat(indices),
+            torch.cat([batch.score_target for batch in batches]),
+            segments,
+        )
+
+    @classmethod
+    def _assemble(
+        cls, token_ids: Tensor, position_ids: Tensor, index: Tensor, target: Tensor, segments: Sequence[Segment]
+    ) -> RaggedBatch:
+        """The device-side copies of what `segments` says on the host."""
+        device = token_ids.device
+        scores = torch.tensor([part.score_stop - part.score_start for part in segments])
+        return cls(
+            token_ids=token_ids,
+            position_ids=position_ids,
+            offsets=torch.tensor([0, *(part.stop for part in segments)], dtype=torch.int32, device=device),
+            prefix=torch.tensor([part.prefix for part in segments], device=device),
+            row=torch.tensor([part.row for part in segments], device=device),
+            score_index=index,
+            score_target=target,
+            score_segment=torch.repeat_interleave(torch.arange(len(segments)), scores).to(device),
+            segments=tuple(segments),
+        )
+
+    # -- sizes, all from the host ------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        return self.segments[-1].stop
+
+    @property
+    def scores(self) -> int:
+        return self.segments[-1].score_stop
+
+    @property
+    def rows(self) -> int:
+        return self.segments[-1].row + 1
+
+    @property
+    def row_tokens(self) -> list[int]:
+        """Tokens of each row."""
+        counts = [0] * self.rows
+        for part in self.segments:
+            counts[part.row] += part.length
+        return counts
+
+    # -- change ------------------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> RaggedBatch:
+        """The same batch on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> RaggedBatch:
+        """The same batch in page-locked host memory, from which copies to a GPU overlap with compute."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Any) -> RaggedBatch:
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{k: change(v) for k, v in tensors.items() if isinstance(v, Tensor)})
+
+    def unscored(self) -> RaggedBatch:
+        """The same tokens with nothing to score: a micro-batch that keeps other ranks company."""
+        segments = [part._replace(score_start=0, score_stop=0) for part in self.segments]
+        return self._assemble(
+            self.token_ids, self.position_ids, self.score_index[:0], self.score_target[:0], segments
+        )
+
+    def select_rows(self, rows: Sequence[int]) -> RaggedBatch:
+        """The batch of some rows alone, in ascending order, renumbered from 0."""
+        renumbered = {row: number for number, row in enumerate(sorted(rows))}
+        kept = [number for number, part in enumerate(self.segments) if part.row in renumbered]
+        place = {old: new for new, old in enumerate(kept)}
+        segments: list[Segment] = []
+        moved = torch.zeros(len(self.segments), dtype=torch.long)
+        token = score = 0
+        for old in kept:
+            part = self.segments[old]
+            count = part.score_stop - part.score_start
+            moved[old] = token - part.start
+            segments.append(
+                Segment(
+                    token,
+                    token + part.length,
+                    place.get(part.prefix, -1),
+                    renumbered[part.row],
+                    score,
+                    score + count,
+                )
+            )
+            token, score = token + part.length, score + count
+
+        def take(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+            return torch.cat([values[start:stop] for start, stop in spans])
+
+        token_spans = [(self.segments[old].start, self.segments[old].stop) for old in kept]
+        score_spans = [(self.segments[old].score_start, self.segments[old].score_stop) for old in kept]
+        index, own = take(self.score_index, score_spans), take(self.score_segment, score_spans)
+        # A segment's first score may be read in its prefix, which moved by another distance.
+        source = torch.where(index >= self.offsets[own], own, self.prefix[own])
+        return self._assemble(
+            take(self.token_ids, token_spans),
+            take(self.position_ids, token_spans),
+            index + moved.to(index.device)[source],
+            take(self.score_target, score_spans),
+            segments,
+        )
+
+    def split(
+        self, max_tokens: int | None = None, max_rows: int | None = None, *, pieces: int = 1
+    ) -> list[RaggedBatch]:
+        """Cuts the batch into micro-batches between rows, balanced by tokens.
+
+        Args:
+            max_tokens: strict cap on the tokens of a micro-batch.
+            max_rows: strict cap on the rows of a micro-batch.
+            pieces: cut into at least so many; where the rows run out, unscored copies of the smallest row follow,
+                so that every rank can run equally many.
+
+        Raises:
+            ValueError: one row alone is above `max_tokens`; the message names the row.
+        """
+        groups = self.plan_split(max_tokens, max_rows, pieces=pieces)
+        parts = [self] if len(groups) == 1 else [self.select_rows(group) for group in groups]
+        if len(parts) < pieces:
+            tokens = self.row_tokens
+            idle = self.select_rows([tokens.index(min(tokens))]).unscored()
+            parts += [idle] * (pieces - len(parts))
+        return parts
+
+    def plan_split(
+        self, max_tokens: int | None = None, max_rows: int | None = None, *, pieces: int = 1
+    ) -> list[list[int]]:
+        """The rows of each micro-batch that `split` would make, from host integers alone."""
+        tokens = self.row_tokens
+        longest = max(range(len(tokens)), key=tokens.__getitem__)
+        if max_tokens is not None and tokens[longest] > max_tokens:
+            raise ValueError(
+                f"row {longest} of the batch alone has {tokens[longest]:,} tokens, above the token budget of "
+                f"{max_tokens:,} a micro-batch: raise `tokens_per_microbatch` to at least {tokens[longest]:,}, "
+                "or lower `max_length`"
+            )
+        count = max(pieces, 1)
+        if max_tokens is not None:
+            count = max(count, -(-sum(tokens) // max_tokens))
+        if max_rows is not None:
+            count = max(count, -(-len(tokens) // max_rows))
+        count = min(count, len(tokens))
+        while (groups := _balance(tokens, count, max_tokens, max_rows)) is None:
+            count += 1
+        return groups
+
+
+def _balance(
+    tokens: Sequence[int], count: int, max_tokens: int | None, max_rows: int | None
+) -> list[list[int]] | None:
+    """Longest row first into the lightest group with room (Graham's LPT), or None if a cap is broken."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
+        open_groups = [g for g in range(count) if max_rows is None or len(groups[g]) < max_rows]
+        if not open_groups:
+            return None
+        lightest = min(open_groups, key=lambda g: (loads[g], g))
+        groups[lightest].append(row)
+        loads[lightest] += tokens[row]
+        if max_tokens is not None and loads[lightest] > max_tokens:
+            return None
+    return [sorted(group) for group in groups if group]
+
+
+def _validate(batch: RaggedBatch) -> None:
+    segments = batch.segments
+    if not segments:
+        raise ValueError("RaggedBatch: no segments")
+    expected = {
+        "token_ids": batch.tokens,
+        "position_ids": batch.tokens,
+        "offsets": len(segments) + 1,
+        "prefix": len(segments),
+        "row": len(segments),
+        "score_index": batch.scores,
+        "score_target": batch.scores,
+        "score_segment": batch.scores,
+    }
+    for name, size in expected.items():
+        tensor = getattr(batch, name)
+        if tensor.shape != (size,):
+            raise ValueError(
+                f"RaggedBatch: `{name}` has shape {tuple(tensor.shape)}, but the segments say ({size},)"
+            )
+    token = score = 0
+    row = 0
+    for number, part in enumerate(segments):
+        where = f"RaggedBatch: segment {number}"
+        if part.start != token or part.stop <= part.start or part.score_start != score:
+            raise ValueError(
+                f"{where} spans tokens {part.start}..{part.stop} and scores from {part.score_start}; "
+                f"tokens from {token} and scores from {score} were next"
+            )
+        if part.row not in (row, row + 1) or (number == 0 and part.row != 0):
+            raise ValueError(f"{where} belongs to row {part.row} after row {row}; rows ascend by one from 0")
+        if part.prefix >= 0:
+            if part.prefix >= number:
+                raise ValueError(f"{where} has prefix {part.prefix}, which does not stand before it")
+            if segments[part.prefix].prefix >= 0 or segments[part.prefix].row != part.row:
+                raise ValueError(
+                    f"{where} has prefix {part.prefix}, which has a prefix itself or another row "
+                    f"({segments[part.prefix].row} instead of {part.row})"
+                )
+        token, score, row = part.stop, part.score_stop, part.row

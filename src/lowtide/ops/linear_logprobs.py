@@ -1,0 +1,436 @@
+"""Log-probabilities of chosen tokens from hidden states, without the logits.
+
+The only loop over the vocabulary in the project. A chunk of scored positions at a time meets the head's weight;
+each row of logits is reduced to a handful of numbers and forgotten. Two ways to the gradient:
+
+- `linear_logprobs` keeps the log-sum-exp of each score and computes the logits once more in backward
+  (8 N V H FLOPs in all), as in Cut Cross-Entropy (arXiv 2411.09009). It serves any objective.
+- `linear_loss` is for objectives whose loss at a score depends on that score alone, such as supervised
+  fine-tuning: gradients are formed in forward while the logits are there (6 N V H), as in Liger (2410.10989).
+
+Logits are `scale * (sum of x @ weight.T over the terms + bias)`, soft-capped, over the temperature. There is one
+term for a plain head and a second one for a low-rank adapter on it.
+
+Shapes: `scores` positions that are predicted from, `vocab`, `hidden`. All statistics are in float32 (float64 for
+float64 input).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
+"""Workspace for a chunk's logits: large enough for an efficient matmul, small beside everything else."""
+BLOCK_BYTES = 1 << 20
+"""On a CPU the passes over a chunk's logits go in blocks that stay in the second-level cache."""
+
+
+class Term(NamedTuple):
+    """One summand of the logits, `x @ weight.T`."""
+
+    x: Float[Tensor, "tokens hidden"]
+    weight: Float[Tensor, "vocab hidden"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What happens to the sum of the terms before it is a logit."""
+
+    scale: float = 1.0
+    """Factor of the logits (`logit_scale` of Cohere, 1 / `logits_scaling` of Granite)."""
+    softcap: float | None = None
+    """`softcap * tanh(logits / softcap)` (`final_logit_softcapping` of Gemma)."""
+    temperature: float = 1.0
+    """Divisor of the logits, applied last."""
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """What is known of each scored token. All [scores]; None where it was not asked for."""
+
+    logprobs: Float[Tensor, " scores"]
+    entropies: Float[Tensor, " scores"] | None = None
+    """Entropy of the predicted distribution, in nats."""
+    mean_logprobs: Float[Tensor, " scores"] | None = None
+    """Mean log-probability over the vocabulary, which label smoothing wants."""
+    top1: Bool[Tensor, " scores"] | None = None
+    """Whether no token is more likely than the target. Without gradient."""
+
+
+class Want(NamedTuple):
+    """Which statistics to compute beyond the log-probabilities."""
+
+    entropies: bool = False
+    mean_logprobs: bool = False
+    top1: bool = False
+
+
+PLAIN = Projection()
+NOTHING_MORE = Want()
+
+ScoreLoss = Callable[[TokenStats], Tensor]
+"""Statistics of some scores to their losses, score by score: [scores] to [scores]."""
+
+
+def linear_logprobs(
+    terms: Sequence[Term],
+    index: Int[Tensor, " scores"],
+    target: Int[Tensor, " scores"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = None,
+    projection: Projection = PLAIN,
+    want: Want = NOTHING_MORE,
+    accumulate: bool = False,
+    chunk: int | None = None,
+) -> TokenStats:
+    """Statistics of chosen tokens, differentiable in the terms and the bias.
+
+    Args:
+        terms: whose products make the logits; hidden states of all tokens.
+        index: the token whose hidden state predicts each score.
+        target: the token predicted there.
+        want: statistics beyond the log-probabilities; all but `top1` carry gradients.
+        accumulate: add the gradient of a weight that is a leaf straight into its `.grad` in backward, instead of
+            handing it to autograd, which would hold it a second time.
+        chunk: scores at a time; by default as many as fit the device's workspace.
+    """
+    spec = _Spec(projection, want, accumulate, chunk)
+    logprobs, entropies, means, top1 = _LinearLogprobs.apply(spec, index, target, bias, *_flat(terms))
+    return TokenStats(
+        logprobs,
+        entropies if want.entropies else None,
+        means if want.mean_logprobs else None,
+        top1 if want.top1 else None,
+    )
+
+
+def linear_loss(
+    terms: Sequence[Term],
+    index: Int[Tensor, " scores"],
+    target: Int[Tensor, " scores"],
+    loss: ScoreLoss,
+    *,
+    factor: float | Tensor = 1.0,
+    bias: Float[Tensor, " vocab"] | None = None,
+    projection: Projection = PLAIN,
+    want: Want = NOTHING_MORE,
+    accumulate: bool = False,
+    chunk: int | None = None,
+) -> tuple[Float[Tensor, ""], TokenStats]:
+    """`factor` times the sum of `loss` over the scores, and the statistics without gradient.
+
+    Args:
+        loss: from statistics to losses, score by score.
+        factor: of the sum, such as one over the number of scores; its gradient is not taken.
+        accumulate: a weight that is a leaf and already has a `.grad` receives its gradient in *forward*, which is
+            right only if `backward` follows at once with a gradient of 1.
+
+    The other arguments are those of `linear_logprobs`.
+    """
+    spec = _Spec(projection, want, accumulate, chunk)
+    total, *stats = _LinearLoss.apply(spec, loss, factor, index, target, bias, *_flat(terms))
+    logprobs, entropies, means, top1 = stats
+    return total, TokenStats(
+        logprobs,
+        entropies if want.entropies else None,
+        means if want.mean_logprobs else None,
+        top1 if want.top1 else None,
+    )
+
+
+# -- inside ------------------------------------------------------------------------------------------------------
+
+
+class _Spec(NamedTuple):
+    projection: Projection
+    want: Want
+    accumulate: bool
+    chunk: int | None
+
+
+def _flat(terms: Sequence[Term]) -> list[Tensor]:
+    return [tensor for term in terms for tensor in term]
+
+
+def _pairs(flat: Sequence[Tensor]) -> tuple[Term, ...]:
+    return tuple(Term(x, weight) for x, weight in zip(flat[::2], flat[1::2], strict=True))
+
+
+class _Head:
+    """The terms in the dtype of the matmuls, and the loop over chunks of scores."""
+
+    def __init__(self, spec: _Spec, index: Tensor, target: Tensor, bias: Tensor | None, terms: Sequence[Term]):
+        first = terms[0].x
+        device = first.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.dtype
+        self.terms = [Term(x, weight.to(dtype)) for x, weight in terms]
+        self.bias, self.index, self.target = bias, index, target
+        self.projection, self.dtype = spec.projection, dtype
+        vocab = terms[0].weight.shape[0]
+        row_bytes = vocab * max(dtype.itemsize, 4)
+        self.chunk = spec.chunk or max(16, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // row_bytes)
+        self.block = self.chunk if device != "cpu" else max(1, BLOCK_BYTES // row_bytes)
+
+    def chunks(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+        """(scores of the chunk, their x of each term, raw logits [rows, vocab]); the logits are one buffer."""
+        scores = self.index.shape[0]
+        rows = min(self.chunk, scores)
+        buffer = torch.empty(rows, self.terms[0].weight.shape[0], dtype=self.dtype, device=self.index.device)
+        for start in range(0, scores, max(rows, 1)):
+            span = slice(start, min(start + rows, scores))
+            xs = [term.x.index_select(0, self.index[span]).to(self.dtype) for term in self.terms]
+            logits = buffer[: span.stop - start]
+            torch.mm(xs[0], self.terms[0].weight.t(), out=logits)
+            for x, term in zip(xs[1:], self.terms[1:], strict=True):
+                logits.addmm_(x, term.weight.t())
+            if self.bias is not None:
+                logits += self.bias
+            yield span, xs, logits
+
+    def blocks(self, span: slice, logits: Tensor) -> Iterator[tuple[slice, _Rows, Tensor]]:
+        """Rows of a chunk that are worked on together: (their scores, the rows, where a gradient goes)."""
+        for start in range(0, logits.shape[0], self.block):
+            part = logits[start : start + self.block]
+            scores = slice(span.start + start, span.start + start + part.shape[0])
+            work = part if part.dtype in (torch.float32, torch.float64) else part.float()
+            yield scores, _Rows(work, self.target[scores], self.projection), part
+
+
+class _Rows:
+    """Some rows of logits, changed in place from raw logits to exponentials to the gradient."""
+
+    def __init__(self, logits: Tensor, target: Tensor, projection: Projection):
+        self.x, self.target, self.projection = logits, target[:, None], projection
+        if projection.scale != 1.0:
+            logits.mul_(projection.scale)
+        if projection.softcap is not None:
+            logits.div_(projection.softcap).tanh_().mul_(projection.softcap)
+        if projection.temperature != 1.0:
+            logits.div_(projection.temperature)
+
+    def stats(self, want: Want, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Log-probs, entropies, mean log-probs, top-1, log-sum-exp; unwanted ones are empty."""
+        top = self.x.amax(-1, keepdim=True)
+        chosen = self.x.gather(-1, self.target)
+        empty = self.x.new_empty(0)
+        mean = self.x.mean(-1, keepdim=True) if want.mean_logprobs else None
+        self._exponentiate(top, keep or want.entropies)
+        total = self.x.sum(-1, keepdim=True)
+        log_total = total.log()
+        lse = top + log_total
+        entropy = empty
+        if want.entropies:
+            entropy = (log_total - torch.linalg.vecdot(self.x, self.shifted)[:, None] / total).squeeze(-1)
+        self.top, self.total, self.log_total = top, total, log_total
+        return (
+            (chosen - lse).squeeze(-1),
+            entropy,
+            empty if mean is None else (mean - lse).squeeze(-1),
+            (chosen >= top).squeeze(-1) if want.top1 else empty.bool(),
+            lse.squeeze(-1),
+        )
+
+    def restore(self, lse: Tensor, keep: bool) -> None:
+        """The state after `stats`, from a log-sum-exp that is known already."""
+        self._exponentiate(lse[:, None], keep)
+        self.top, self.total, self.log_total = lse[:, None], 1.0, 0.0
+
+    def _exponentiate(self, top: Tensor, keep: bool) -> None:
+        self.x.sub_(top)
+        self.shifted = self.x.clone() if keep or self.projection.softcap is not None else None
+        self.x.exp_()
+
+    def gradient(self, logprob: Tensor, entropy: Tensor | None, mean: Tensor | None, entropies: Tensor) -> Tensor:
+        """The gradient at the raw logits, from those at the statistics [rows]; uses up the rows."""
+        of_sum = logprob if mean is None else logprob + mean
+        capped = None
+        if self.projection.softcap is not None:
+            # d tanh: 1 - (capped / softcap)^2, of the capped logits before the temperature
+            capped = (self.shifted + self.top) * (self.projection.temperature / self.projection.softcap)
+        if entropy is None:
+            self.x.mul_(-of_sum[:, None] / self.total)
+        else:
+            # dH/dx_j = -p_j (log p_j + H)
+            slope = self.shifted.sub_(self.log_total).add_(entropies[:, None]).mul_(entropy[:, None])
+            self.x.mul_(slope.add_(of_sum[:, None]).neg_().div_(self.total))
+        if mean is not None:
+            self.x.add_(mean[:, None] / self.x.shape[-1])
+        self.x.scatter_add_(-1, self.target, logprob[:, None])
+        if capped is not None:
+            self.x.mul_(capped.square_().neg_().add_(1))
+        factor = self.projection.scale / self.projection.temperature
+        return self.x if factor == 1.0 else self.x.mul_(factor)
+
+
+class _Gradients:
+    """Where the gradients of the terms and the bias are summed up."""
+
+    def __init__(self, head: _Head, terms: Sequence[Term], bias: Tensor | None, needs: Sequence[bool], sinks):
+        needs_bias, *needs_terms = needs
+        self.head = head
+        self.bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
+        self.xs = [torch.zeros_like(t.x) if n else None for t, n in zip(terms, needs_terms[::2], strict=True)]
+        self.weights = [
+            (torch.zeros_like(t.weight) if sink is None else sink) if n else None
+            for t, n, sink in zip(terms, needs_terms[1::2], sinks, strict=True)
+        ]
+
+    def add(self, span: slice, xs: Sequence[Tensor], slope: Tensor) -> None:
+        """Takes in a chunk: `slope` [rows, vocab] is the gradient at its raw logits."""
+        for number, (x, term) in enumerate(zip(xs, self.head.terms, strict=True)):
+            into_x, into_weight = self.xs[number], self.weights[number]
+            if into_x is not None:
+                into_x.index_add_(0, self.head.index[span], (slope @ term.weight).to(into_x.dtype))
+            if into_weight is not None:
+                _add_product(into_weight, slope, x)
+        if self.bias is not None:
+            self.bias += slope.sum(0)
+
+
+def _add_product(into: Tensor, slope: Tensor, x: Tensor) -> None:
+    """into += slope.T @ x, without a second tensor of that size where the dtypes differ."""
+    if into.dtype == x.dtype:
+        into.addmm_(slope.t(), x)
+        return
+    for part, columns in zip(into.split(8192), slope.split(8192, dim=1), strict=True):
+        part += columns.t() @ x
+
+
+def _sinks(terms: Sequence[Term], accumulate: bool) -> list[Tensor | None]:
+    """The `.grad` of each weight that takes its gradient directly, made if it is not there yet."""
+    sinks: list[Tensor | None] = []
+    for term in terms:
+        direct = accumulate and term.weight.is_leaf and term.weight.requires_grad
+        if direct and term.weight.grad is None:
+            term.weight.grad = torch.zeros_like(term.weight)
+        sinks.append(term.weight.grad if direct else None)
+    return sinks
+
+
+def _returned(gradients: _Gradients, sinks: Sequence[Tensor | None]) -> list[Tensor | None]:
+    weights = [None if s is not None else w for w, s in zip(gradients.weights, sinks, strict=True)]
+    return [tensor for pair in zip(gradients.xs, weights, strict=True) for tensor in pair]
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, spec: _Spec, index, target, bias, *flat):
+        terms = _pairs(flat)
+        head = _Head(spec, index, target, bias, terms)
+        columns: list[tuple[Tensor, ...]] = []
+        with torch.autocast(index.device.type, enabled=False):
+            for span, _, logits in head.chunks():
+                columns += [rows.stats(spec.want, keep=False) for _, rows, _ in head.blocks(span, logits)]
+        logprobs, entropies, means, top1, lse = _joined(columns, terms[0].x)
+        ctx.spec, ctx.dtype = spec, head.dtype
+        ctx.save_for_backward(index, target, bias, lse, entropies, *flat)
+        ctx.mark_non_differentiable(top1)
+        return logprobs, entropies, means, top1
+
+    @staticmethod
+    def backward(ctx, *grads):
+        of_logprobs, of_entropies, of_means, _ = grads
+        index, target, bias, lse, entropies, *flat = ctx.saved_tensors
+        terms, spec = _pairs(flat), ctx.spec
+        sinks = _sinks(terms, spec.accumulate)
+        with torch.autocast(index.device.type, dtype=ctx.dtype, enabled=ctx.dtype != terms[0].x.dtype):
+            head = _Head(spec, index, target, bias, terms)
+        gradients = _Gradients(head, terms, bias, ctx.needs_input_grad[3:], sinks)
+        with torch.autocast(index.device.type, enabled=False):
+            for span, xs, logits in head.chunks():
+                for part, rows, place in head.blocks(span, logits):
+                    rows.restore(lse[part], keep=spec.want.entropies)
+                    slope = rows.gradient(
+                        of_logprobs[part],
+                        of_entropies[part] if spec.want.entropies else None,
+                        of_means[part] if spec.want.mean_logprobs else None,
+                        entropies[part] if spec.want.entropies else entropies,
+                    )
+                    if slope is not place:
+                        place.copy_(slope)
+                gradients.add(span, xs, logits)
+        return None, None, None, gradients.bias, *_returned(gradients, sinks)
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, spec: _Spec, loss: ScoreLoss, factor, index, target, bias, *flat):
+        terms = _pairs(flat)
+        needs = ctx.needs_input_grad[5:]
+        head = _Head(spec, index, target, bias, terms)
+        sinks = [t.weight.grad if spec.accumulate and t.weight.is_leaf else None for t in terms]
+        gradients = _Gradients(head, terms, bias, needs, sinks)
+        total = torch.zeros((), dtype=torch.promote_types(terms[0].x.dtype, torch.float32), device=index.device)
+        columns: list[tuple[Tensor, ...]] = []
+        with torch.autocast(index.device.type, enabled=False):
+            for span, xs, logits in head.chunks():
+                for _, rows, place in head.blocks(span, logits):
+                    stats = rows.stats(spec.want, keep=any(needs) and spec.want.entropies)
+                    columns.append(stats)
+                    losses, slopes = _score_losses(loss, stats, spec.want)
+                    total += losses
+                    if any(needs):
+                        slope = rows.gradient(*(None if s is None else s * factor for s in slopes), stats[1])
+                        if slope is not place:
+                            place.copy_(slope)
+                if any(needs):
+                    gradients.add(span, xs, logits)
+        ctx.weights = [t.weight for t in terms]
+        ctx.sinks, ctx.accumulate = sinks, spec.accumulate
+        ctx.gradients = gradients
+        logprobs, entropies, means, top1, _ = _joined(columns, terms[0].x)
+        ctx.mark_non_differentiable(logprobs, entropies, means, top1)
+        return total * factor, logprobs, entropies, means, top1
+
+    @staticmethod
+    def backward(ctx, *grads):
+        gradients, outer = ctx.gradients, grads[0]
+        assert gradients is not None, "the gradients of linear_loss are formed once and used once"
+        ctx.gradients = None
+        for sink, tensor in [
+            *((None, t) for t in (gradients.bias, *gradients.xs)),
+            *zip(ctx.sinks, gradients.weights, strict=True),
+        ]:
+            if sink is None and tensor is not None:
+                tensor.mul_(outer)
+        sinks = list(ctx.sinks)
+        for number, weight in enumerate(ctx.weights):
+            # Set here rather than returned, so that a tied embedding can add to it and no second copy waits.
+            if (
+                ctx.accumulate
+                and weight.is_leaf
+                and sinks[number] is None
+                and gradients.weights[number] is not None
+            ):
+                weight.grad = sinks[number] = gradients.weights[number]
+        return None, None, None, None, None, gradients.bias, *_returned(gradients, sinks)
+
+
+def _score_losses(loss: ScoreLoss, stats: tuple[Tensor, ...], want: Want):
+    """The sum of the losses, and its slopes at log-probs, entropies and mean log-probs (None where unused)."""
+    logprobs, entropies, means, top1, _ = stats
+    with torch.enable_grad():
+        leaves = [logprobs.detach().requires_grad_()]
+        entropy = entropies.detach().requires_grad_() if want.entropies else None
+        mean = means.detach().requires_grad_() if want.mean_logprobs else None
+        leaves += [leaf for leaf in (entropy, mean) if leaf is not None]
+        total = loss(TokenStats(leaves[0], entropy, mean, top1 if want.top1 else None)).sum()
+        slopes = iter(torch.autograd.grad(total, leaves, allow_unused=True))
+    of_logprobs = next(slopes)
+    of_entropies = next(slopes) if entropy is not None else None
+    of_means = next(slopes) if mean is not None else None
+    of_logprobs = torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs
+    return total.detach(), (of_logprobs, of_entropies, of_means)
+
+
+def _joined(columns: Sequence[tuple[Tensor, ...]], like: Tensor) -> tuple[Tensor, ...]:
+    if columns:
+        return tuple(torch.cat(column) for column in zip(*columns, strict=True))
+    empty = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
+    return empty, empty.clone(), empty.clone(), empty.bool(), empty.clone()

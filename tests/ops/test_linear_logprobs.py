@@ -1,0 +1,157 @@
+"""The chunked head against dense logits: values, every gradient, every option."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from lowtide.ops.linear_logprobs import Projection, Term, TokenStats, Want, linear_logprobs, linear_loss
+
+ALL = Want(entropies=True, mean_logprobs=True, top1=True)
+PROJECTIONS = {
+    "plain": Projection(),
+    "temperature": Projection(temperature=0.7),
+    "scale": Projection(scale=0.25),
+    "softcap": Projection(softcap=2.0),
+    "all": Projection(scale=1.5, softcap=3.0, temperature=1.3),
+}
+
+
+def dense(terms, index, target, bias=None, projection=PROJECTIONS["plain"]) -> TokenStats:
+    logits = sum(term.x[index] @ term.weight.T for term in terms)
+    logits = logits if bias is None else logits + bias
+    logits = logits * projection.scale
+    if projection.softcap is not None:
+        logits = projection.softcap * torch.tanh(logits / projection.softcap)
+    logprobs = torch.log_softmax(logits / projection.temperature, -1)
+    return TokenStats(
+        logprobs.gather(-1, target[:, None])[:, 0],
+        -(logprobs.exp() * logprobs).sum(-1),
+        logprobs.mean(-1),
+        logprobs.argmax(-1) == target,
+    )
+
+
+def problem(dtype=torch.float64, rank=0, bias=False, vocab=37):
+    torch.manual_seed(0)
+    leaf = lambda *shape: torch.randn(*shape, dtype=dtype).requires_grad_()  # noqa: E731
+    terms = [Term(leaf(9, 5), leaf(vocab, 5))]
+    if rank:
+        terms.append(Term(leaf(9, rank), leaf(vocab, rank)))
+    index = torch.tensor([0, 2, 2, 3, 5, 8, 8])
+    target = torch.randint(0, vocab, (7,))
+    return terms, index, target, leaf(vocab) if bias else None
+
+
+def leaves(terms, bias):
+    return [t for term in terms for t in term] + ([bias] if bias is not None else [])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, None])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS.keys())
+def test_statistics_and_gradients_equal_dense(projection, rank, bias, chunk):
+    terms, index, target, bias = problem(rank=rank, bias=bias)
+    stats = linear_logprobs(terms, index, target, bias=bias, projection=projection, want=ALL, chunk=chunk)
+    expected = dense(terms, index, target, bias, projection)
+    torch.manual_seed(1)
+    weights = torch.randn(3, 7, dtype=torch.float64)
+    for name in ("logprobs", "entropies", "mean_logprobs"):
+        torch.testing.assert_close(getattr(stats, name), getattr(expected, name))
+    assert torch.equal(stats.top1, expected.top1)
+    combine = lambda s: (weights * torch.stack([s.logprobs, s.entropies, s.mean_logprobs])).sum()  # noqa: E731
+    ours = torch.autograd.grad(combine(stats), leaves(terms, bias))
+    theirs = torch.autograd.grad(combine(expected), leaves(terms, bias))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS.keys())
+def test_gradcheck(projection):
+    terms, index, target, bias = problem(rank=2, bias=True, vocab=11)
+
+    def run(x, w, a, b, bias):
+        stats = linear_logprobs(
+            [Term(x, w), Term(a, b)], index, target, bias=bias, projection=projection, want=ALL, chunk=3
+        )
+        return stats.logprobs, stats.entropies, stats.mean_logprobs
+
+    assert gradcheck(run, leaves(terms, bias))
+
+
+LOSSES = {
+    "nll": lambda s: -s.logprobs,
+    "dft": lambda s: -s.logprobs * s.logprobs.detach().exp(),
+    "smoothed": lambda s: -0.9 * s.logprobs - 0.1 * s.mean_logprobs,
+    "entropy": lambda s: -s.logprobs + 0.01 * s.entropies,
+}
+
+
+@pytest.mark.parametrize("chunk", [2, None])
+@pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS.keys())
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_loss_known_in_forward_equals_dense(loss, projection, chunk):
+    terms, index, target, bias = problem(rank=2, bias=True)
+    total, stats = linear_loss(
+        terms, index, target, loss, factor=0.3, bias=bias, projection=projection, want=ALL, chunk=chunk
+    )
+    expected = dense(terms, index, target, bias, projection)
+    reference = 0.3 * loss(expected).sum()
+    torch.testing.assert_close(total, reference)
+    torch.testing.assert_close(stats.logprobs, expected.logprobs)
+    ours = torch.autograd.grad(2 * total, leaves(terms, bias))
+    torch.testing.assert_close(ours, torch.autograd.grad(2 * reference, leaves(terms, bias)))
+
+
+@pytest.mark.parametrize("variant", ["logprobs", "loss"])
+def test_accumulating_straight_into_grad(variant):
+    terms, index, target, _ = problem()
+
+    def step(accumulate):
+        if variant == "loss":
+            linear_loss(terms, index, target, LOSSES["nll"], accumulate=accumulate)[0].backward()
+        else:
+            (-linear_logprobs(terms, index, target, accumulate=accumulate).logprobs.sum()).backward()
+
+    grads = []
+    for accumulate in (False, True):
+        for tensor in terms[0]:
+            tensor.grad = None
+        for _ in range(3):
+            step(accumulate)
+        grads.append([tensor.grad.clone() for tensor in terms[0]])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_a_frozen_head_gets_no_gradient():
+    terms, index, target, _ = problem()
+    frozen = [Term(terms[0].x, terms[0].weight.detach())]
+    linear_loss(frozen, index, target, LOSSES["nll"], accumulate=True)[0].backward()
+    assert frozen[0].weight.grad is None
+    assert terms[0].x.grad is not None
+
+
+def test_nothing_to_score_keeps_the_graph():
+    terms, _, _, _ = problem()
+    none = torch.empty(0, dtype=torch.long)
+    for total in (
+        linear_loss(terms, none, none, LOSSES["nll"])[0],
+        linear_logprobs(terms, none, none).logprobs.sum(),
+    ):
+        total.backward()
+        assert total == 0
+    assert terms[0].x.grad.abs().sum() == 0
+
+
+def test_bfloat16_under_autocast_is_near_float32():
+    terms, index, target, _ = problem(torch.float32)
+    reference = dense(terms, index, target)
+    (expected,) = torch.autograd.grad(-reference.logprobs.sum(), terms[0].weight)
+    for run in ("loss", "logprobs"):
+        with torch.autocast("cpu", torch.bfloat16):
+            if run == "loss":
+                total, _ = linear_loss(terms, index, target, LOSSES["nll"])
+            else:
+                total = -linear_logprobs(terms, index, target).logprobs.sum()
+        (grad,) = torch.autograd.grad(total, terms[0].weight)
+        assert grad.dtype == torch.float32
+        assert (grad - expected).norm() / expected.norm() < 0.05

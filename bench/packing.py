@@ -2,9 +2,9 @@
 
     python bench/packing.py [--rows 1000000] [--capacity 2048] [--out FILE.json]
 
-Ours plans from lengths alone. TRL packs the columns themselves, a thousand rows at a time as `pack_dataset` does by
-default, so its seconds hold the copying of one byte-sized token column too; its `wrapped` only redraws the column's
-offsets, and forgets where rows began. Both run on one core.
+Ours plans from lengths alone. TRL packs the columns themselves, a thousand rows at a time as `pack_dataset` does
+by default, so its seconds hold the copying of one byte-sized token column too; its `wrapped` only redraws the
+column's offsets, and forgets where rows began. Both run on one core.
 """
 
 import argparse

@@ -1,0 +1,65 @@
+"""The reference checked: padding does not reach it, and the features of the tiny models do."""
+
+import pytest
+import torch
+from architectures import FIRST_TOKEN, PADDED, RAGGED, VOCAB, build, tiny_config
+from reference import gradient_errors, gradients, reference_logprobs
+
+NEUTRAL = {
+    "sliding_window": 128,
+    "attention_chunk_size": 128,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "floor_scale": 8192,
+    "clip_qkv": None,
+}
+"""Values under which a setting does nothing on rows as short as these."""
+
+SETTINGS = [
+    (name, setting)
+    for name, (_, settings) in (RAGGED | PADDED).items()
+    for setting in NEUTRAL
+    if setting in settings
+]
+
+
+@pytest.fixture
+def rows() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randint(FIRST_TOKEN, VOCAB, (length,), generator=generator).tolist() for length in (13, 2, 9, 17, 1)
+    ]
+
+
+@pytest.mark.parametrize("name", RAGGED | PADDED)
+def test_rows_in_a_padded_batch_equal_the_same_rows_alone(name: str, rows: list[list[int]]):
+    model = build(name)
+    weights = [torch.randn(len(row) - 1) for row in rows]
+
+    together = reference_logprobs(model, rows)
+    wanted = [reference_logprobs(model, [row])[0] for row in rows]
+
+    for got, alone in zip(together, wanted, strict=True):
+        torch.testing.assert_close(got, alone, atol=1e-5, rtol=0)
+    errors = gradient_errors(
+        gradients(model, sum((w * x).sum() for w, x in zip(weights, together, strict=True))),
+        gradients(model, sum((w * x).sum() for w, x in zip(weights, wanted, strict=True))),
+    )
+    assert max(errors.values()) < 1e-5, max(errors, key=errors.__getitem__)
+
+
+@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+def test_settings_change_the_numbers(name: str, setting: str, rows: list[list[int]]):
+    """A setting under a misspelt name would be ignored in silence, and its code path never be tested."""
+    assert hasattr(tiny_config(name), setting)
+    got = torch.cat(reference_logprobs(build(name), rows))
+    without = torch.cat(reference_logprobs(build(name, **{setting: NEUTRAL[setting]}), rows))
+    assert (got - without).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", RAGGED | PADDED)
+def test_every_parameter_takes_part(name: str, rows: list[list[int]]):
+    model = build(name)
+    loss = sum(logprobs.square().sum() for logprobs in reference_logprobs(model, rows))
+    untouched = [name for name, gradient in gradients(model, loss).items() if not gradient.abs().max() > 0]
+    assert untouched == []

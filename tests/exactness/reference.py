@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 PAD = 0
 
 
-def reference_logprobs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, "_"]]:
+def reference_logprobs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " tokens-1"]]:
     """The log-probability of each token but the first, given those before it in its row.
 
     A row of `n` token ids gives `n - 1` values. The result carries gradients.

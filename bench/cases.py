@@ -1,0 +1,95 @@
+"""The data that is trained on, by method and case name: real school mathematics, and generated long-tailed rows.
+
+`gsm8k` reads `../shared/data/gsm8k_train.messages.jsonl` where it is there; elsewhere rows are generated with
+lengths like GSM8K's. `longtail` draws lengths from a log-normal distribution, of which a padded batch of 8 holds
+about 40% real tokens, as with most chat data. Everything is seeded, and no row is longer than TRL's default
+`max_length` of 1,024 tokens, so that every contestant trains on the same tokens.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+GSM8K_FILE = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.messages.jsonl"
+ROWS = 512
+LONGEST = 900
+"""Words in the longest row; with its template's tokens it stays below 1,024."""
+
+SYLLABLES = (
+    "ka",
+    "lo",
+    "mi",
+    "ren",
+    "su",
+    "ta",
+    "vo",
+    "shi",
+    "pel",
+    "dor",
+    "an",
+    "ber",
+    "cu",
+    "fin",
+    "gra",
+    "hol",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows, and what is to be reached on them on a CPU against TRL with its defaults."""
+
+    rows: Callable[[], list[Row]]
+    speed_target: float
+    """At least so many times TRL's real tokens a second."""
+    peak_target: float
+    """At most so many times TRL's peak above the start."""
+
+
+def generated_dialogues(lengths: list[int], rng: random.Random) -> list[Row]:
+    """Returns one question and answer for each length in words; words are drawn with Zipf's frequencies."""
+    lexicon = sorted({"".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(30_000)})
+    rng.shuffle(lexicon)
+    weights = [1 / rank for rank in range(1, len(lexicon) + 1)]
+    rows = []
+    for length in lengths:
+        words = rng.choices(lexicon, weights, k=length)
+        asked = max(1, length // 3)
+        question, answer = " ".join(words[:asked]), " ".join(words[asked:]) or words[0]
+        rows.append(dialogue(question, answer))
+    return rows
+
+
+def dialogue(question: str, answer: str) -> Row:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def lognormal_lengths(median: float, sigma: float, rng: random.Random) -> list[int]:
+    """Returns `ROWS` lengths in words, between 16 and `LONGEST`."""
+    return [min(LONGEST, max(16, round(median * rng.lognormvariate(0.0, sigma)))) for _ in range(ROWS)]
+
+
+def gsm8k_rows() -> list[Row]:
+    if GSM8K_FILE.exists():
+        with GSM8K_FILE.open(encoding="utf-8") as lines:
+            return [json.loads(line) for line, _ in zip(lines, range(ROWS), strict=False)]
+    rng = random.Random(8)
+    return generated_dialogues(lognormal_lengths(median=150, sigma=0.35, rng=rng), rng)
+
+
+def longtail_rows() -> list[Row]:
+    rng = random.Random(9)
+    return generated_dialogues(lognormal_lengths(median=150, sigma=1.0, rng=rng), rng)
+
+
+CASES = {
+    "sft": {
+        "gsm8k": Case(gsm8k_rows, speed_target=3.5, peak_target=0.2),
+        "longtail": Case(longtail_rows, speed_target=3.0, peak_target=0.2),
+    },
+}

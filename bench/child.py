@@ -1,0 +1,98 @@
+"""One run of one contestant, in a process of its own: trains a few steps and prints what it took.
+
+Called by `compare.py` with a JSON specification as its only argument. Lines that begin with `MARK` are for the
+parent (a finished step, the result); everything else is the library's own output, shown if the run fails.
+"""
+
+import importlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.cases import CASES
+from bench.contestants import Contestant, common_flags
+from bench.measure import PeakMeter, hardware, matmul_rate, now
+from bench.methods import METHODS, Method
+from bench.processes import MARK
+from bench.shapes import SHAPES, Shape, build_model, parameter_counts
+from bench.tokenizer import load_tokenizer
+
+
+def say(kind: str, **facts: Any) -> None:
+    print(MARK + json.dumps({"kind": kind, **facts}), flush=True)
+
+
+def clock(device: str):
+    """Returns a callback that notes when each step ended."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self):
+            self.ends: list[float] = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.ends.append(now(device))
+            say("step", number=len(self.ends))
+
+    return Clock()
+
+
+def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
+    """Trains `warmup + timed` steps; returns seconds and real tokens of the timed ones, and the run's peak."""
+    from datasets import Dataset
+
+    method, shape = METHODS[spec["method"]], SHAPES[spec["shape"]]
+    contestant = method.contestants[spec["contestant"]]
+    library = importlib.import_module(contestant.library)
+    config_class, trainer_class = getattr(library, method.config), getattr(library, method.trainer)
+    dataset = Dataset.from_list(CASES[spec["method"]][spec["case"]].rows())
+    tokenizer = load_tokenizer(Path(spec["tokenizer"]))
+    model = build_model(shape, contestant.attention)
+    steps, timer, meter = spec["warmup"] + spec["timed"], clock(shape.device), PeakMeter(shape.device)
+    with tempfile.TemporaryDirectory() as output_dir:
+        args = config_class(**common_flags(contestant, shape, steps, output_dir) | contestant.flags)
+        meter.start()
+        trainer = trainer_class(
+            model=model, args=args, train_dataset=dataset, processing_class=tokenizer, callbacks=[timer]
+        )
+        result = trainer.train()
+        memory = meter.stop()
+    total, multiplied = parameter_counts(model)
+    return {
+        "step_seconds": [end - begin for begin, end in zip(timer.ends, timer.ends[1:], strict=False)][-spec["timed"] :],
+        "step_tokens": tokens_by_step(method, contestant, trainer.train_dataset, steps)[-spec["timed"] :],
+        "loss": result.training_loss,
+        "parameters": total,
+        "multiplied_parameters": multiplied,
+        **memory,
+    }
+
+
+def tokens_by_step(method: Method, contestant: Contestant, dataset: Any, steps: int) -> list[int]:
+    """Returns the real tokens of each step, from the rows that the trainer prepared, in their order."""
+    if len(dataset) < steps * contestant.rows:
+        raise ValueError(
+            f"{steps} steps of {contestant.rows} rows need {steps * contestant.rows} rows, and the case has "
+            f"{len(dataset)} after preparation: take fewer --steps, or raise ROWS in bench/cases.py"
+        )
+    counts = [method.count_tokens(dataset[index]) for index in range(steps * contestant.rows)]
+    return [sum(counts[step * contestant.rows :][: contestant.rows]) for step in range(steps)]
+
+
+def measure_machine(shape: Shape) -> dict[str, Any]:
+    """Returns the hardware and its matmul rate in the shape's precision."""
+    rate = matmul_rate(shape.device, shape.dtype)
+    return {"hardware": hardware(shape.device), "matmul_flops_per_second": rate}
+
+
+def main(spec: dict[str, Any]) -> None:
+    if spec["contestant"] is None:
+        say("result", **measure_machine(SHAPES[spec["shape"]]))
+    else:
+        say("result", **measure_contestant(spec))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,134 @@
+"""`python -m bench.compare`: lowtide and TRL side by side, alternating, each run in a process of its own.
+
+Prints real tokens a second, the peak above what the process held before the trainer was constructed, and their
+ratios, and records them in bench/results/ with the hardware and versions. Contestants take turns (A B C, A B C),
+so that a machine that warms up or is shared slows all of them alike; the medians of the runs are compared.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from bench.cases import CASES
+from bench.methods import METHODS
+from bench.processes import ChildFailed, progress_bar, run_child
+from bench.report import print_comparison
+from bench.results import record, summarise, versions
+from bench.shapes import SHAPES
+from bench.tokenizer import tokenizer_for
+
+SUMMARY = "Compare lowtide with TRL: real tokens a second, and the peak above what the process held before."
+QUICK = {"repeat": 1, "timed": 2}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs what the command line asks for; returns 1 if any run failed."""
+    options, console = parse(argv), Console()
+    failed = [shape for shape in options.shapes if not compare(shape, options, console)]
+    return 1 if failed else 0
+
+
+def compare(shape: str, options: argparse.Namespace, console: Console) -> bool:
+    """Measures every case and contestant on one model; returns whether all runs succeeded."""
+    with console.status(f"{shape}: the machine's matmul rate"):
+        machine = run_child(specification(shape, options), lambda step: None, options.timeout)
+    runs, failures = measure_all(shape, options, console)
+    results = {
+        "method": options.method,
+        "shape": shape,
+        "device": SHAPES[shape].device,
+        "dtype": SHAPES[shape].dtype,
+        "command": "python -m bench.compare " + " ".join(sys.argv[1:]),
+        "warmup": options.warmup,
+        "timed": options.timed,
+        **machine,
+        "versions": versions(),
+        "cases": summarise(runs, machine["matmul_flops_per_second"]),
+        "failures": failures,
+    }
+    print_comparison(results, console)
+    if options.record and runs:
+        console.print(f"recorded in {record(results)}; `python -m bench.docs` brings docs/benchmarks.md up to date")
+    return not failures
+
+
+def measure_all(shape: str, options: argparse.Namespace, console: Console) -> tuple[dict, list[str]]:
+    """Returns the results of all runs by (case, contestant), and a line for each run that failed."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    failures: list[str] = []
+    turns = [
+        (case, turn, contestant)
+        for case in options.cases
+        for turn in range(options.repeat)
+        for contestant in options.contestants
+    ]
+    with progress_bar(console) as bar:
+        overall = bar.add_task(shape, total=len(turns) * (options.warmup + options.timed))
+        for number, (case, turn, contestant) in enumerate(turns):
+            bar.update(overall, description=f"{shape} {case}: {contestant}, turn {turn + 1} of {options.repeat}")
+            spec = specification(shape, options, contestant=contestant, case=case)
+            try:
+                result = run_child(spec, lambda step: bar.advance(overall), options.timeout)
+                runs.setdefault((case, contestant), []).append(result)
+            except ChildFailed as failure:
+                failures.append(f"{case}: {contestant}: {failure.reason}")
+                console.print(f"[red]{case}: {contestant} failed: {failure.reason}[/]")
+                console.print("\n".join(failure.last_lines), markup=False, highlight=False)
+            bar.update(overall, completed=(number + 1) * (options.warmup + options.timed))
+    return runs, failures
+
+
+def specification(shape: str, options: argparse.Namespace, **contestant: str) -> dict[str, Any]:
+    """Returns what a child is told; without a contestant it measures the machine."""
+    spec = {"method": options.method, "shape": shape, "warmup": options.warmup, "timed": options.timed}
+    if not contestant:
+        return spec | {"contestant": None}
+    rows = CASES[options.method][contestant["case"]].rows()
+    return spec | contestant | {"tokenizer": str(tokenizer_for(rows))}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.compare", description=SUMMARY)
+    parser.add_argument("--method", choices=METHODS, default="sft")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models; default: those for this machine's device")
+    parser.add_argument("--cases", nargs="+", help="default: all of the method's")
+    parser.add_argument("--contestants", nargs="+", help="default: all of the method's")
+    parser.add_argument("--warmup", type=positive, default=1, help="steps that are not timed")
+    parser.add_argument("--timed", type=positive, default=4, help="steps that are timed")
+    parser.add_argument("--repeat", type=positive, default=2, help="turns that each contestant takes")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds after which one run is given up")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK}, and nothing is recorded")
+    parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
+    options = parser.parse_args(argv)
+    if options.quick:
+        vars(options).update(QUICK, record=False)
+    options.shapes = options.shapes or shapes_for_this_machine()
+    for name, known in (
+        ("cases", CASES[options.method]),
+        ("contestants", METHODS[options.method].contestants),
+    ):
+        chosen = getattr(options, name) or list(known)
+        unknown = [choice for choice in chosen if choice not in known]
+        if unknown:
+            parser.error(f"--{name}: {unknown[0]!r} is none of {', '.join(known)}")
+        setattr(options, name, chosen)
+    return options
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
+
+
+def shapes_for_this_machine() -> list[str]:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [name for name, shape in SHAPES.items() if shape.device == device]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

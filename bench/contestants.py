@@ -1,0 +1,50 @@
+"""Who is compared with whom: a library and the flags that its users would give.
+
+A contestant's flags come on top of `common_flags`, which both libraries get and which only fix what must be equal
+(rows and their order, precision, number of steps). Everything else stays at the library's own defaults.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.shapes import Shape
+
+BATCH = 8
+PACKED_BATCH = 2
+"""Bins of 1,024 tokens a step: about as many real tokens as `BATCH` rows of the long-tailed case hold."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One library with one set of flags."""
+
+    library: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    attention: str | None = None
+    rows: int = BATCH
+    against: str | None = None
+    """The contestant that this one is set against, beside the baseline `trl`."""
+
+
+SFT_CONTESTANTS = {
+    "trl": Contestant("trl"),
+    "lowtide": Contestant("lowtide", against="trl-best"),
+    "trl-best": Contestant("trl", {"padding_free": True, "max_length": None}, attention="sdpa"),
+    "trl-packing": Contestant("trl", {"packing": True}, rows=PACKED_BATCH),
+    "lowtide-packing": Contestant("lowtide", {"packing": True}, rows=PACKED_BATCH, against="trl-packing"),
+}
+
+
+def common_flags(contestant: Contestant, shape: Shape, steps: int, output_dir: str) -> dict[str, Any]:
+    """What both libraries are given: the same rows in the same order, precision and number of steps."""
+    return {
+        "output_dir": output_dir,
+        "per_device_train_batch_size": contestant.rows,
+        "train_sampling_strategy": "sequential",
+        "max_steps": steps,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": shape.device == "cpu",
+        "bf16": shape.dtype == "bfloat16",
+    }

@@ -1,0 +1,81 @@
+"""What was measured, as numbers and as JSON files in bench/results/: one file a method, model and machine."""
+
+import importlib.metadata
+import json
+import re
+import statistics
+import subprocess
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from bench.processes import ROOT
+
+FOLDER = Path(__file__).parent / "results"
+COMPARISON, MEMORY = "comparison", "memory"
+FLOPS_PER_PARAMETER = 6
+"""Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
+
+
+def summarise(runs: dict[tuple[str, str], list[dict[str, Any]]], matmul_rate: float) -> dict[str, dict[str, Any]]:
+    """Returns, by case and contestant, the medians over a contestant's turns; peaks are the highest of them."""
+    cases: dict[str, dict[str, Any]] = {}
+    for (case, contestant), turns in runs.items():
+        tokens = turns[0]["step_tokens"]
+        assert all(turn["step_tokens"] == tokens for turn in turns), "turns of one contestant saw different rows"
+        seconds = statistics.median(statistics.mean(turn["step_seconds"]) for turn in turns)
+        rate = statistics.mean(tokens) / seconds
+        flops = FLOPS_PER_PARAMETER * rate
+        cases.setdefault(case, {})[contestant] = {
+            "seconds_per_step": seconds,
+            "tokens_per_second": rate,
+            "peak_above_start_bytes": max(turn["above_start_bytes"] for turn in turns),
+            "matmul_share": flops * turns[0]["parameters"] / matmul_rate,
+            "matmul_share_without_embedding": flops * turns[0]["multiplied_parameters"] / matmul_rate,
+            "turns": turns,
+        }
+    return cases
+
+
+def ratios(contestant: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
+    """Returns how many times the other's tokens a second, and which share of its peak above the start."""
+    speed = contestant["tokens_per_second"] / other["tokens_per_second"]
+    return speed, contestant["peak_above_start_bytes"] / other["peak_above_start_bytes"]
+
+
+def versions() -> dict[str, str]:
+    """Returns the date, the libraries' versions and lowtide's commit, marked where files differ from it."""
+    libraries = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "lowtide")
+    commit = _git("rev-parse", "--short=10", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "src") != ""
+    return {
+        "date": date.today().isoformat(),
+        **{library: importlib.metadata.version(library) for library in libraries},
+        "lowtide_commit": commit + " with changes" * changed,
+    }
+
+
+def record(results: dict[str, Any]) -> Path:
+    """Writes the results over an earlier run's of the same method, model and machine; returns the file."""
+    return write(f"{results['method']}-{results['shape']}", results | {"kind": COMPARISON})
+
+
+def write(name: str, results: dict[str, Any]) -> Path:
+    """Writes one JSON file named after what was measured and the machine, whole or not at all."""
+    hardware = results["hardware"]
+    machine = hardware.get("gpu") or f"{hardware['threads']}x {hardware['cpu']}"
+    path = FOLDER / (re.sub(r"[^a-z0-9.]+", "-", f"{name} {machine}".lower()).strip("-") + ".json")
+    FOLDER.mkdir(exist_ok=True)
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return scratch.replace(path)
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Returns all recorded results, in the order of their file names."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
+
+
+def _git(*arguments: str) -> str:
+    answer = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return answer.stdout.strip() if answer.returncode == 0 else "unknown"

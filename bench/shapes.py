@@ -1,0 +1,85 @@
+"""The models that are measured, from configs embedded here: random weights, nothing downloaded.
+
+Speed and memory depend on a model's shape, not on what it knows. `llama-22m` spends most of its parameters on
+the vocabulary, as small models do, so that two CPU cores show what the head costs. The Qwen2.5 shapes are the
+published ones (Qwen/Qwen2.5-0.5B and Qwen/Qwen2.5-7B, config.json).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+LLAMA_22M = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+QWEN_05B = {
+    "model_type": "qwen2",
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "tie_word_embeddings": True,
+}
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's config, and where and in which precision it is measured."""
+
+    config: dict[str, Any]
+    device: str
+    dtype: str
+    """Storage and compute dtype of weights, gradients and optimizer states."""
+
+
+SHAPES = {
+    "llama-22m": Shape(LLAMA_22M, device="cpu", dtype="float32"),
+    "qwen2.5-0.5b": Shape(QWEN_05B, device="cuda", dtype="bfloat16"),
+    "qwen2.5-7b": Shape(QWEN_7B, device="cuda", dtype="bfloat16"),
+}
+
+
+def build_model(shape: Shape, attention: str | None = None):
+    """Returns a causal language model with seeded random weights, on the shape's device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**shape.config)
+    options = {"attn_implementation": attention} if attention else {}
+    with torch.device(shape.device):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype), **options)
+
+
+def parameter_counts(model) -> tuple[int, int]:
+    """Returns all parameters, and those that a token is multiplied with: a looked-up embedding table is not one of
+    them, unless the head is tied to it."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    table = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is table
+    return total, total if tied else total - table.numel()

@@ -269,9 +269,7 @@ class RaggedBatch:
     def unscored(self) -> RaggedBatch:
         """The same tokens with nothing to score: a micro-batch that keeps other ranks company."""
         segments = [part._replace(score_start=0, score_stop=0) for part in self.segments]
-        return self._assemble(
-            self.token_ids, self.position_ids, self.score_index[:0], self.score_target[:0], segments
-        )
+        return self._assemble(self.token_ids, self.position_ids, self.score_index[:0], self.score_target[:0], segments)
 
     def select_rows(self, rows: Sequence[int]) -> RaggedBatch:
         """The batch of some rows alone, in ascending order, renumbered from 0."""
@@ -358,9 +356,7 @@ class RaggedBatch:
         return groups
 
 
-def _balance(
-    tokens: Sequence[int], count: int, max_tokens: int | None, max_rows: int | None
-) -> list[list[int]] | None:
+def _balance(tokens: Sequence[int], count: int, max_tokens: int | None, max_rows: int | None) -> list[list[int]] | None:
     """Longest row first into the lightest group with room (Graham's LPT), or None if a cap is broken."""
     groups: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -393,9 +389,7 @@ def _validate(batch: RaggedBatch) -> None:
     for name, size in expected.items():
         tensor = getattr(batch, name)
         if tensor.shape != (size,):
-            raise ValueError(
-                f"RaggedBatch: `{name}` has shape {tuple(tensor.shape)}, but the segments say ({size},)"
-            )
+            raise ValueError(f"RaggedBatch: `{name}` has shape {tuple(tensor.shape)}, but the segments say ({size},)")
     token = score = 0
     row = 0
     for number, part in enumerate(segments):

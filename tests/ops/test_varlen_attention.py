@@ -16,13 +16,14 @@ VARIANTS = {
     "causal": {},
     "scale": {"scale": 0.3},
     "window": {"window": 4},
+    "chunk": {"chunk": 5},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": torch.linspace(-1, 2, 4, dtype=torch.float64)},
     "all": {"window": 3, "softcap": 2.0, "sinks": torch.ones(4, dtype=torch.float64), "scale": 0.7},
 }
 
 
-def dense(q, k, v, batch, scale=None, window=None, softcap=None, sinks=None):
+def dense(q, k, v, batch, scale=None, window=None, chunk=None, softcap=None, sinks=None):
     """One segment at a time, by the textbook. [tokens, heads, dim]"""
     outputs = []
     for part in batch.segments:
@@ -41,6 +42,8 @@ def dense(q, k, v, batch, scale=None, window=None, softcap=None, sinks=None):
         visible = torch.arange(len(keys))[None] <= position
         if window is not None:
             visible &= torch.arange(len(keys))[None] > position - window
+        if chunk is not None:
+            visible &= torch.arange(len(keys))[None] // chunk == position // chunk
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             sink = sinks.view(-1, 1, 1).expand(-1, len(queries), 1)
@@ -62,7 +65,7 @@ def test_equals_dense_attention_of_each_segment(shape, variant):
     torch.manual_seed(0)
     tensors = [torch.randn(batch.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     ours, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
-    plan = AttentionPlan.build(batch.segments, torch.device("cpu"))
+    plan = AttentionPlan.build(batch)
 
     out = varlen_attention(*ours, plan, **VARIANTS[variant])
     expected = dense(*theirs, batch, **VARIANTS[variant])
@@ -77,7 +80,7 @@ def test_equals_dense_attention_of_each_segment(shape, variant):
 
 def test_equal_lengths_are_not_moved():
     batch = RaggedBatch.from_segments([[1] * 4] * 6)
-    plan = AttentionPlan.build(batch.segments, torch.device("cpu"))
+    plan = AttentionPlan.build(batch)
     assert plan.queries is None
     assert plan.keys is None
     assert len(plan.groups) == 1
@@ -85,6 +88,6 @@ def test_equal_lengths_are_not_moved():
 
 def test_near_lengths_share_a_group():
     batch = RaggedBatch.from_segments([[1] * n for n in range(100, 120)])
-    plan = AttentionPlan.build(batch.segments, torch.device("cpu"))
+    plan = AttentionPlan.build(batch)
     assert len(plan.groups) < 4
     assert sum(group.n for group in plan.groups) == 20

@@ -402,12 +402,7 @@ class _LinearLoss(torch.autograd.Function):
         sinks = list(ctx.sinks)
         for number, weight in enumerate(ctx.weights):
             # Set here rather than returned, so that a tied embedding can add to it and no second copy waits.
-            if (
-                ctx.accumulate
-                and weight.is_leaf
-                and sinks[number] is None
-                and gradients.weights[number] is not None
-            ):
+            if ctx.accumulate and weight.is_leaf and sinks[number] is None and gradients.weights[number] is not None:
                 weight.grad = sinks[number] = gradients.weights[number]
         return None, None, None, None, None, gradients.bias, *_returned(gradients, sinks)
 

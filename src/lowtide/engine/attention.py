@@ -1,0 +1,133 @@
+"""The one attention function that transformers' models call: ragged where there is a plan, dense where there is none.
+
+Registered under the name `lowtide` with transformers' `AttentionInterface`. The plan of the batch travels as a
+keyword argument through the model's own forward; the few models that drop unknown ones (stablelm, nemotron) pass
+`position_ids` on, to which it is attached as well. A context would not do: with checkpointing, layers run again in
+backward. Without a plan (generation, a user's own call) the same function serves the ordinary padded batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from lowtide.ops.varlen_attention import AttentionPlan, varlen_attention
+from lowtide.ragged import RaggedBatch
+
+NAME = "lowtide"
+PLAN = "ragged_plan"
+"""The keyword argument in which the plan travels."""
+
+_masks_wanted: ContextVar[bool] = ContextVar("masks_wanted", default=True)
+
+
+@contextlib.contextmanager
+def ragged_inputs(batch: RaggedBatch) -> Iterator[dict[str, Any]]:
+    """The inputs of a model's forward for a ragged batch; while the context lasts, the model builds no masks."""
+    plan = AttentionPlan.build(batch)
+    position_ids = batch.position_ids[None]
+    setattr(position_ids, PLAN, plan)
+    token = _masks_wanted.set(False)
+    try:
+        yield {"input_ids": batch.token_ids[None], "position_ids": position_ids, PLAN: plan}
+    finally:
+        _masks_wanted.reset(token)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer. `query` [batch, heads, tokens, dim]; `key`, `value` [batch, kv_heads, ..].
+
+    Returns [batch, tokens, heads, dim], and no weights. With a plan the batch is 1 and holds all tokens.
+    """
+    plan = kwargs.pop(PLAN, None) or getattr(kwargs.get("position_ids"), PLAN, None)
+    if plan is None:
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+            )
+        return _dense(query, key, value, attention_mask, scaling, dropout, softcap, s_aux), None
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        query = query * _temperature_correction(module, plan)
+    out = varlen_attention(
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        plan,
+        scale=scaling,
+        window=_window(module, kwargs),
+        chunk=_chunk(module),
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=dropout,
+    )
+    return out[None], None
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Most models pass the window; Qwen2-MoE leaves it to the mask and to an attribute of its sliding layers."""
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
+    return window or None
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """Llama 4 says in its mask alone that a layer attends within stretches of the sequence."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or kinds[getattr(module, "layer_idx", 0)] != "chunked_attention":
+        return None
+    return getattr(config, "attention_chunk_size", None)
+
+
+def _temperature_correction(module: Any, plan: AttentionPlan) -> Tensor:
+    """Llama 4 scales queries by their place in the row; here the row is the batch, the place is the position."""
+
+    def tuned(position: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((position.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+
+    positions = plan.positions
+    place = torch.arange(len(positions), device=positions.device)
+    return (tuned(positions) / tuned(place))[None, None, :, None]
+
+
+def _dense(query, key, value, mask, scaling, dropout, softcap, sinks) -> Tensor:
+    """The ordinary padded form of the variants that `scaled_dot_product_attention` does not know."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    scores = (query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        ahead = key.shape[2] - query.shape[2]
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(ahead)
+    scores = scores.float()
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]].to(query.dtype)
+    return (nn.functional.dropout(weights, p=dropout) @ value).transpose(1, 2)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    return sdpa_mask(*args, **kwargs) if _masks_wanted.get() else None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, _mask)

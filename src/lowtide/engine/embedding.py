@@ -1,0 +1,31 @@
+"""Lets a model's token embedding add its gradient in place (see `ops.embedding`)."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowtide.ops.embedding import embed_tokens
+
+
+def install_embedding(model: PreTrainedModel) -> None:
+    """Replaces the forward of the input embedding, where it is a plain one or Gemma's scaled one."""
+    module = model.get_input_embeddings()
+    plain = type(module) is nn.Embedding
+    scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    if not (plain or scaled) or module.sparse or module.scale_grad_by_freq or module.max_norm is not None:
+        return
+
+    def forward(self: nn.Embedding, input: Tensor) -> Tensor:
+        if self.weight._post_accumulate_grad_hooks:
+            return type(self).forward(self, input)  # somebody waits for autograd to bring the gradient
+        out = embed_tokens(input, self.weight, self.padding_idx)
+        return out if plain else out * self.embed_scale.to(self.weight.dtype)
+
+    module.forward = types.MethodType(forward, module)
+    probe = torch.arange(min(8, module.num_embeddings), device=module.weight.device)
+    if not torch.equal(module.forward(probe), type(module).forward(module, probe)):
+        del module.forward  # an embedding that does more than we know keeps its own way

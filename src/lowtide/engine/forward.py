@@ -1,0 +1,97 @@
+"""The one call of a model's forward: a ragged batch in, log-probabilities (or a loss) of its scores out.
+
+`install` prepares a model once, `score` calls it. A model that cannot run ragged runs padded, on the same head and
+with the same result; that path is also the reference that the ragged one is tested against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowtide.engine.attention import NAME, ragged_inputs
+from lowtide.engine.convolution import install_convolution
+from lowtide.engine.embedding import install_embedding
+from lowtide.engine.head import ScoreOutput, Scores, install_head
+from lowtide.ragged import RaggedBatch
+
+
+def causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside the wrappers of DDP, PEFT and others."""
+    while not isinstance(model, PreTrainedModel):
+        inner = getattr(model, "module", None) or getattr(model, "base_model", None) or getattr(model, "model", None)
+        if not isinstance(inner, nn.Module):
+            raise ValueError(f"expected a transformers model or a wrapper of one, got {type(model).__name__}")
+        model = inner
+    return model
+
+
+def install(model: nn.Module, *, padding_free: bool = True) -> None:
+    """Prepares a model for `score`: the fused head, and the ragged attention if `padding_free`.
+
+    Raises:
+        ValueError: the model has no language-modelling head, or one that cannot be fused.
+    """
+    inner = causal_model(model)
+    install_head(inner)
+    install_embedding(inner)
+    if padding_free:
+        inner.set_attn_implementation(NAME)
+        install_convolution(inner)
+
+
+def score(
+    model: nn.Module,
+    batch: RaggedBatch,
+    scores: Scores | None = None,
+    *,
+    padding_free: bool = True,
+    **options: Any,
+) -> ScoreOutput:
+    """Runs the model on a batch, on the device where both are.
+
+    Args:
+        model: prepared by `install`, wrapped or not.
+        batch: what to run and to score.
+        scores: how; its index and target are the batch's. By default `Scores` made from `options`.
+        padding_free: False runs each segment as a padded row of its own, with its prefix repeated before it.
+
+    Returns:
+        statistics in the order of the batch's scores.
+    """
+    scores = scores or Scores(batch.score_index, batch.score_target, **options)
+    if not padding_free:
+        inputs, index = pad(batch)
+        return model(**inputs, scores=replace(scores, index=index))
+    with ragged_inputs(batch) as inputs:
+        return model(**inputs, scores=scores)
+
+
+def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:
+    """The padded form: `input_ids` and `attention_mask` [rows, longest], and the scores' places in it, flattened."""
+    segments = batch.segments
+    shared = {part.prefix for part in segments}
+    # A prefix is a row of its own only where something in it is scored.
+    kept = [n for n, part in enumerate(segments) if n not in shared or part.score_stop > part.score_start]
+    whole = [[segments[p] for p in (segments[n].prefix, n) if p >= 0] for n in kept]
+    lengths = [sum(part.length for part in parts) for parts in whole]
+    longest, device = max(lengths), batch.token_ids.device
+    input_ids = torch.zeros(len(kept), longest, dtype=torch.long, device=device)
+    attention_mask = torch.zeros(len(kept), longest, dtype=torch.long, device=device)
+    index = torch.empty_like(batch.score_index)
+    for line, (number, parts) in enumerate(zip(kept, whole, strict=True)):
+        tokens = torch.cat([batch.token_ids[part.start : part.stop] for part in parts])
+        input_ids[line, : len(tokens)] = tokens
+        attention_mask[line, : len(tokens)] = 1
+        part = segments[number]
+        at = batch.score_index[part.score_start : part.score_stop]
+        before = parts[0].length if part.prefix >= 0 else 0
+        own = at - part.start + before
+        if part.prefix >= 0:
+            own = torch.where(at >= part.start, own, at - segments[part.prefix].start)
+        index[part.score_start : part.score_stop] = own + line * longest
+    return {"input_ids": input_ids, "attention_mask": attention_mask}, index

@@ -1,0 +1,168 @@
+"""A causal model's own forward, which returns log-probabilities when it is given scores.
+
+Wrappers such as DDP see one ordinary forward call; nothing outside has to reach into the model. What the model does
+between its hidden states and its logits (scaling, soft-capping, an adapter on the head) is read from its config and
+modules here, and proved against the model's own logits by `engine.probe`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from lowtide.ops.linear_logprobs import (
+    NOTHING_MORE,
+    Projection,
+    ScoreLoss,
+    Term,
+    TokenStats,
+    Want,
+    linear_logprobs,
+    linear_loss,
+)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What to ask of a model's forward: which tokens to score, and how."""
+
+    index: Tensor
+    """[scores]: place of the predicting hidden state in the flattened batch."""
+    target: Tensor
+    """[scores]: the token predicted there."""
+    want: Want = NOTHING_MORE
+    loss: ScoreLoss | None = None
+    """A loss that is known score by score: its gradients are formed in forward, and `ScoreOutput.loss` is set."""
+    factor: float = 1.0
+    """Factor of that loss."""
+    temperature: float = 1.0
+    accumulate: bool = False
+    """The head's weight takes its gradient straight into `.grad` (see `ops.linear_logprobs`)."""
+    aux_loss: bool = False
+    """Also the load-balancing loss of a mixture of experts."""
+
+
+@dataclass
+class ScoreOutput(ModelOutput):
+    """What the forward of a model with the fused head returns when it is given scores."""
+
+    loss: Tensor | None = None
+    """[]: `factor` times the sum of the losses, where `Scores.loss` is known score by score."""
+    logprobs: Tensor | None = None
+    """[scores]"""
+    entropies: Tensor | None = None
+    """[scores]"""
+    mean_logprobs: Tensor | None = None
+    """[scores]"""
+    top1: Tensor | None = None
+    """[scores], bool"""
+    aux_loss: Tensor | None = None
+    """[]"""
+
+    @property
+    def stats(self) -> TokenStats:
+        assert self.logprobs is not None
+        return TokenStats(self.logprobs, self.entropies, self.mean_logprobs, self.top1)
+
+
+def install_head(model: PreTrainedModel) -> None:
+    """Lets `model(..., scores=Scores(...))` return a `ScoreOutput`; without scores nothing changes.
+
+    Args:
+        model: a causal language model, not wrapped by PEFT or others (adapters inside it are fine).
+
+    Raises:
+        ValueError: the model has no head to speak of, or one that cannot be fused; names the model type.
+    """
+    if model.get_output_embeddings() is None or model.base_model is model:
+        raise ValueError(
+            f"{type(model).__name__} (model type {model.config.model_type}) has no language-modelling head: "
+            "load it with AutoModelForCausalLM"
+        )
+    _head_terms(model, None)
+    if "scores" not in getattr(model.forward, "__lowtide__", ()):
+        inner = model.forward
+
+        @functools.wraps(inner)
+        def forward(self: PreTrainedModel, *args: Any, scores: Scores | None = None, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs) if scores is None else _forward_scores(self, scores, args, kwargs)
+
+        forward.__lowtide__ = ("scores",)  # type: ignore[attr-defined]
+        model.forward = types.MethodType(forward, model)
+
+
+def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> ScoreOutput:
+    if scores.aux_loss:
+        kwargs["output_router_logits"] = True
+    outputs = model.base_model(*args, **kwargs, use_cache=False)
+    hidden = outputs[0].flatten(0, -2)
+    terms, bias = _head_terms(model, hidden)
+    shared = {
+        "bias": bias,
+        "projection": projection_of(model.config.get_text_config(), scores.temperature),
+        "want": scores.want,
+        "accumulate": scores.accumulate,
+    }
+    if scores.loss is None:
+        loss, stats = None, linear_logprobs(terms, scores.index, scores.target, **shared)
+    else:
+        loss, stats = linear_loss(terms, scores.index, scores.target, scores.loss, factor=scores.factor, **shared)
+    aux = _load_balancing_loss(model, outputs, kwargs.get("attention_mask")) if scores.aux_loss else None
+    return ScoreOutput(loss, stats.logprobs, stats.entropies, stats.mean_logprobs, stats.top1, aux)
+
+
+def projection_of(config: PretrainedConfig, temperature: float = 1.0) -> Projection:
+    """What a model type does to its logits, from its config."""
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        scale *= getattr(config, name, None) or 1.0
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    # Granite and MiniCPM divide by it; HyperCLOVA X, alone, multiplies.
+    scale = scale * scaling if config.model_type == "hyperclovax" else scale / scaling
+    return Projection(scale, getattr(config, "final_logit_softcapping", None), temperature)
+
+
+def _head_terms(model: PreTrainedModel, hidden: Tensor | None) -> tuple[list[Term], Tensor | None]:
+    """The products that make the logits, and the bias; with `hidden` None it only checks that they are known."""
+    head: Any = model.get_output_embeddings()
+    if hasattr(head, "modules_to_save"):  # PEFT trains a copy of the whole head
+        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+    if hasattr(head, "lora_A"):
+        base = head.get_base_layer()
+        if any(head.use_dora.get(name) for name in head.active_adapters):
+            raise ValueError(
+                f"DoRA on the output head ({type(model).__name__}) rescales each logit's weight and cannot be fused: "
+                "leave the head out of `target_modules`, use plain LoRA on it, or put it into `modules_to_save`"
+            )
+        adapters = [] if head.disable_adapters or head.merged else [a for a in head.active_adapters if a in head.lora_A]
+    elif isinstance(head, nn.Linear):
+        base, adapters = head, []
+    else:
+        raise ValueError(
+            f"the output head of {type(model).__name__} is a {type(head).__module__}.{type(head).__name__}, "
+            "which lowtide cannot fuse: keep the head in full precision and untouched, or adapt it with LoRA"
+        )
+    if hidden is None:
+        return [], None
+    terms = [Term(hidden, base.weight)]
+    for name in adapters:
+        down, up = head.lora_A[name], head.lora_B[name]
+        low = down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * head.scaling[name]
+        terms.append(Term(low, up.weight))
+    return terms, getattr(base, "bias", None)
+
+
+def _load_balancing_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
+    """The model family's own auxiliary loss, over the real tokens of this forward."""
+    family = sys.modules[type(model).__module__]
+    config = model.config.get_text_config()
+    experts = getattr(model, "num_experts", None) or getattr(config, "num_experts", None) or config.num_local_experts
+    chosen = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
+    return family.load_balancing_loss_func(outputs.router_logits, experts, chosen, attention_mask)

@@ -53,10 +53,10 @@ class Scores:
 class ScoreOutput(ModelOutput):
     """What the forward of a model with the fused head returns when it is given scores."""
 
+    logprobs: Tensor
+    """[scores]"""
     loss: Tensor | None = None
     """[]: `factor` times the sum of the losses, where `Scores.loss` is known score by score."""
-    logprobs: Tensor | None = None
-    """[scores]"""
     entropies: Tensor | None = None
     """[scores]"""
     mean_logprobs: Tensor | None = None
@@ -68,7 +68,6 @@ class ScoreOutput(ModelOutput):
 
     @property
     def stats(self) -> TokenStats:
-        assert self.logprobs is not None
         return TokenStats(self.logprobs, self.entropies, self.mean_logprobs, self.top1)
 
 
@@ -115,7 +114,7 @@ def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs:
     else:
         loss, stats = linear_loss(terms, scores.index, scores.target, scores.loss, factor=scores.factor, **shared)
     aux = _load_balancing_loss(model, outputs, kwargs.get("attention_mask")) if scores.aux_loss else None
-    return ScoreOutput(loss, stats.logprobs, stats.entropies, stats.mean_logprobs, stats.top1, aux)
+    return ScoreOutput(stats.logprobs, loss, stats.entropies, stats.mean_logprobs, stats.top1, aux)
 
 
 def projection_of(config: PretrainedConfig, temperature: float = 1.0) -> Projection:

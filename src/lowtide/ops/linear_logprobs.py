@@ -133,7 +133,7 @@ def linear_loss(
 
     The other arguments are those of `linear_logprobs`.
     """
-    spec = _Spec(projection, want, accumulate, chunk)
+    spec = _Spec(projection, want, accumulate, chunk, torch.is_grad_enabled())
     total, *stats = _LinearLoss.apply(spec, loss, factor, index, target, bias, *_flat(terms))
     logprobs, entropies, means, top1 = stats
     return total, TokenStats(
@@ -152,6 +152,8 @@ class _Spec(NamedTuple):
     want: Want
     accumulate: bool
     chunk: int | None
+    grad: bool = True
+    """Whether gradients are wanted at all, which the inside of an autograd function cannot see."""
 
 
 def _flat(terms: Sequence[Term]) -> list[Tensor]:
@@ -362,7 +364,7 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec: _Spec, loss: ScoreLoss, factor, index, target, bias, *flat):
         terms = _pairs(flat)
-        needs = ctx.needs_input_grad[5:]
+        needs = [need and spec.grad for need in ctx.needs_input_grad[5:]]
         head = _Head(spec, index, target, bias, terms)
         sinks = [t.weight.grad if spec.accumulate and t.weight.is_leaf else None for t in terms]
         gradients = _Gradients(head, terms, bias, needs, sinks)

@@ -1,0 +1,128 @@
+"""Proof on the real model, before the first step, that its ragged numbers are the padded computation's.
+
+A few tiny forwards: what the model's own dense logits say of some rows, what the fused head says of the same rows
+padded, what the ragged engine says of them laid end to end, and what it says when one of them is another. If the
+second differs from the first, the head is not understood and nothing may run. If the third does, or if a row's
+numbers move with its neighbour, segments see each other, and the model runs padded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.engine.forward import causal_model, install, score
+from lowtide.ragged import RaggedBatch
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+"""Largest mean difference of log-probs (nats) that rounding explains, by the dtype of the weights."""
+LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""The same where only a neighbour's tokens differ: shapes and kernels are equal, so next to nothing is rounding."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the probe found: mean differences of log-probs from the dense ones, in nats."""
+
+    head_error: float
+    """Of the fused head."""
+    ragged_error: float
+    """Of segments laid end to end."""
+    leak: float
+    """How far a segment's log-probs move when its neighbour's tokens are others."""
+    prefix_error: float
+    """Of a segment that goes on from a shared prefix."""
+    tolerance: float
+    leak_tolerance: float
+
+    @property
+    def isolated(self) -> bool:
+        """Whether segments leave each other alone."""
+        return self.ragged_error <= self.tolerance and self.leak <= self.leak_tolerance
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a prefix can be computed once for several segments."""
+        return self.isolated and self.prefix_error <= self.tolerance
+
+
+def probe(model: nn.Module) -> Probe:
+    """Installs the engine in a model and compares it with the model's own logits.
+
+    Args:
+        model: a causal language model or a PEFT wrapper of one, on any device; left in the mode it was in.
+
+    Raises:
+        ValueError: the fused head's log-probs are not those of the model's logits; names the model type.
+    """
+    inner = causal_model(model)
+    weight = inner.get_input_embeddings().weight
+    tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
+    first, second, more = _rows(weight.shape[0])
+    other = [*reversed(first)]
+    plain = RaggedBatch.from_segments([first, second, [*second, *more]]).to(weight.device)
+    shared = RaggedBatch.from_segments(
+        [first, second, more, [*second, *more][1:]], prefix=[-1, -1, 1, -1], row=[0, 1, 1, 2]
+    ).to(weight.device)
+    changed = RaggedBatch.from_segments([other, second, [*second, *more]]).to(weight.device)
+    with _inference(model):
+        expected = _dense(model, plain)
+        install(model, padding_free=False)
+        padded = score(model, plain, padding_free=False).logprobs
+        head_error = _difference(padded, expected)
+        if not head_error <= tolerance:
+            raise ValueError(
+                f"model type {inner.config.model_type}: the log-probs of its fused head differ from those of its own "
+                f"logits by {head_error:.2g} nats on average (rounding explains {tolerance:.0e}). It changes its "
+                "logits in a way that lowtide does not know; please report the model type"
+            )
+        install(model)
+        try:
+            ragged = score(model, plain).logprobs
+            ragged_error = _difference(ragged, expected)
+            after = len(first) - 1
+            leak = (score(model, changed).logprobs[after:] - ragged[after:]).abs().max().item()
+            sharing = score(model, shared).logprobs
+            start = len(first) - 1 + len(second) - 1
+            prefix_error = _difference(sharing[start : start + len(more)], expected[-len(more) :])
+        except (TypeError, ValueError, RuntimeError):  # a model that cannot even take the ragged inputs
+            ragged_error = leak = prefix_error = float("inf")
+    leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16])
+    return Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance)
+
+
+def _rows(vocab: int) -> tuple[list[int], list[int], list[int]]:
+    """Unlike tokens in unlike rows, so that whatever leaks shows."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(min(3, vocab - 1), vocab, (19,), generator=generator).tolist()
+    return tokens[:8], tokens[8:14], tokens[14:]
+
+
+def _dense(model: nn.Module, batch: RaggedBatch) -> Tensor:
+    """Log-probs from the model's own logits, one row at a time."""
+    found = []
+    for part in batch.segments:
+        ids = batch.token_ids[None, part.start : part.stop]
+        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
+        found.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0])
+    return torch.cat(found)
+
+
+def _difference(a: Tensor | None, b: Tensor) -> float:
+    assert a is not None
+    return (a.float() - b).abs().mean().item()
+
+
+@contextlib.contextmanager
+def _inference(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)

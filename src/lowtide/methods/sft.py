@@ -1,0 +1,102 @@
+"""Supervised fine-tuning: the log-likelihood of the scored tokens of texts, conversations or completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowtide.methods.method import Method, Objective
+from lowtide.objectives.sft import LOSSES, smoothed_nll
+from lowtide.ops.linear_logprobs import Want
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A field of an options class: its default, and the one sentence that documents it."""
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: default, metadata={"help": help, **metadata})
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(kw_only=True)
+class SFTOptions:
+    """The options of supervised fine-tuning, under TRL's names and with its defaults."""
+
+    # data
+    dataset_text_field: str = option("text", "Column that holds the text of plain-text rows.")
+    dataset_kwargs: dict | str | None = option(
+        None, "Only {'skip_prepare_dataset': true}: rows are `input_ids` and `labels` already, used as they are."
+    )
+    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
+    chat_template_path: str | None = option(None, "Chat template: a Jinja file, or a tokenizer's folder or hub name.")
+    eos_token: str | None = option(None, "Token that ends a text, in place of the tokenizer's own.")
+    max_length: int | None = option(1024, "Most tokens of a row, and the capacity of a bin. None is no limit.")
+    truncation_mode: str = option(
+        "keep_start", "Which end of a row `max_length` keeps.", choices=["keep_start", "keep_end"]
+    )
+    max_prompt_length: int | None = option(None, "Most tokens of a prompt; its end is kept.")
+    max_completion_length: int | None = option(None, "Most tokens of a completion; its start is kept.")
+    shuffle_dataset: bool = option(False, "Shuffle the rows once, before they are packed.")
+    packing: bool = option(False, "Put several rows into one bin of `max_length` tokens; they never see each other.")
+    packing_strategy: str = option(
+        "bfd",
+        "How rows are put into bins: best fit decreasing with overflow cut (bfd) or kept (bfd_split), or end to end.",
+        choices=["bfd", "bfd_split", "wrapped"],
+    )
+    eval_packing: bool | None = option(None, "Pack the evaluation set. None does as `packing`.")
+    # objective
+    completion_only_loss: bool | None = option(
+        None, "Score only completions. None: where rows have a prompt and a completion."
+    )
+    assistant_only_loss: bool = option(False, "Score only what the assistant says.")
+    loss_type: str = option(
+        "nll", "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).", choices=sorted(LOSSES)
+    )
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of a mixture of experts' load-balancing loss. None takes the model's own; 0 leaves it out."
+    )
+    token_metrics: bool = option(True, "Log `entropy` and `mean_token_accuracy`; off, they cost nothing.")
+    label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target, 0 to 1.")
+
+    def check(self) -> None:
+        """Refuses what cannot work, naming the option and the way out.
+
+        Raises:
+            ValueError: an option has no such value, or two options exclude each other.
+        """
+        if isinstance(self.dataset_kwargs, Mapping) and set(self.dataset_kwargs) - {"skip_prepare_dataset"}:
+            raise ValueError(
+                f"dataset_kwargs has {sorted(set(self.dataset_kwargs) - {'skip_prepare_dataset'})}: "
+                "its only key is 'skip_prepare_dataset'"
+            )
+        if self.loss_type not in LOSSES:
+            raise ValueError(f"loss_type={self.loss_type!r} is not one of {', '.join(sorted(LOSSES))}")
+        if not 0 <= self.label_smoothing_factor <= 1:
+            raise ValueError(f"label_smoothing_factor={self.label_smoothing_factor} must lie between 0 and 1")
+        if self.label_smoothing_factor and self.loss_type != "nll":
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor} smooths the targets of loss_type='nll'; "
+                f"loss_type={self.loss_type!r} has no smoothed form: set one of the two back"
+            )
+        if self.packing and self.max_length is None:
+            raise ValueError("packing=True needs max_length, the capacity of a bin: set it to a number of tokens")
+        if self.packing and self.truncation_mode == "keep_end" and self.packing_strategy != "bfd":
+            raise ValueError(
+                f"packing_strategy={self.packing_strategy!r} cuts nothing away, so truncation_mode='keep_end' "
+                "would be without effect: leave it at 'keep_start', or pack with 'bfd'"
+            )
+
+    @property
+    def skips_preparation(self) -> bool:
+        return isinstance(self.dataset_kwargs, Mapping) and bool(self.dataset_kwargs.get("skip_prepare_dataset"))
+
+
+def objective(options: SFTOptions, *, aux_coefficient: float = 0.0) -> Objective:
+    """The loss of the options, and what it and the metrics need to know of each token."""
+    smoothing = options.label_smoothing_factor
+    loss = smoothed_nll(smoothing) if smoothing else LOSSES[options.loss_type]
+    want = Want(entropies=options.token_metrics, mean_logprobs=smoothing > 0, top1=options.token_metrics)
+    return Objective(loss, want, aux_coefficient)
+
+
+SFT = Method("sft", "supervised fine-tuning", SFTOptions, objective)

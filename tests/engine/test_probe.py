@@ -1,0 +1,72 @@
+"""The probe tells apart what runs ragged, what must run padded and what must not run."""
+
+import contextlib
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, PreTrainedModel
+
+from lowtide.engine import forward
+from lowtide.engine.forward import install, score
+from lowtide.engine.probe import probe
+from lowtide.ragged import RaggedBatch
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+LLAMA = LlamaConfig(**SIZES, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+
+
+def build(config) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_a_transformer_is_isolated_and_shares_prefixes():
+    found = probe(build(LLAMA))
+    assert found.isolated
+    assert found.shares_prefixes
+    assert found.head_error < 1e-5
+
+
+def test_a_recurrent_model_is_not_isolated_and_runs_padded():
+    model = build(MambaConfig(**SIZES, state_size=4))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    assert not probe(model).isolated
+    batch = RaggedBatch.from_segments([[5, 6, 7, 8], [9, 10]])
+    install(model, padding_free=False)
+    padded = score(model, batch, padding_free=False).logprobs
+    logits = model(input_ids=torch.tensor([[9, 10]])).logits
+    torch.testing.assert_close(padded[-1], torch.log_softmax(logits[0, 0], -1)[10])
+
+
+def test_a_model_that_leaks_is_found_out(monkeypatch):
+    model = build(LLAMA)
+
+    def leaky(batch):
+        """Attention over everything before, as if the batch were one row."""
+        return contextlib.nullcontext({"input_ids": batch.token_ids[None]})
+
+    monkeypatch.setattr(forward, "ragged_inputs", leaky)
+    assert not probe(model).isolated
+
+
+def test_unknown_changes_to_the_logits_stop_everything():
+    model = build(LLAMA)
+    head = model.lm_head
+
+    class Shifted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 3.0
+
+    shifted = Shifted(head.in_features, head.out_features, bias=False)
+    torch.nn.init.normal_(shifted.weight)
+    model.lm_head = shifted
+    with pytest.raises(ValueError, match="model type llama"):
+        probe(model)
+
+
+def test_a_head_that_cannot_be_fused_is_named():
+    model = build(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    model.lm_head = torch.nn.Bilinear(2, 2, 2)
+    with pytest.raises(ValueError, match="Bilinear"):
+        install(model)

@@ -1,0 +1,105 @@
+"""Conversations: messages checked one by one, and the order of their roles.
+
+A mistake here is nearly always one in the data (a turn lost, an answer that is null), and a chat template would
+either fail on it with a message about Jinja or, worse, write "None" and train on that.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Message = dict[str, Any]
+
+ROLE_KINDS = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "ipython": "tool",
+}
+FROM_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""The roles of from/value conversations, as role/content ones name them."""
+
+FOLLOWERS = {
+    None: ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool", "user"),
+}
+"""Which kinds of message may come after which; `None` is the start."""
+
+
+def check_roles(messages: list[Message]) -> list[Message]:
+    """Check the order of roles: a system message only first, then user and assistant in turn, with the results of
+    tools after the assistant. Returns `messages`.
+
+    Raises:
+        ValueError: the order is another one.
+    """
+    previous = None
+    for index, message in enumerate(messages):
+        role = message["role"]
+        kind = ROLE_KINDS.get(role)
+        if kind is None:
+            raise ValueError(f"message {index} has the role {role!r}; known roles are {quoted(ROLE_KINDS)}.")
+        if kind not in FOLLOWERS[previous]:
+            place = f"after {messages[index - 1]['role']!r}" if index else "at the start"
+            raise ValueError(
+                f"roles out of order: message {index} has the role {role!r} {place}, where "
+                f"{' or '.join(map(repr, FOLLOWERS[previous]))} belongs."
+            )
+        previous = kind
+    return messages
+
+
+def check_messages(value: Any, name: str) -> list[Message]:
+    """Check a list of messages, given in the column `name`, and bring from/value ones into role/content form.
+
+    Raises:
+        ValueError: not a list of messages, an empty one, or a message without a text.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"{name!r} is {describe(value)}; it must be a list of messages.")
+    if not value:
+        raise ValueError(f"{name!r} is empty; it must hold at least one message.")
+    return [_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
+
+
+def _message(message: Any, name: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{name} is {describe(message)}; a message has a 'role' and a 'content'.")
+    message = dict(message)
+    if message.get("role") is None and "from" in message:
+        origin = message.pop("from")
+        message["role"] = FROM_ROLES.get(origin, origin)
+        message["content"] = message.pop("value", None)
+    if "role" not in message or ("content" not in message and not message.get("tool_calls")):
+        raise ValueError(f"{name} has the keys {quoted(message)}; a message has a 'role' and a 'content'.")
+    if not isinstance(message["role"], str):
+        raise ValueError(f"{name}['role'] is {describe(message['role'])}; it must be a string.")
+    content = message.get("content")
+    calls_tools = message["role"] == "assistant" and bool(message.get("tool_calls"))
+    if not isinstance(content, str) and not (content is None and calls_tools):
+        raise ValueError(f"{name}['content'] is {describe(content)}; it must be a string.")
+    return message
+
+
+def describe(value: Any) -> str:
+    """What a value that should be something else is, in words."""
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

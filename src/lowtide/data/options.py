@@ -1,0 +1,97 @@
+"""What preparing a dataset depends on."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from lowtide.data.formats import ChatSample, Sample, TextSample, TokenSample
+from lowtide.data.packing import Strategy
+from lowtide.data.truncation import Truncation, TruncationMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """The options of `prepare`, under TRL's names where it has them."""
+
+    dataset_text_field: str = "text"
+    """The column that holds the text of plain-text rows."""
+    formatting_func: Callable[[Mapping[str, Any]], Any] | None = None
+    """Called with one row, returns its text or its messages."""
+    chat_template: str | None = None
+    """A Jinja template that replaces the tokenizer's own."""
+    assistant_only_loss: bool = False
+    """Score only what the assistant says; for conversations."""
+    completion_only_loss: bool | None = None
+    """Score only completions. None: where rows have a prompt and a completion, or a `completion_mask`."""
+    eos_token: str | None = None
+    """The token that ends a text, in place of the tokenizer's own."""
+    max_length: int | None = 1024
+    """The most tokens in a row, and the capacity of a bin when packing. None is no limit."""
+    truncation_mode: TruncationMode = "keep_start"
+    """Which end of a row `max_length` keeps."""
+    max_prompt_length: int | None = None
+    """The most tokens of a prompt; its end is kept."""
+    max_completion_length: int | None = None
+    """The most tokens of a completion; its start is kept."""
+    packing_strategy: Strategy = "bfd"
+    """How rows are put into bins when packing."""
+    shuffle: bool = False
+    """Shuffle the rows, before packing and after."""
+    seed: int = 42
+    """The seed of the shuffle."""
+    vocab_size: int | None = None
+    """How many token ids the model knows; ids beyond are refused. None: as many as the tokenizer has."""
+    num_proc: int | None = None
+    """How many processes prepare a dataset; None is this one alone. Does not change the result."""
+    source: str | None = None
+    """What error messages call the dataset: a file, say. Does not change the result."""
+    fingerprint: str = ""
+    """Anything else that the result depends on, such as state that `formatting_func` reads from elsewhere."""
+
+    def __post_init__(self) -> None:
+        assert self.truncation  # checks the limits
+        if self.packing_strategy not in get_args(Strategy):
+            raise ValueError(
+                f"packing_strategy is {self.packing_strategy!r}; it must be one of {', '.join(get_args(Strategy))}."
+            )
+        if self.completion_only_loss and self.formatting_func is not None:
+            raise ValueError(
+                "completion_only_loss=True and formatting_func exclude each other: a formatted row is one text, "
+                "with no completion of its own. Drop one, or make 'prompt' and 'completion' columns beforehand."
+            )
+
+    def check_for(self, first: Sample, source: str) -> None:
+        """Refuse options that could have no effect on the rows of a dataset, of which `first` is one."""
+        if isinstance(first, TokenSample):
+            has_labels = first.labels is not None
+            has_completion, has_assistant = first.completion_mask is not None, first.assistant_masks is not None
+        else:
+            has_labels = False
+            has_assistant = isinstance(first, ChatSample)
+            has_completion = (first.prompt if isinstance(first, TextSample) else first.prompt_messages) is not None
+        what = f"and each row of {source} is a {first.kind}"
+        if self.assistant_only_loss and not (has_assistant or has_labels):
+            raise ValueError(f"assistant_only_loss=True needs conversations, {what}. Switch it off.")
+        if self.completion_only_loss and not (has_completion or has_labels):
+            way_out = ", or use assistant_only_loss=True." if has_assistant else "."
+            raise ValueError(
+                f"completion_only_loss=True needs 'prompt' and 'completion', {what}. Switch it off{way_out}"
+            )
+        if self.truncation.limits_parts and not has_completion:
+            raise ValueError(
+                f"max_prompt_length and max_completion_length need 'prompt' and 'completion', {what}. Use max_length."
+            )
+
+    @property
+    def truncation(self) -> Truncation:
+        return Truncation(
+            max_length=self.max_length,
+            mode=self.truncation_mode,
+            max_prompt_length=self.max_prompt_length,
+            max_completion_length=self.max_completion_length,
+        )
+
+    def truncation_for(self, *, packing: bool) -> Truncation:
+        """The limits on a row, which leave its overflow to a packing strategy that keeps it."""
+        keeps_overflow = packing and self.packing_strategy in ("bfd_split", "wrapped")
+        return replace(self.truncation, max_length=None) if keeps_overflow else self.truncation

@@ -1,0 +1,224 @@
+"""A dataset of rows to a dataset of token ids and labels, and the ledger of what became of its tokens.
+
+Preparation is one `datasets.map`, cached as Arrow under a fingerprint of everything that it depends on, and read
+back memory-mapped, so that neither a million rows nor a second start costs memory or time. Packing is planned over
+the lengths of the whole dataset, and its result is cached the same way.
+"""
+
+import copy
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
+from jaxtyping import Int
+from transformers import PreTrainedTokenizerBase
+
+from lowtide.data.encode import RowEncoder
+from lowtide.data.fingerprint import VERSION, cache_file, combine, rows_fingerprint
+from lowtide.data.formats import detect_format
+from lowtide.data.ledger import Ledger, padding_share
+from lowtide.data.notes import CUT_AWAY, NOTED_FEATURES, TOKEN_FEATURES, Statistics, add_up, noted_table
+from lowtide.data.options import PrepareOptions
+from lowtide.data.packed import PACKED_FEATURES, RowReader, drop_unscored, write_packed
+from lowtide.data.packing import pack
+from lowtide.data.stream import prepare_stream
+from lowtide.data.truncation import Truncation, truncate
+
+__all__ = ["PrepareOptions", "prepare"]
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    options: PrepareOptions,
+    *,
+    batch_size: int,
+    packing: bool,
+    name: str = "train",
+) -> tuple[Dataset | IterableDataset, Ledger | None]:
+    """Prepare a dataset for supervised fine-tuning.
+
+    Args:
+        dataset: Rows in any of the formats of `lowtide.data.formats`.
+        tokenizer: The model's tokenizer. It is not changed.
+        options: What the result depends on.
+        batch_size: Rows in the padded batches that the ledger compares with.
+        packing: Whether rows share bins of `options.max_length` tokens.
+        name: What the dataset is called in progress bars and in the ledger.
+
+    Returns:
+        A dataset with the columns `input_ids` and `labels`, and `seq_lengths` where rows are packed; and its ledger,
+        or None for a stream.
+
+    Raises:
+        ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
+    """
+    if packing and options.max_length is None:
+        raise ValueError("packing needs max_length, the number of tokens in a bin; it is None.")
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        raise ValueError(
+            f"the {name} dataset has a transform (with_transform or set_transform), which would be run once and "
+            "kept. Apply it with map() first, or skip preparation and let it return input_ids and labels."
+        )
+    source = options.source or f"the {name} dataset"
+    first_row = _first_row(dataset, source)
+    preparer = _preparer(tokenizer, options, first_row, source, packing=packing)
+    rows = dataset.with_format(None)
+    if preparer.encoder.format.columns:
+        rows = rows.select_columns(list(preparer.encoder.format.columns))
+    if isinstance(rows, IterableDataset):
+        return prepare_stream(rows, preparer, options, list(first_row), packing=packing), None
+    return _prepare_cached(rows, preparer, options, batch_size=batch_size, packing=packing, name=name)
+
+
+@dataclass(frozen=True)
+class _Preparer:
+    """Prepares a batch of rows: what `datasets.map` calls, in this process or in another."""
+
+    encoder: RowEncoder
+    truncation: Truncation
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
+        whole = self.encoder(batch, numbers)
+        kept, _ = truncate(whole, self.truncation)
+        return noted_table(whole, kept)
+
+
+def _preparer(
+    tokenizer: PreTrainedTokenizerBase,
+    options: PrepareOptions,
+    first_row: Mapping[str, Any],
+    source: str,
+    *,
+    packing: bool,
+) -> _Preparer:
+    if options.eos_token is not None and options.eos_token != tokenizer.eos_token:
+        if options.eos_token not in tokenizer.get_vocab():
+            raise ValueError(f"eos_token {options.eos_token!r} is not in the tokenizer's vocabulary.")
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.eos_token = options.eos_token
+    if "seq_lengths" in first_row:
+        raise ValueError(
+            f"{source} is packed already (it has 'seq_lengths'). Give the rows as they were before packing, or skip "
+            "preparation."
+        )
+    row_format = detect_format(
+        list(first_row),
+        text_field=options.dataset_text_field,
+        formatting_func=options.formatting_func,
+        source=source,
+    )
+    encoder = RowEncoder(tokenizer, row_format, options, first_row, source)
+    return _Preparer(encoder, options.truncation_for(packing=packing))
+
+
+def _prepare_cached(
+    rows: Dataset, preparer: _Preparer, options: PrepareOptions, *, batch_size: int, packing: bool, name: str
+) -> tuple[Dataset, Ledger]:
+    fingerprint = rows_fingerprint(rows, preparer.encoder.tokenizer, options, preparer.truncation)
+    prepared = rows.map(
+        preparer,
+        batched=True,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        features=NOTED_FEATURES,
+        num_proc=options.num_proc,
+        new_fingerprint=fingerprint,
+        cache_file_name=cache_file(fingerprint),
+        desc=f"Preparing {name}",
+    )
+    statistics = add_up(prepared.data.table)
+    _check_statistics(statistics, options, preparer.encoder.source)
+    order = slice(None)
+    if options.shuffle:
+        order = np.random.default_rng(options.seed).permutation(len(statistics.kept))
+    numbers, lengths = statistics.kept[order], statistics.lengths[order]
+    ledger = Ledger(
+        name=name,
+        rows=len(lengths),
+        tokens=int(lengths.sum(dtype=np.int64)),
+        scored_tokens=statistics.scored,
+        tokens_cut=statistics.tokens_cut,
+        rows_cut=statistics.rows_cut,
+        rows_dropped=statistics.rows_dropped,
+        tokens_dropped=statistics.tokens_dropped,
+        longest_row=int(lengths.max()),
+        batch_size=batch_size,
+        padding_avoided=padding_share(lengths, batch_size),
+    )
+    if packing:
+        return _pack_cached(prepared, numbers, lengths, options, ledger)
+    if options.shuffle or len(numbers) < len(prepared):
+        prepared = prepared.select(numbers)
+    return prepared.select_columns(list(TOKEN_FEATURES)), ledger
+
+
+def _pack_cached(
+    prepared: Dataset,
+    numbers: Int[np.ndarray, " rows"],
+    lengths: Int[np.ndarray, " rows"],
+    options: PrepareOptions,
+    ledger: Ledger,
+) -> tuple[Dataset, Ledger]:
+    """Pack the prepared rows with these numbers; gives the packed rows and their ledger."""
+    capacity = options.max_length
+    assert capacity is not None
+    order = options.seed if options.shuffle else None
+    path = cache_file(combine(VERSION, prepared._fingerprint, capacity, options.packing_strategy, order))
+    if not (os.path.exists(path) and datasets.is_caching_enabled()):
+        plan = pack(lengths, capacity, options.packing_strategy)
+        assert plan.tokens_cut == 0, "rows longer than a bin are cut before, or split"
+        write_packed(RowReader(prepared.data.table), plan, numbers, path, ledger.name)
+    packed, rows_without, tokens_without = drop_unscored(Dataset.from_file(path))
+    dropped = dict(ledger.rows_dropped)
+    if rows_without:
+        dropped["no scored token in a packed row"] = rows_without
+    tokens = ledger.tokens - tokens_without
+    ledger = replace(
+        ledger,
+        tokens=tokens,
+        scored_tokens=int(packed.data.column("scored").to_numpy().sum(dtype=np.int64)),
+        rows_dropped=dropped,
+        tokens_dropped=ledger.tokens_dropped + tokens_without,
+        packed_rows=len(packed),
+        packing_fill=tokens / (len(packed) * capacity),
+    )
+    if options.shuffle:
+        packed = packed.shuffle(seed=options.seed)
+    return packed.select_columns(list(PACKED_FEATURES)), ledger
+
+
+def _check_statistics(statistics: Statistics, options: PrepareOptions, source: str) -> None:
+    if len(statistics.kept) == 0:
+        reasons = "; ".join(f"{reason}: {count:,}" for reason, count in statistics.rows_dropped.items())
+        way_out = (
+            f"Raise max_length (it is {options.max_length}), or change truncation_mode."
+            if options.max_length is not None and CUT_AWAY in statistics.rows_dropped
+            else "Look at the labels or masks that the rows come with, and at completion_only_loss and "
+            "assistant_only_loss."
+        )
+        raise ValueError(f"{source} has nothing to train on: every row was dropped ({reasons}). {way_out}")
+    if statistics.merged:
+        logger.warning(
+            "%s: in %s of %s rows the prompt's last tokens merge with the completion's first. The completion is "
+            "scored from where the tokens differ, after a context that generation will not see; end the prompt on "
+            "a token boundary.",
+            source,
+            f"{statistics.merged:,}",
+            f"{len(statistics.kept):,}",
+        )
+
+
+def _first_row(dataset: Dataset | IterableDataset, source: str) -> dict[str, Any]:
+    row = next(iter(dataset.with_format(None)), None)
+    if row is None:
+        raise ValueError(f"{source} has no rows.")
+    return dict(row)

@@ -1,0 +1,71 @@
+"""Preparing a dataset that is read as it comes (`datasets.IterableDataset`).
+
+The rows go the same way as those of a dataset on disk, lazily. What needs the whole dataset is done over a buffer of
+`STREAM_BUFFER` rows: shuffling, and packing, so that no bin reaches from one buffer into the next; at a few hundred
+tokens a row that leaves the last of some hundreds of bins partly empty. There is no ledger, and rows that are dropped
+are dropped in silence: the counts are known only once the stream has ended.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import IterableDataset
+
+from lowtide.data.notes import TOKEN_FEATURES
+from lowtide.data.options import PrepareOptions
+from lowtide.data.packed import PACKED_FEATURES, RowReader, packed_tables
+from lowtide.data.packing import Strategy, pack
+
+STREAM_BUFFER = 10_000
+
+Batch = Mapping[str, Sequence[Any]]
+
+
+def prepare_stream(
+    rows: IterableDataset,
+    preparer: Callable[[Batch, Sequence[int]], pa.Table],
+    options: PrepareOptions,
+    columns: list[str],
+    *,
+    packing: bool,
+) -> IterableDataset:
+    """Prepare a stream whose rows have these columns; `preparer` makes noted rows of a batch."""
+    prepared = rows.map(
+        partial(_prepare_batch, preparer=preparer),
+        batched=True,
+        with_indices=True,
+        remove_columns=columns,
+        features=TOKEN_FEATURES,
+    )
+    if options.shuffle:
+        prepared = prepared.shuffle(seed=options.seed, buffer_size=STREAM_BUFFER)
+    if not packing:
+        return prepared
+    packed = prepared.map(
+        partial(_pack_buffer, capacity=options.max_length, strategy=options.packing_strategy),
+        batched=True,
+        batch_size=STREAM_BUFFER,
+        remove_columns=list(TOKEN_FEATURES),
+        features=PACKED_FEATURES,
+    )
+    return packed.shuffle(seed=options.seed) if options.shuffle else packed
+
+
+def _prepare_batch(
+    batch: Batch, numbers: Sequence[int], preparer: Callable[[Batch, Sequence[int]], pa.Table]
+) -> dict[str, list[Any]]:
+    table = preparer(batch, numbers)
+    kept = pa.array(table["dropped"].to_numpy() == 0)
+    return table.filter(kept).select(list(TOKEN_FEATURES)).to_pydict()
+
+
+def _pack_buffer(batch: Batch, capacity: int | None, strategy: Strategy) -> dict[str, list[Any]]:
+    assert capacity is not None
+    rows = pa.table({name: pa.array(batch[name], pa.list_(pa.int32())) for name in TOKEN_FEATURES})
+    plan = pack(np.array([len(row) for row in batch["input_ids"]]), capacity, strategy)
+    packed = pa.concat_tables(packed_tables(RowReader(rows), plan, np.arange(rows.num_rows)))
+    scored = pa.array(packed["scored"].to_numpy() > 0)
+    return packed.filter(scored).select(list(PACKED_FEATURES)).to_pydict()

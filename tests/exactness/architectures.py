@@ -7,7 +7,7 @@ uniform. The settings follow the released checkpoints where they turn a feature 
 leaves off.
 
 `RAGGED` lists what runs without padding. `PADDED` lists what cannot: models that build their own attention, and
-models that carry a state or a convolution from token to token. An entry is the model type and what differs from
+models that carry a state from token to token. An entry is the model type and what differs from
 `COMMON`; the name is the model type, or the model type and a variant.
 """
 
@@ -43,6 +43,21 @@ SLIDING_THEN_FULL = {"layer_types": ["sliding_attention", "full_attention"], "sl
 FULL_THEN_SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "initializer_range": 0.15}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 2.0,
@@ -127,7 +142,7 @@ RAGGED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"sliding_window": WINDOW}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt2": ("gpt2", {"n_inner": 48, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
-    "gpt_oss": ("gpt_oss", {**EXPERTS, **SLIDING_THEN_FULL, "head_dim": 8}),
+    "gpt_oss": ("gpt_oss", {**EXPERTS, **SLIDING_THEN_FULL, "head_dim": 8, "rope_parameters": YARN}),
     "opt": ("opt", {"ffn_dim": 48, "dropout": 0.0, "init_std": 0.2}),
     "olmo": ("olmo", {"clip_qkv": 1.5}),
     "olmo2": ("olmo2", {}),
@@ -158,9 +173,15 @@ RAGGED: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 8}),
     "exaone4": ("exaone4", SLIDING_THEN_FULL),
     "seed_oss": ("seed_oss", {"head_dim": 8, "residual_dropout": 0.0}),
-    "apertus": ("apertus", {}),
+    "apertus": ("apertus", {"rope_parameters": LLAMA3_ROPE}),
     "arcee": ("arcee", {}),
     "helium": ("helium", {"head_dim": 8}),
+    "stablelm": ("stablelm", {"hidden_dropout": 0.0}),
+    "nemotron": ("nemotron", {}),
+    "lfm2": (  # short convolutions reach over the border of a segment
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
 }
 
 MAMBA2 = {
@@ -174,9 +195,6 @@ MAMBA2 = {
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {"hidden_dropout": 0.0}),
     "falcon": ("falcon", {"hidden_dropout": 0.0}),
-    "stablelm": ("stablelm", {"hidden_dropout": 0.0}),
-    "nemotron": ("nemotron", {}),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "mamba": ("mamba", {"state_size": 8}),
     "bamba": ("bamba", {**MAMBA2, "attn_layer_indices": [1]}),
     "falcon_h1": ("falcon_h1", {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8}),

@@ -16,19 +16,14 @@ NEUTRAL = {
 """Values under which a setting does nothing on rows as short as these."""
 
 SETTINGS = [
-    (name, setting)
-    for name, (_, settings) in (RAGGED | PADDED).items()
-    for setting in NEUTRAL
-    if setting in settings
+    (name, setting) for name, (_, settings) in (RAGGED | PADDED).items() for setting in NEUTRAL if setting in settings
 ]
 
 
 @pytest.fixture
 def rows() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [
-        torch.randint(FIRST_TOKEN, VOCAB, (length,), generator=generator).tolist() for length in (13, 2, 9, 17, 1)
-    ]
+    return [torch.randint(FIRST_TOKEN, VOCAB, (length,), generator=generator).tolist() for length in (13, 2, 9, 17, 1)]
 
 
 @pytest.mark.parametrize("name", RAGGED | PADDED)

@@ -1,0 +1,167 @@
+"""lowtide's SFTTrainer against TRL 1.16's: 20 steps from the same weights, on the same rows in the same order.
+
+Twenty losses can only agree to 1e-4 if tokenization, masks, truncation, normalisation, gradients, clipping and the
+optimizer's step all do; TRL pads, so this also compares the ragged path with the padded one inside a real run.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from parity_world import build_model, rows_of, tokenizer
+from peft import LoraConfig
+
+trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
+lowtide = pytest.importorskip("lowtide")
+
+STEPS = 20
+COMMON = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "train_sampling_strategy": "sequential",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train; `flags` go to both libraries, `ours` to lowtide alone."""
+
+    format: str = "text"
+    flags: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    model: str = "llama"
+    rows: int = 40
+    lora: bool = False
+
+
+def accumulated(rows: int, steps: int, **flags: Any) -> dict[str, Any]:
+    return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps, **flags}
+
+
+def packed(**flags: Any) -> dict[str, Any]:
+    """A step takes every bin, so that the order in which a packer returns them cannot matter."""
+    return {"packing": True, "max_length": 120, "per_device_train_batch_size": 32, **flags}
+
+
+CASES = {
+    "text": Case(),
+    "text, nothing checkpointed": Case(flags={"gradient_checkpointing": False}),
+    "text, tied head": Case(model="tied"),
+    "text cut at the end": Case(flags={"max_length": 24}),
+    "text, last batch short": Case(rows=42),
+    "text, padded by us": Case(ours={"padding_free": False}),
+    "text within a token budget": Case(ours={"tokens_per_microbatch": 300}),
+    "messages": Case("messages"),
+    "messages, assistant only": Case("messages", {"assistant_only_loss": True}),
+    "messages, assistant only, cut": Case("messages", {"assistant_only_loss": True, "max_length": 60}),
+    "conversations from and value": Case("conversations"),
+    "prompt and completion": Case("prompt_completion"),
+    "prompt and completion, both scored": Case("prompt_completion", {"completion_only_loss": False}),
+    "prompt and completion, conversational": Case("prompt_completion_messages"),
+    "accumulated 2x4": Case("prompt_completion", accumulated(2, 4)),
+    "accumulated 2x4, last group short": Case("prompt_completion", accumulated(2, 4), rows=42),
+    "accumulated 1x4, nothing checkpointed": Case(flags=accumulated(1, 4, gradient_checkpointing=False)),
+    "packed": Case(flags=packed(), rows=10),
+    "packed, long rows cut": Case(flags=packed(max_length=64), rows=10),
+    "packed, long rows split": Case(flags=packed(max_length=64, packing_strategy="bfd_split"), rows=10),
+    "packed, completions": Case("prompt_completion", packed(), rows=10),
+    "packed, assistant only": Case("messages", packed(assistant_only_loss=True), rows=6),
+    "lora": Case("prompt_completion", {"learning_rate": 1e-2}, lora=True),
+    "lora, nothing checkpointed": Case(flags={"learning_rate": 1e-2, "gradient_checkpointing": False}, lora=True),
+    "dft": Case("prompt_completion", {"loss_type": "dft"}),
+    "dft, accumulated": Case(flags=accumulated(2, 2, loss_type="dft")),
+    "label smoothing": Case("prompt_completion", {"label_smoothing_factor": 0.1}),
+    "label smoothing, accumulated": Case(flags=accumulated(2, 2, label_smoothing_factor=0.1)),
+    "mixtral with its auxiliary loss": Case(model="mixtral"),
+    "mixtral, auxiliary loss switched off": Case(model="mixtral", flags={"router_aux_loss_coef": 0.0}),
+    "qwen3_moe with an auxiliary loss": Case(model="qwen3_moe", flags={"router_aux_loss_coef": 0.01}),
+    "mixtral, accumulated": Case(model="mixtral", flags=accumulated(2, 2, router_aux_loss_coef=0.05)),
+}
+
+EVALUATIONS = {
+    # One batch holds all rows: over several, TRL's is the mean of the batches' means, ours the mean over tokens.
+    "text": Case(flags={"per_device_eval_batch_size": 8}),
+    "text, padded by us": Case(flags={"per_device_eval_batch_size": 8}, ours={"padding_free": False}),
+    "text within a token budget": Case(flags={"per_device_eval_batch_size": 8}, ours={"tokens_per_microbatch": 300}),
+    "messages, assistant only": Case("messages", {"per_device_eval_batch_size": 8, "assistant_only_loss": True}),
+    "prompt and completion": Case("prompt_completion", {"per_device_eval_batch_size": 8}),
+    "packed": Case(flags=packed(per_device_eval_batch_size=32), rows=16),
+    "dft": Case("prompt_completion", {"per_device_eval_batch_size": 8, "loss_type": "dft"}),
+    "label smoothing": Case(flags={"per_device_eval_batch_size": 8, "label_smoothing_factor": 0.1}),
+    "mixtral": Case(model="mixtral", flags={"per_device_eval_batch_size": 8}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_steps_agree_with_trl(name, tmp_path):
+    case = CASES[name]
+    theirs = build_trainer(trl, case, tmp_path)
+    ours = build_trainer(lowtide, case, tmp_path, case.ours)
+    ours.model.load_state_dict(theirs.model.state_dict())  # an adapter is drawn when the trainer is built
+    expected, actual = train(theirs), train(ours)
+    assert len(actual["loss"]) == len(expected["loss"]) == STEPS
+    assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
+    torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(actual["num_tokens"], expected["num_tokens"], rtol=0.0, atol=0.0)
+    assert actual.keys() >= expected.keys()
+    if "gradient_accumulation_steps" not in case.flags:
+        # Accumulated, TRL's entropy and accuracy are means of means, which weigh tokens by their micro-batch.
+        compare_token_metrics(actual, expected)
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_evaluation_agrees_with_trl(name, tmp_path):
+    case = EVALUATIONS[name]
+    held_out = Dataset.from_list(rows_of(case.format, 8, seed=1))
+    theirs = build_trainer(trl, case, tmp_path, eval_dataset=held_out)
+    ours = build_trainer(lowtide, case, tmp_path, case.ours, eval_dataset=held_out)
+    ours.model.load_state_dict(theirs.model.state_dict())
+    expected, actual = numbers([theirs.evaluate()]), numbers([ours.evaluate()])
+    torch.testing.assert_close(actual["eval_loss"], expected["eval_loss"], rtol=1e-5, atol=0.0)
+    compare_token_metrics(actual, expected, prefix="eval_")
+
+
+def build_trainer(library: Any, case: Case, folder: Any, more: dict[str, Any] | None = None, **datasets: Any) -> Any:
+    """Returns the library's SFTTrainer for a case."""
+    args = library.SFTConfig(output_dir=str(folder / library.__name__), **{**COMMON, **case.flags, **(more or {})})
+    return library.SFTTrainer(
+        model=build_model(case.model),
+        args=args,
+        train_dataset=Dataset.from_list(rows_of(case.format, case.rows)),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]) if case.lora else None,
+        **datasets,
+    )
+
+
+def train(trainer: Any) -> dict[str, torch.Tensor]:
+    """Trains, and returns every metric that was logged at every step."""
+    trainer.train()
+    return numbers([entry for entry in trainer.state.log_history if "loss" in entry])
+
+
+def numbers(entries: list[dict[str, float]]) -> dict[str, torch.Tensor]:
+    """Returns the values of each key that all entries have, in their order."""
+    shared = set.intersection(*(set(entry) for entry in entries))
+    return {key: torch.tensor([float(entry[key]) for entry in entries], dtype=torch.float64) for key in shared}
+
+
+def compare_token_metrics(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], prefix: str = "") -> None:
+    """Entropy and, where the model has one, the auxiliary loss agree; of accuracy, one near tie may fall otherwise."""
+    for metric in ("entropy", "aux_loss"):
+        if prefix + metric in expected:
+            torch.testing.assert_close(actual[prefix + metric], expected[prefix + metric], rtol=1e-4, atol=1e-6)
+    accuracy = prefix + "mean_token_accuracy"
+    torch.testing.assert_close(actual[accuracy], expected[accuracy], rtol=0.0, atol=0.01)

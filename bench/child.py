@@ -49,7 +49,7 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
     config_class, trainer_class = getattr(library, method.config), getattr(library, method.trainer)
     dataset = Dataset.from_list(CASES[spec["method"]][spec["case"]].rows())
     tokenizer = load_tokenizer(Path(spec["tokenizer"]))
-    model = build_model(shape, contestant.attention)
+    model = build_model(shape, contestant.fastest_attention)
     steps, timer, meter = spec["warmup"] + spec["timed"], clock(shape.device), PeakMeter(shape.device)
     with tempfile.TemporaryDirectory() as output_dir:
         args = config_class(**common_flags(contestant, shape, steps, output_dir) | contestant.flags)

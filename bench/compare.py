@@ -12,10 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from bench.cases import CASES
+from bench.contestants import BATCH
 from bench.methods import METHODS
 from bench.processes import ChildFailed, progress_bar, run_child
 from bench.report import print_comparison
-from bench.results import record, summarise, versions
+from bench.results import different_rows, record, summarise, versions
 from bench.shapes import SHAPES
 from bench.tokenizer import tokenizer_for
 
@@ -35,6 +36,9 @@ def compare(shape: str, options: argparse.Namespace, console: Console) -> bool:
     with console.status(f"{shape}: the machine's matmul rate"):
         machine = run_child(specification(shape, options), lambda step: None, options.timeout)
     runs, failures = measure_all(shape, options, console)
+    cases = summarise(runs, machine["matmul_flops_per_second"])
+    unpacked = {name for name, chosen in METHODS[options.method].contestants.items() if chosen.rows == BATCH}
+    failures += different_rows(cases, unpacked)
     results = {
         "method": options.method,
         "shape": shape,
@@ -45,10 +49,12 @@ def compare(shape: str, options: argparse.Namespace, console: Console) -> bool:
         "timed": options.timed,
         **machine,
         "versions": versions(),
-        "cases": summarise(runs, machine["matmul_flops_per_second"]),
+        "cases": cases,
         "failures": failures,
     }
     print_comparison(results, console)
+    for failure in failures:
+        console.print(f"[red]{failure}[/]")
     if options.record and runs:
         console.print(f"recorded in {record(results)}; `python -m bench.docs` brings docs/benchmarks.md up to date")
     return not failures

@@ -20,7 +20,8 @@ class Contestant:
 
     library: str
     flags: dict[str, Any] = field(default_factory=dict)
-    attention: str | None = None
+    fastest_attention: bool = False
+    """The model's own choice, or FlashAttention 2 on CUDA where it is installed and sdpa elsewhere."""
     rows: int = BATCH
     against: str | None = None
     """The contestant that this one is set against, beside the baseline `trl`."""
@@ -29,7 +30,7 @@ class Contestant:
 SFT_CONTESTANTS = {
     "trl": Contestant("trl"),
     "lowtide": Contestant("lowtide", against="trl-best"),
-    "trl-best": Contestant("trl", {"padding_free": True, "max_length": None}, attention="sdpa"),
+    "trl-best": Contestant("trl", {"padding_free": True, "max_length": None}, fastest_attention=True),
     "trl-packing": Contestant("trl", {"packing": True}, rows=PACKED_BATCH),
     "lowtide-packing": Contestant("lowtide", {"packing": True}, rows=PACKED_BATCH, against="trl-packing"),
 }

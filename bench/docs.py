@@ -64,8 +64,9 @@ def contestants_list() -> str:
     lines = []
     for name, method in METHODS.items():
         for contestant, chosen in method.contestants.items():
-            flags = {**chosen.flags, **({"attn_implementation": chosen.attention} if chosen.attention else {})}
-            given = ", ".join(f"`{flag}={value!r}`" for flag, value in flags.items()) or "its defaults"
+            flags = [f"`{flag}={value!r}`" for flag, value in chosen.flags.items()]
+            flags += ["sdpa (FlashAttention 2 on CUDA where installed)"] * chosen.fastest_attention
+            given = ", ".join(flags) or "its defaults"
             lines.append(f"- {name}, `{contestant}`: {chosen.library} with {given}")
     return "\n".join(lines)
 

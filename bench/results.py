@@ -37,6 +37,20 @@ def summarise(runs: dict[tuple[str, str], list[dict[str, Any]]], matmul_rate: fl
     return cases
 
 
+def different_rows(cases: dict[str, dict[str, Any]], comparable: set[str]) -> list[str]:
+    """Returns a line for each of the `comparable` contestants that trained on other tokens than the first did."""
+    lines = []
+    for case, contestants in cases.items():
+        tokens = {name: contestants[name]["turns"][0]["step_tokens"] for name in contestants if name in comparable}
+        first = next(iter(tokens), None)
+        lines += [
+            f"{case}: {name} trained on {counts} tokens a step, {first} on {tokens[first]}: not the same rows"
+            for name, counts in tokens.items()
+            if first is not None and counts != tokens[first]
+        ]
+    return lines
+
+
 def ratios(contestant: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
     """Returns how many times the other's tokens a second, and which share of its peak above the start."""
     speed = contestant["tokens_per_second"] / other["tokens_per_second"]

@@ -6,6 +6,7 @@ published ones (Qwen/Qwen2.5-0.5B and Qwen/Qwen2.5-7B, config.json).
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 LLAMA_22M = {
@@ -64,16 +65,22 @@ SHAPES = {
 }
 
 
-def build_model(shape: Shape, attention: str | None = None):
+def build_model(shape: Shape, fastest_attention: bool = False):
     """Returns a causal language model with seeded random weights, on the shape's device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**shape.config)
-    options = {"attn_implementation": attention} if attention else {}
+    options = {"attn_implementation": attention_for(shape)} if fastest_attention else {}
     with torch.device(shape.device):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype), **options)
+
+
+def attention_for(shape: Shape) -> str:
+    """Returns the fastest attention that transformers can use here without a download."""
+    installed = find_spec("flash_attn") is not None
+    return "flash_attention_2" if shape.device == "cuda" and installed else "sdpa"
 
 
 def parameter_counts(model) -> tuple[int, int]:

@@ -26,9 +26,7 @@ def best_fit_by_row(lengths: list[int], capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
     space: list[int] = []
     since: list[int] = []  # when the bin came to have its space: the tie is the oldest's
-    rows = sorted(
-        (row for row, length in enumerate(lengths) if length), key=lambda row: -min(lengths[row], capacity)
-    )
+    rows = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -min(lengths[row], capacity))
     for step, row in enumerate(rows):
         length = min(lengths[row], capacity)
         fits = [b for b in range(len(bins)) if space[b] >= length]
@@ -149,10 +147,12 @@ def test_the_plan_depends_on_nothing_but_its_arguments():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_nothing_to_pack_is_no_bin(strategy, lengths):
-    packing = pack(np.array(lengths), 8, strategy)
+    packing = pack(np.array(lengths, dtype=np.int64), 8, strategy)
     assert (packing.bins, packing.tokens, packing.tokens_cut, packing.fill) == (0, 0, 0, 1.0)
 
 
+@pytest.mark.unchecked_shapes
+@pytest.mark.unchecked_shapes
 @pytest.mark.parametrize(
     ("lengths", "capacity", "strategy", "message"),
     [

@@ -1,0 +1,63 @@
+# Everything that people and CI run. Each target sets up what it needs by itself: a `.venv` with the versions of
+# constraints.txt, again only when pyproject.toml or constraints.txt change. All paths are relative, so the
+# checkout may live in a folder with spaces in its name.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
+DEMO_OUTPUT ?= demo-output
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs clean
+
+help:
+	@echo "make demo    train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
+	@echo "make test    the whole test suite, on a CPU"
+	@echo "make check   ruff, pyright and import-linter"
+	@echo "make bench   lowtide and TRL side by side"
+	@echo "make docs    regenerate the pages and tables that come from code and recorded results"
+	@echo "make clean   remove the environment and the caches"
+
+demo: $(VENV)/.runtime
+	$(PY) -m lowtide demo --output_dir "$(DEMO_OUTPUT)"
+
+test: $(VENV)/.extras
+	$(PY) -m pytest
+
+check: $(VENV)/.extras
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()"
+
+bench: $(VENV)/.extras
+	$(PY) -m bench
+
+docs: $(VENV)/.extras
+	$(PY) -m bench.report
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# -- the environment -------------------------------------------------------------------------------------------
+
+# The first interpreter that is new enough; PYTHON=/path/to/python overrides the search.
+CANDIDATES := $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
+
+$(PY):
+	@for python in $(CANDIDATES); do \
+		if "$$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then \
+			echo "$$python -m venv $(VENV)"; exec "$$python" -m venv --clear $(VENV); \
+		fi; \
+	done; \
+	echo "lowtide needs Python 3.11 or newer; none of these is: $(CANDIDATES). Give one: make PYTHON=/path/to/python3.11" >&2; \
+	exit 1
+
+# The runtime alone is enough for the demo; tests and checks add the extras to the same environment.
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(PY)
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.extras: pyproject.toml constraints.txt | $(PY)
+	$(INSTALL) --editable ".[dev,bench]"
+	@touch $(VENV)/.runtime $@

@@ -1,0 +1,45 @@
+"""What all tests share: one thread a process, no network, fixed seeds, and signatures that are checked."""
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+jaxtyping.install_import_hook("lowtide", "shapes.check_shapes")
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "unchecked_shapes: passes arrays of wrong shape or dtype on purpose")
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _unchecked_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
+    disabled = request.node.get_closest_marker("unchecked_shapes") is not None
+    jaxtyping.config.update("jaxtyping_disable", disabled)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of recorded data sets beside the checkout; tests that want it are skipped where there is none."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("needs the data sets of ../shared/data, which this machine does not have")
+    return SHARED_DATA

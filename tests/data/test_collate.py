@@ -22,14 +22,6 @@ PAD, END, Q, A = range(4)
 ROWS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15], [5, 5, 6, 6]]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def tokenizer_of(**options) -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

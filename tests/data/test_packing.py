@@ -152,7 +152,6 @@ def test_nothing_to_pack_is_no_bin(strategy, lengths):
 
 
 @pytest.mark.unchecked_shapes
-@pytest.mark.unchecked_shapes
 @pytest.mark.parametrize(
     ("lengths", "capacity", "strategy", "message"),
     [

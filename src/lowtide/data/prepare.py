@@ -69,14 +69,17 @@ def prepare(
             "kept. Apply it with map() first, or skip preparation and let it return input_ids and labels."
         )
     source = options.source or f"the {name} dataset"
-    first_row = _first_row(dataset, source)
-    preparer = _preparer(tokenizer, options, first_row, source, packing=packing)
-    rows = dataset.with_format(None)
-    if preparer.encoder.format.columns:
-        rows = rows.select_columns(list(preparer.encoder.format.columns))
-    if isinstance(rows, IterableDataset):
-        return prepare_stream(rows, preparer, options, list(first_row), packing=packing), None
-    return _prepare_cached(rows, preparer, options, batch_size=batch_size, packing=packing, name=name)
+    try:
+        first_row = _first_row(dataset, source)
+        preparer = _preparer(tokenizer, options, first_row, source, packing=packing)
+        rows = dataset.with_format(None)
+        if preparer.encoder.format.columns:
+            rows = rows.select_columns(list(preparer.encoder.format.columns))
+        if isinstance(rows, IterableDataset):
+            return prepare_stream(rows, preparer, options, packing=packing), None
+        return _prepare_cached(rows, preparer, options, batch_size=batch_size, packing=packing, name=name)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} holds text that is not UTF-8 ({error}). Convert it first.") from error
 
 
 @dataclass(frozen=True)

@@ -28,16 +28,15 @@ def prepare_stream(
     rows: IterableDataset,
     preparer: Callable[[Batch, Sequence[int]], pa.Table],
     options: PrepareOptions,
-    columns: list[str],
     *,
     packing: bool,
 ) -> IterableDataset:
-    """Prepare a stream whose rows have these columns; `preparer` makes noted rows of a batch."""
+    """Prepare a stream of rows; `preparer` makes noted rows of a batch."""
     prepared = rows.map(
         partial(_prepare_batch, preparer=preparer),
         batched=True,
         with_indices=True,
-        remove_columns=columns,
+        remove_columns=rows.column_names or list(next(iter(rows))),
         features=TOKEN_FEATURES,
     )
     if options.shuffle:

@@ -1,0 +1,105 @@
+"""JSON files read line by line: to stream them, and to say what is wrong with one that can't be read.
+
+`datasets` infers the columns of a JSON file from its first 10 MB, and what it says about a broken line or a late
+column is about Arrow's types. Here is the slow way, taken only after it has failed.
+"""
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from datasets import Features
+from pyarrow import json as arrow_json
+
+LINE_BY_LINE = (".jsonl", ".ndjson")
+BLOCK_BYTES = 10 << 20
+
+
+def find_fault(path: Path) -> tuple[int, str] | None:
+    """The first line of a JSON file that is at fault, counted from 1, and what is wrong with it."""
+    if path.suffix not in (".json", *LINE_BY_LINE):
+        return None
+    if path.suffix == ".json":
+        try:
+            whole = json.loads(path.read_text(encoding="utf-8"))
+            return first_conflict(enumerate(whole, start=1)) if isinstance(whole, list) else None
+        except json.JSONDecodeError as error:
+            if not _is_lines(path):
+                return error.lineno, f"not JSON ({error.msg})."
+        except UnicodeDecodeError:
+            pass
+    return first_conflict((number, parsed) for number, parsed in _parsed_lines(path))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one on each line.
+
+    Raises:
+        ValueError: a line that is not a JSON object; the message names file and line.
+    """
+    for number, parsed in _parsed_lines(path):
+        if isinstance(parsed, str):
+            raise ValueError(f"{path}, line {number}: {parsed}")
+        yield parsed
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """The lines of a file, counted from 1, each as a JSON object or, in words, why it is none."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _parse_object(line)
+
+
+def _parse_object(line: bytes) -> dict[str, Any] | str:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return "not UTF-8; convert the file first."
+    except json.JSONDecodeError as error:
+        return f"not JSON ({error.msg} at column {error.colno})."
+    return row if isinstance(row, dict) else f"a JSON {type(row).__name__}, where each line must be an object."
+
+
+def first_conflict(rows: Iterable[tuple[int, Any]]) -> tuple[int, str] | None:
+    """The first row that is none, or has a value of another kind than the rows before have in the same column.
+
+    What stands in place of a row that could not be read is a string that says why.
+    """
+    kinds: dict[str, str] = {}
+    for number, row in rows:
+        if not isinstance(row, Mapping):
+            return number, row if isinstance(row, str) else f"a {type(row).__name__}, where a row must be an object."
+        for column, value in row.items():
+            if value is None:
+                continue
+            kind = "number" if isinstance(value, int | float) else type(value).__name__
+            if kinds.setdefault(column, kind) != kind:
+                return number, f"{column!r} is a {kind}, and a {kinds[column]} in the rows before."
+    return None
+
+
+def _is_lines(path: Path) -> bool:
+    """Whether a file's first line is JSON by itself, as in JSON Lines."""
+    with path.open("rb") as file:
+        try:
+            return isinstance(json.loads(file.readline()), dict)
+        except ValueError:
+            return False
+
+
+def unified_features(path: Path) -> Features:
+    """The columns that all lines of a file have together, where its beginning alone does not show them.
+
+    Raises:
+        ValueError, TypeError: lines disagree about what a column is.
+    """
+    schemas = []
+    with path.open("rb") as file:
+        while block := b"".join(file.readlines(BLOCK_BYTES)):
+            options = arrow_json.ReadOptions(block_size=len(block) + 1)
+            schemas.append(arrow_json.read_json(io.BytesIO(block), read_options=options).schema)
+    return Features.from_arrow_schema(pa.unify_schemas(schemas, promote_options="permissive"))

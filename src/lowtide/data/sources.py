@@ -1,0 +1,180 @@
+"""Where rows come from: a file, a folder, a name on the hub, or an object in memory.
+
+Files are read by `datasets.load_dataset`, which converts them to Arrow once and maps that into memory afterwards.
+What it says about a broken file is about Arrow, so a file that it can't read is read again here, line by line, to say
+which line is at fault.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    load_dataset,
+    load_from_disk,
+)
+from datasets.exceptions import DatasetGenerationError
+
+from lowtide.data.json_lines import LINE_BY_LINE, find_fault, first_conflict, read_lines, unified_features
+
+READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".jsonl": ("json", {}),
+    ".ndjson": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".parquet": ("parquet", {}),
+}
+"""Which reader of `datasets` reads which files, and its options."""
+FAILURES = (DatasetGenerationError, ValueError, StopIteration)
+"""What `load_dataset` raises for files that are there."""
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+
+Source = str | Path | Dataset | IterableDataset | DatasetDict | IterableDatasetDict | Sequence[Mapping[str, Any]]
+
+
+def load_rows(
+    source: Source, *, split: str = "train", name: str | None = None, streaming: bool = False
+) -> Dataset | IterableDataset:
+    """Load the rows of a dataset.
+
+    Args:
+        source: A JSONL, JSON, CSV, TSV or Parquet file, a folder of such files or one that `save_to_disk` wrote, a
+            dataset's name on the hub, a list of dicts, or an object of `datasets`, which is given back as it is.
+        split: Which split, where there are several. A single file is all "train".
+        name: Which configuration of a dataset on the hub.
+        streaming: Read rows as they are asked for, in place of converting them first.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: it can't be read; the message names the file, and the line where lines are at fault.
+    """
+    if isinstance(source, Dataset | IterableDataset):
+        return source
+    if isinstance(source, DatasetDict | IterableDatasetDict):
+        return _choose_split(source, split)
+    if not isinstance(source, str | Path):
+        return _from_list(source)
+    path = Path(source).expanduser()
+    if path.is_file():
+        rows = _from_file(path, split, streaming=streaming)
+    elif path.is_dir():
+        rows = _from_folder(path, split, name, streaming=streaming)
+    elif _looks_like_path(str(source)):
+        raise FileNotFoundError(_missing(path))
+    else:
+        rows = _from_hub(str(source), split, name, streaming=streaming)
+    if isinstance(rows, Dataset) and len(rows) == 0:
+        raise ValueError(f"{source} has no rows.")
+    return rows
+
+
+def _from_list(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+    rows = list(rows)
+    if not rows:
+        raise ValueError("the list of rows is empty.")
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"row {number} (the first is 0) is a {type(row).__name__}; every row must be a dict.")
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    try:
+        values = {column: [row.get(column) for row in rows] for column in columns}
+        return Dataset.from_dict(values, on_mixed_types="use_json")
+    except (ValueError, TypeError) as error:
+        problem = first_conflict(enumerate(rows)) or (None, str(error))
+        where = "the list of rows" if problem[0] is None else f"row {problem[0]} (the first is 0)"
+        raise ValueError(f"{where}: {problem[1]}") from error
+
+
+def _from_file(path: Path, split: str, *, streaming: bool) -> Dataset | IterableDataset:
+    reader, options = _reader(path)
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty.")
+    if streaming and path.suffix in LINE_BY_LINE:
+        return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": [str(path)]})
+    load: Callable[..., Any] = partial(
+        load_dataset, reader, data_files={"train": str(path)}, split=split, streaming=streaming, **options
+    )
+    try:
+        return load()
+    except FAILURES as error:
+        problem = _explain(path, error)
+        if path.suffix not in LINE_BY_LINE or find_fault(path):
+            raise ValueError(problem) from error
+    try:
+        return load(features=unified_features(path))
+    except (*FAILURES, TypeError) as error:
+        raise ValueError(problem) from error
+
+
+def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        saved = load_from_disk(str(path))
+        return saved if isinstance(saved, Dataset) else _choose_split(saved, split)
+    try:
+        return load_dataset(str(path), name, split=split, streaming=streaming)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} holds no files that can be read ({', '.join(READERS)}).") from error
+    except FAILURES as error:
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".json", *LINE_BY_LINE))
+        at_fault = next((file for file in files if find_fault(file)), path)
+        raise ValueError(_explain(at_fault, error)) from error
+
+
+def _from_hub(source: str, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
+    try:
+        return load_dataset(source, name, split=split, streaming=streaming)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(
+            f"{source!r} is no file or folder here, and no dataset that can be reached on the hub: {_first_line(error)}"
+        ) from error
+    except (DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{source}: {_first_line(error.__cause__ or error)}") from error
+
+
+def _reader(path: Path) -> tuple[str, dict[str, Any]]:
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    if suffix not in READERS:
+        raise ValueError(f"{path}: files that end in {suffix!r} can't be read, only {', '.join(READERS)}.")
+    return READERS[suffix]
+
+
+def _choose_split(splits: Any, split: str) -> Dataset | IterableDataset:
+    if split not in splits:
+        raise ValueError(f"there is no split {split!r}; there are {', '.join(map(repr, splits))}.")
+    return splits[split]
+
+
+def _looks_like_path(source: str) -> bool:
+    return Path(source).suffix in (*READERS, *COMPRESSED) or source.startswith((".", "/", "~")) or source.count("/") > 1
+
+
+def _missing(path: Path) -> str:
+    siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    nearest = get_close_matches(path.name, siblings, n=1)
+    return f"there is no file or folder {str(path)!r}." + (f" Did you mean {nearest[0]!r}?" if nearest else "")
+
+
+def _explain(path: Path, error: BaseException) -> str:
+    """Why a file can't be read: the line at fault if there is one, else what its reader said."""
+    if "corresponds to no data" in str(error):
+        return f"{path} has no rows."
+    fault = find_fault(path)
+    if fault is not None:
+        return f"{path}, line {fault[0]}: {fault[1]}"
+    return f"{path} can't be read: {_first_line(error.__cause__ or error)}"
+
+
+def _stream_lines(paths: list[str]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        yield from read_lines(Path(path))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide.engine.forward import score
-from lowtide.engine.head import Scores, ScoreOutput
+from lowtide.engine.head import ScoreOutput, Scores
 from lowtide.methods import Objective
 from lowtide.ragged import RaggedBatch
 
@@ -82,7 +82,7 @@ def train_step(
     batch: RaggedBatch,
     objective: Objective,
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits = Limits(),
     padding_free: bool = True,
     accumulate: bool = True,
     backward: Callable[[Tensor], object] = Tensor.backward,
@@ -135,7 +135,7 @@ def evaluate_batch(
     objective: Objective,
     totals: Totals,
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits = Limits(),
     padding_free: bool = True,
 ) -> list[tuple[RaggedBatch, ScoreOutput]]:
     """Adds the loss sum and the metrics of a batch to `totals`; no logits, and nothing is kept but what is returned."""

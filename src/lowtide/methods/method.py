@@ -7,10 +7,17 @@ and one line there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, Want
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A field of an options class: its default, and the one sentence that documents it."""
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: default, metadata={"help": help, **metadata})
+    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from lowtide.methods.method import Method, Objective
+from lowtide.methods.method import Method, Objective, option
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
-
-
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A field of an options class: its default, and the one sentence that documents it."""
-    if isinstance(default, dict | list):
-        return field(default_factory=lambda: default, metadata={"help": help, **metadata})
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(kw_only=True)

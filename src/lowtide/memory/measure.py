@@ -1,0 +1,36 @@
+"""How much memory the process holds: the allocator's word on CUDA, the resident set on a CPU."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+
+
+def resident_bytes() -> int:
+    """The process's resident memory now, in bytes (its peak where the system does not say)."""
+    return _status("VmRSS") or peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The most resident memory that the process has had, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return _status("VmHWM") or peak * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The peak of the run: allocated on a CUDA device, resident on a CPU; in bytes."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+
+
+def _status(field: str) -> int:
+    if not _STATUS.exists():
+        return 0
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0

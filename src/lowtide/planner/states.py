@@ -1,0 +1,62 @@
+"""The bytes that stay for the whole run: weights, gradients, optimizer states. Known before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+BYTES_PER_PARAMETER: dict[str, float] = {
+    "adamw_torch": 8,
+    "adamw_torch_fused": 8,
+    "adamw_torch_8bit": 2,
+    "adamw_torch_4bit": 1,
+    "adamw_bnb_8bit": 2,
+    "adamw_8bit": 2,
+    "paged_adamw_32bit": 8,
+    "paged_adamw_8bit": 2,
+    "lion_32bit": 4,
+    "lion_8bit": 1,
+    "adagrad": 4,
+    "rmsprop": 4,
+    "sgd": 0,
+}
+"""Bytes of state a trained parameter, for float32 parameters; two moments in their dtype for AdamW."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes by category; None where the optimizer's state is not known beforehand."""
+
+    weights: int
+    gradients: int
+    optimizer: int | None
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + (self.optimizer or 0)
+
+
+def predict_states(model: nn.Module, optimizer: str) -> States:
+    """What a model will hold while it trains.
+
+    Args:
+        model: each storage is counted once, so tied weights are.
+        optimizer: name as in `TrainingArguments.optim`.
+    """
+    weights = gradients = 0
+    states = 0.0
+    rate = BYTES_PER_PARAMETER.get(optimizer)
+    for parameter in _unique(model):
+        weights += parameter.numel() * parameter.element_size()
+        if parameter.requires_grad:
+            gradients += parameter.numel() * parameter.element_size()
+            # Moments are kept in the dtype of the parameter; 8- and 4-bit ones are not scaled by it.
+            scale = parameter.element_size() / 4 if rate in (4, 8) else 1
+            states += parameter.numel() * (rate or 0) * scale
+    return States(weights, gradients, None if rate is None else int(states))
+
+
+def _unique(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, each once."""
+    return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values())

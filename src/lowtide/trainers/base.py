@@ -1,0 +1,240 @@
+"""The one trainer: `transformers.Trainer` with lowtide's step in it. The trainers of the methods are thin ends of this.
+
+From the Trainer come callbacks, logging, schedulers, checkpoints and the hub. Replaced are the step (the whole batch
+of an optimizer step at once, accumulation folded in), evaluation (no logits, flat memory), and saving (a checkpoint
+appears whole or not at all).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import EvalPrediction, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, denumpify_detensorize, rotate_checkpoints
+
+from lowtide.data.collate import ragged_from_collated
+from lowtide.engine.diagnose import find_nonfinite
+from lowtide.methods import Objective
+from lowtide.ragged import RaggedBatch
+from lowtide.step import Limits, Totals, evaluate_batch, train_step
+from lowtide.trainers.config import TrainingConfig
+from lowtide.trainers.evaluation import Predictions, real_rows
+from lowtide.trainers.progress import RichProgress
+
+
+class LowtideTrainer(Trainer):
+    """`transformers.Trainer` over ragged batches.
+
+    Subclasses load models and data; this class runs them.
+    """
+
+    args: TrainingConfig
+
+    def __init__(self, *, objective: Objective, padding_free: bool, callbacks: list | None = None, **kwargs: Any):
+        self.objective = objective
+        self.padding_free = padding_free
+        self._train_totals = Totals()
+        self._tokens_seen = 0.0
+        self.seconds_in_steps = 0.0
+        self.tokens_in_steps = 0
+        super().__init__(callbacks=callbacks, **kwargs)
+        if not self.args.disable_tqdm:
+            RichProgress.replace_in(self)
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = ["input_ids", "labels", "seq_lengths", "attention_mask", "position_ids"]
+
+    def _as_ragged(self, inputs: Any) -> RaggedBatch:
+        batch = inputs if isinstance(inputs, RaggedBatch) else ragged_from_collated(inputs)
+        return batch.to(self.args.device, non_blocking=True)
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+        """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
+        batches = [self._as_ragged(inputs) for _, inputs in zip(range(num_batches), epoch_iterator, strict=False)]
+        if not batches:
+            return [], None
+        return [None] * (len(batches) - 1) + [RaggedBatch.concat(batches)], None
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self._train_batch_size, self.args.tokens_per_microbatch)
+
+    def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
+        """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
+        if inputs is None:
+            return torch.zeros((), device=self.args.device)
+        start = time.perf_counter()
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # schedule-free optimizers
+        with self.compute_loss_context_manager():
+            loss = train_step(
+                model,
+                inputs,
+                self.objective,
+                limits=self._limits,
+                padding_free=self.padding_free,
+                accumulate=self.accelerator.scaler is None,
+                backward=self.accelerator.backward,
+                no_sync=functools.partial(self.accelerator.no_sync, model),
+                totals=self._train_totals,
+            )
+        if not math.isfinite(loss.item()):
+            self._stop_at_nonfinite(model, inputs, loss.item())
+        every = self.args.torch_empty_cache_steps
+        if every and self.state.global_step % every == 0 and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.seconds_in_steps += time.perf_counter() - start
+        self.tokens_in_steps += inputs.tokens
+        return loss
+
+    def _stop_at_nonfinite(self, model: nn.Module, batch: RaggedBatch, loss: float) -> None:
+        model.zero_grad()
+        parts = batch.split(self._limits.tokens, self._limits.rows)
+        findings = (find_nonfinite(model, part, padding_free=self.padding_free) for part in parts)
+        number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, "a second forward of it is finite"))
+        raise ValueError(
+            f"step {self.state.global_step + 1}: the loss is {loss}. Micro-batch {number}: {found}. "
+            "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
+        )
+
+    def floating_point_ops(self, inputs: RaggedBatch | None) -> int:
+        """6 FLOPs a parameter a real token."""
+        return 0 if inputs is None else 6 * inputs.tokens * self.model.num_parameters(exclude_embeddings=True)
+
+    def _track_num_input_tokens(self, inputs: RaggedBatch | None) -> None:
+        if inputs is not None and self.args.include_num_input_tokens_seen != "no":
+            tokens = torch.tensor(inputs.tokens, device=self.args.device)
+            self.state.num_input_tokens_seen += int(self.accelerator.reduce(tokens, "sum").item())
+
+    # -- metrics -----------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the metrics since the last log, under TRL's names."""
+        if "loss" in logs:
+            sums = self._train_totals.read(self.args.device)
+            self._train_totals = Totals()
+            self._tokens_seen += sums.get("tokens", 0)
+            logs.update(metrics_of(sums), num_tokens=self._tokens_seen)
+        super().log(logs, start_time)
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The loss of every scored token of a dataset, and the metrics; memory does not grow with it.
+
+        `compute_metrics` gets the log-probs of the targets as `predictions` and the targets as `label_ids`, both
+        [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
+        """
+        model = self._evaluation_model()
+        totals, kept, rows = Totals(), Predictions(), 0
+        for inputs in dataloader:
+            batch = self._as_ragged(inputs)
+            count = real_rows(self.accelerator, batch.rows, self.args.eval_batch_size)
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            if count == 0:
+                continue
+            batch = batch if count == batch.rows else batch.select_rows(range(count))
+            with self.compute_loss_context_manager():
+                results = evaluate_batch(
+                    model, batch, self.objective, totals, limits=self._eval_limits, padding_free=self.padding_free
+                )
+            rows += batch.rows
+            if self.compute_metrics is not None:
+                kept.take_in(results)
+        totals.add(rows=rows)
+        sums = totals.read(self.args.device)
+        metrics: dict[str, Any] = {"loss": sums.get("loss", 0.0) / max(sums.get("scores", 0), 1), **metrics_of(sums)}
+        logprobs, targets = kept.gathered()
+        if self.compute_metrics is not None:
+            metrics.update(self.compute_metrics(EvalPrediction(predictions=logprobs, label_ids=targets)))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in denumpify_detensorize(metrics).items()}
+        return EvalLoopOutput(logprobs, targets, metrics, int(sums.get("rows", 0)))
+
+    @property
+    def _eval_limits(self) -> Limits:
+        return Limits(self.args.per_device_eval_batch_size, self.args.tokens_per_microbatch)
+
+    def _evaluation_model(self) -> nn.Module:
+        """Unwrapped: ranks need not run equally many batches."""
+        if not self.is_in_train and (self.args.bf16_full_eval or self.args.fp16_full_eval):
+            self.model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
+        model = self._wrap_model(self.model, training=False) if not self.is_in_train else self.model
+        model.eval()
+        return model.to(self.args.device)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Writes beside, then renames: a full disk or a kill leaves the checkpoints before it whole."""
+        folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        run = Path(self._get_output_dir(trial=trial))
+        staging = run / ".saving"
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        try:
+            with self._output_dir_is(str(staging)):
+                super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise ValueError(
+                f"step {self.state.global_step}: the checkpoint could not be written to {run}: {error}. "
+                "Checkpoints before it are whole; make room, or set `save_total_limit`, and resume from the last one"
+            ) from error
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            shutil.rmtree(run / folder, ignore_errors=True)
+            os.replace(staging / folder, run / folder)
+            shutil.rmtree(staging, ignore_errors=True)
+            rotate_checkpoints(
+                output_dir=str(run),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self.accelerator.wait_for_everyone()
+
+    @contextlib.contextmanager
+    def _output_dir_is(self, folder: str) -> Iterator[None]:
+        self._get_output_dir = lambda trial: folder  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._get_output_dir
+
+
+def metrics_of(sums: dict[str, float]) -> dict[str, float]:
+    """Means a scored token, under TRL's names, of the sums that there are."""
+    scores = max(sums.get("scores", 0), 1)
+    metrics = {}
+    if "entropy" in sums:
+        metrics["entropy"] = sums["entropy"] / scores
+    if "top1" in sums:
+        metrics["mean_token_accuracy"] = sums["top1"] / scores
+    if "aux_loss" in sums:
+        metrics["aux_loss"] = sums["aux_loss"] / max(sums["tokens"], 1)
+    return metrics

@@ -1,0 +1,114 @@
+"""The options that all trainers share, on top of `transformers.TrainingArguments`, with TRL's names and defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainingArguments
+
+from lowtide.methods.method import option
+
+REFUSED: dict[str, str] = {
+    "label_names": "labels are found by their column, `labels`",
+    "include_for_metrics": "`compute_metrics` gets token ids and log-probs; there are no inputs or losses to include",
+    "batch_eval_metrics": "`compute_metrics` is called once, over the whole evaluation set",
+    "use_liger_kernel": "liger's kernels replace the model's forward, which the fused head lives in; leave it off",
+    "torch_compile": "ragged batches would be compiled anew for each shape; leave it off",
+    "activation_offloading": "it is not built yet; gradient checkpointing (on by default) is what there is",
+    "deepspeed": "sharded states are not built yet; several GPUs train with DDP (torchrun)",
+    "fsdp": "sharded states are not built yet; several GPUs train with DDP (torchrun)",
+    "parallelism_config": "sharded models are not built yet; several GPUs train with DDP (torchrun)",
+    "pad_to_multiple_of": "there is no padding; leave it out",
+    "pad_token": "there is no padding; leave it out",
+}
+"""Options that would be without effect or wrong, and why; refused when they are set."""
+
+
+@dataclass
+class TrainingConfig(TrainingArguments):
+    """What every lowtide trainer takes. Fields not listed here are those of `transformers.TrainingArguments`.
+
+    Raises:
+        ValueError: at construction, where an option cannot work: the cause, the option, the way out.
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "dataset_kwargs",
+    ]
+
+    model_init_kwargs: dict | str | None = option(
+        None, "Arguments of `from_pretrained`, where the model is given by name; `dtype` is float32 if left out."
+    )
+    trust_remote_code: bool = option(False, "Run Python code that comes with a model or tokenizer.")
+    padding_free: bool = option(True, "Run batches without padding. False runs the padded path, with equal numbers.")
+    tokens_per_microbatch: int | None = option(
+        None, "Token budget: the most tokens that one forward sees. The batch of a step is cut to fit; same numbers."
+    )
+    memory_report: str | None = option(None, "JSON file to write peak, states, speed and ledger to after training.")
+
+    # other defaults than TrainingArguments'
+    learning_rate: float = option(2e-5, "The initial learning rate.")
+    logging_steps: float = option(10, "Log every so many steps; below 1 it is a share of all steps.")
+    gradient_checkpointing: bool = option(
+        True, "Recompute activations in backward: about a quarter slower, for a fraction of their memory."
+    )
+    bf16: bool | None = option(
+        None, "bfloat16 mixed precision. None: on a GPU that has it, if fp16 is not set; on a CPU float32."
+    )
+    # TRL's, refused with a reason rather than as unknown
+    activation_offloading: bool = option(False, "Not built yet.")
+    pad_to_multiple_of: int | str | None = option(None, "Refused: there is no padding.")
+    pad_token: str | None = option(None, "Refused: there is no padding.")
+
+    def __post_init__(self) -> None:
+        if self.pad_to_multiple_of == "auto":
+            self.pad_to_multiple_of = None
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, reason in REFUSED.items():
+            if getattr(self, name, None) and getattr(self, name) != defaults.get(name):
+                raise ValueError(f"{type(self).__name__}: {name}={getattr(self, name)!r} is refused: {reason}")
+        if self.neftune_noise_alpha is not None and self.padding_free:
+            raise ValueError(
+                f"{type(self).__name__}: neftune_noise_alpha={self.neftune_noise_alpha} scales its noise by the length "
+                "of a padded row, which there is none of: set padding_free=False with it, or leave it out"
+            )
+        if self.tokens_per_microbatch is not None and self.tokens_per_microbatch < 1:
+            raise ValueError(
+                f"{type(self).__name__}: tokens_per_microbatch={self.tokens_per_microbatch} must be at least 1, "
+                "or None for no limit"
+            )
+        if self.optim in ("lomo", "adalomo"):
+            raise ValueError(f"{type(self).__name__}: optim={self.optim!r} steps in backward and is not supported")
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and has_bf16(self.use_cpu)
+        if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
+            self.gradient_checkpointing_kwargs = {"use_reentrant": False}
+        self.dataloader_pin_memory &= torch.cuda.is_available()
+        super().__post_init__()
+        if not self.average_tokens_across_devices:
+            raise ValueError(
+                f"{type(self).__name__}: average_tokens_across_devices=False is refused: every scored token counts "
+                "the same on whatever rank it falls"
+            )
+        # A stream's rows are dealt out, not cut from one batch made on the first rank.
+        self.accelerator_config.dispatch_batches = False
+
+    def to_plain_dict(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as YAML can hold them."""
+        plain = self.to_dict()
+        defaults = type(self)(output_dir=self.output_dir).to_dict()
+        return {name: value for name, value in plain.items() if value != defaults.get(name)}
+
+
+def has_bf16(use_cpu: bool) -> bool:
+    """Whether bfloat16 mixed precision is the default: on a GPU that multiplies in it. A CPU stays exact."""
+    return not use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has bfloat16 instructions, so that asking for them would pay."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

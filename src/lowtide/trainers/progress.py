@@ -1,0 +1,93 @@
+"""A rich progress bar for training and evaluation, in place of the Trainer's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from transformers import ProgressCallback, TrainerCallback
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+class RichProgress(TrainerCallback):
+    """Steps done, time left, and the last metrics beside the bar."""
+
+    SHOWN = ("loss", "eval_loss", "mean_token_accuracy", "learning_rate")
+
+    def __init__(self) -> None:
+        self.bar: Progress | None = None
+        self.tasks: dict[str, TaskID] = {}
+
+    @classmethod
+    def replace_in(cls, trainer: Trainer) -> None:
+        """Takes the place of the Trainer's default progress bar, if that is there."""
+        if trainer.pop_callback(ProgressCallback) is not None:
+            trainer.add_callback(cls())
+
+    def _advance(self, name: str, total: int | None, completed: int | None = None) -> None:
+        if self.bar is None:
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[metrics]}"),
+                console=Console(stderr=True),
+                transient=False,
+            )
+            self.bar.start()
+        if name not in self.tasks:
+            self.tasks[name] = self.bar.add_task(name, total=total, metrics="")
+        if completed is None:
+            self.bar.advance(self.tasks[name])
+        else:
+            self.bar.update(self.tasks[name], completed=completed)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._advance("training", state.max_steps, state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._advance("training", state.max_steps, state.global_step)
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            total = len(eval_dataloader) if hasattr(eval_dataloader, "__len__") else None
+            self._advance("evaluating", total)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.bar is not None and "evaluating" in self.tasks:
+            self.bar.remove_task(self.tasks.pop("evaluating"))
+            if "training" not in self.tasks:
+                self._close()
+
+    on_predict = on_evaluate
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self.bar is not None and "training" in self.tasks and logs:
+            shown = " ".join(f"{name} {logs[name]:.4g}" for name in self.SHOWN if isinstance(logs.get(name), float))
+            if shown:
+                self.bar.update(self.tasks["training"], metrics=shown)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        self.bar, self.tasks = None, {}

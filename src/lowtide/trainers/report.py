@@ -1,0 +1,126 @@
+"""What a run says of itself: at start what will happen to data, numbers and memory; at the end what it took."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers import TrainerCallback
+
+from lowtide.engine.forward import causal_model
+from lowtide.memory.measure import peak_bytes
+from lowtide.planner.states import predict_states
+from lowtide.trainers.config import cpu_has_bf16
+from lowtide.trainers.setup import Engine
+
+if TYPE_CHECKING:
+    from lowtide.trainers.sft import SFTTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"
+
+
+class StartReport(TrainerCallback):
+    """Prints the start-up report and the ledger before the first step, and writes the memory report after the last."""
+
+    def __init__(self, trainer: SFTTrainer, engine: Engine) -> None:
+        self.trainer, self.engine = trainer, engine
+        self.states = predict_states(trainer.model, str(getattr(trainer.args.optim, "value", trainer.args.optim)))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        ledger = self.trainer.ledger
+        for line in (*(f"{name}: {text}" for name, text in self.lines()), *([ledger.summary()] if ledger else [])):
+            logger.info(line)
+        if args.disable_tqdm:
+            return
+        console = Console(stderr=True)
+        table = Table(title="lowtide", title_justify="left", show_header=False, box=None, pad_edge=False)
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        for name, text in self.lines():
+            table.add_row(name, escape(text))
+        console.print(table)
+        if ledger is not None:
+            console.print(ledger)
+        else:
+            console.print("ledger: rows are streamed or prepared elsewhere, so they are not counted beforehand")
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What will happen, as (name, text)."""
+        args, model = self.trainer.args, causal_model(self.trainer.model)
+        trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        total = sum(p.numel() for p in self.trainer.model.parameters())
+        share = sum(p.numel() for p in trained) / max(total, 1)
+        optimizer = "" if self.states.optimizer is None else f" + optimizer {bytes_text(self.states.optimizer)}"
+        budget = f", at most {args.tokens_per_microbatch:,} tokens" if args.tokens_per_microbatch else ""
+        return [
+            ("model", f"{model.config.model_type}, {total:,} parameters, {share:.1%} trained"),
+            ("precision", self._precision(trained)),
+            ("path", f"{'ragged' if self.engine.padding_free else 'padded'} ({self.engine.reason})"),
+            (
+                "step",
+                f"{args.per_device_train_batch_size} rows x {args.gradient_accumulation_steps} accumulated x "
+                f"{args.world_size} rank(s); micro-batches of {args.per_device_train_batch_size} rows{budget}",
+            ),
+            ("checkpointing", "on: activations are recomputed in backward" if args.gradient_checkpointing else "off"),
+            (
+                "states",
+                f"{bytes_text(self.states.total)} = weights {bytes_text(self.states.weights)} + gradients "
+                f"{bytes_text(self.states.gradients)}{optimizer}",
+            ),
+        ]
+
+    def _precision(self, trained: list) -> str:
+        args = self.trainer.args
+        storage = sorted({str(p.dtype).removeprefix("torch.") for p in self.trainer.model.parameters()})
+        master = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
+        compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "/".join(storage)
+        why = ""
+        if args.device.type == "cpu" and not args.bf16 and not args.fp16:
+            why = (
+                " (the default on a CPU; this one has bfloat16 instructions, --bf16 true uses them)"
+                if cpu_has_bf16()
+                else " (this CPU has no bfloat16 instructions)"
+            )
+        return f"stored {'/'.join(storage)}, computed {compute}{why}, trained weights kept in {'/'.join(master)}"
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.memory_report and state.is_world_process_zero:
+            path = Path(args.memory_report)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.memory_report(), indent=2) + "\n")
+
+    def memory_report(self) -> dict[str, Any]:
+        """`peak_bytes`, `states_bytes` by category, `tokens_per_second` and the ledger."""
+        trainer = self.trainer
+        seconds = trainer.seconds_in_steps
+        return {
+            "peak_bytes": peak_bytes(trainer.args.device),
+            "states_bytes": self.states.total,
+            "states": {
+                "weights": self.states.weights,
+                "gradients": self.states.gradients,
+                "optimizer": self.states.optimizer,
+            },
+            "tokens_per_second": trainer.tokens_in_steps / seconds if seconds else None,
+            "steps": trainer.state.global_step,
+            "ledger": trainer.ledger.to_dict() if trainer.ledger else None,
+            "device": str(trainer.args.device),
+            "torch": torch.__version__,
+        }

@@ -1,0 +1,71 @@
+"""What every trainer does to a model before the first step: the engine, proved; the precision, refused or known."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lowtide.engine.forward import causal_model, install
+from lowtide.engine.probe import Probe, probe
+from lowtide.trainers.config import TrainingConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How the model will run, and why."""
+
+    padding_free: bool
+    reason: str
+    found: Probe
+
+
+def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
+    """Installs the engine and proves it on the model itself.
+
+    Raises:
+        ValueError: the model's head is not understood, or its trained weights are in float16.
+    """
+    half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if half:
+        raise ValueError(
+            f"{len(half)} trained parameters are stored in float16 ({half[0]}, ...), in which updates underflow and "
+            "overflow: load the model with dtype float32 (and fp16=True for float16 compute) or bfloat16"
+        )
+    inner = causal_model(model)
+    implementation = inner.config._attn_implementation
+    found = probe(model)
+    if args.padding_free and found.isolated:
+        return Engine(True, "segments proved isolated on this model", found)
+    install(model, padding_free=False)
+    inner.set_attn_implementation(implementation)
+    if not args.padding_free:
+        return Engine(False, "padding_free=False", found)
+    reason = (
+        f"model type {inner.config.model_type} lets segments see each other when they are laid end to end "
+        f"(log-probs move by {found.leak:.2g})"
+    )
+    logger.warning(f"running padded: {reason}")
+    return Engine(False, reason, found)
+
+
+def router_coefficient(model: PreTrainedModel, wanted: float | None) -> float:
+    """The weight of the load-balancing loss: the option's, or the model's own.
+
+    Raises:
+        ValueError: the option is set for a model without experts.
+    """
+    config = model.config.get_text_config()
+    if not hasattr(config, "output_router_logits"):
+        if wanted is not None:
+            raise ValueError(
+                f"router_aux_loss_coef={wanted} needs a mixture of experts; model type {config.model_type} has none: "
+                "leave it out"
+            )
+        return 0.0
+    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if wanted is None else wanted

@@ -12,7 +12,7 @@ from bench.contestants import BATCH, PACKED_BATCH
 from bench.measure import GIGABYTE
 from bench.methods import METHODS
 from bench.processes import ROOT
-from bench.report import COLUMNS, comparison_rows, verdict
+from bench.tables import COLUMNS, comparison_rows, verdict
 from bench.results import COMPARISON, MEMORY, recorded
 from bench.shapes import SHAPES
 

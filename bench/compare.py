@@ -15,9 +15,9 @@ from bench.cases import CASES
 from bench.contestants import BATCH
 from bench.methods import METHODS
 from bench.processes import ChildFailed, progress_bar, run_child
-from bench.tables import print_comparison
 from bench.results import different_rows, record, summarise, versions
 from bench.shapes import SHAPES
+from bench.tables import print_comparison
 from bench.tokenizer import tokenizer_for
 
 SUMMARY = "Compare lowtide with TRL: real tokens a second, and the peak above what the process held before."

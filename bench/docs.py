@@ -12,9 +12,9 @@ from bench.contestants import BATCH, PACKED_BATCH
 from bench.measure import GIGABYTE
 from bench.methods import METHODS
 from bench.processes import ROOT
-from bench.tables import COLUMNS, comparison_rows, verdict
 from bench.results import COMPARISON, MEMORY, recorded
 from bench.shapes import SHAPES
+from bench.tables import COLUMNS, comparison_rows, verdict
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 

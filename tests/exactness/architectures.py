@@ -226,9 +226,6 @@ def build(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = tiny_config(name, **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    # Each expert's tokens in a plain loop: the grouped kernels round differently from one batch shape to another.
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
     randomize(model, seed)
     return model.train()
 

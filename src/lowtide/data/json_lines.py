@@ -91,15 +91,16 @@ def _is_lines(path: Path) -> bool:
             return False
 
 
-def unified_features(path: Path) -> Features:
-    """The columns that all lines of a file have together, where its beginning alone does not show them.
+def unified_features(paths: Iterable[Path]) -> Features:
+    """The columns that all lines of these files have together, where the first lines do not show them all.
 
     Raises:
         ValueError, TypeError: lines disagree about what a column is.
     """
     schemas = []
-    with path.open("rb") as file:
-        while block := b"".join(file.readlines(BLOCK_BYTES)):
-            options = arrow_json.ReadOptions(block_size=len(block) + 1)
-            schemas.append(arrow_json.read_json(io.BytesIO(block), read_options=options).schema)
+    for path in paths:
+        with path.open("rb") as file:
+            while block := b"".join(file.readlines(BLOCK_BYTES)):
+                options = arrow_json.ReadOptions(block_size=len(block) + 1)
+                schemas.append(arrow_json.read_json(io.BytesIO(block), read_options=options).schema)
     return Features.from_arrow_schema(pa.unify_schemas(schemas, promote_options="permissive"))

@@ -5,9 +5,10 @@ What it says about a broken file is about Arrow, so a file that it can't read is
 which line is at fault.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 FAILURES = (DatasetGenerationError, ValueError, StopIteration)
 """What `load_dataset` raises for files that are there."""
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+NOT_ROWS = ("dataset_info.json", "dataset_infos.json")
+SPLIT_WORDS = {
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+"""The words in a file's name that tell its split. (`datasets` looks at the whole path, so that everything in a folder
+called `test-run` would be test data.)"""
 
 Source = str | Path | Dataset | IterableDataset | DatasetDict | IterableDatasetDict | Sequence[Mapping[str, Any]]
 
@@ -93,38 +101,58 @@ def _from_list(rows: Sequence[Mapping[str, Any]]) -> Dataset:
 
 
 def _from_file(path: Path, split: str, *, streaming: bool) -> Dataset | IterableDataset:
-    reader, options = _reader(path)
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty.")
-    if streaming and path.suffix in LINE_BY_LINE:
-        return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": [str(path)]})
-    load: Callable[..., Any] = partial(
-        load_dataset, reader, data_files={"train": str(path)}, split=split, streaming=streaming, **options
-    )
-    try:
-        return load()
-    except FAILURES as error:
-        problem = _explain(path, error)
-        if path.suffix not in LINE_BY_LINE or find_fault(path):
-            raise ValueError(problem) from error
-    try:
-        return load(features=unified_features(path))
-    except (*FAILURES, TypeError) as error:
-        raise ValueError(problem) from error
+    if _reader(path) is None:
+        raise ValueError(f"{path}: files that end in {path.suffix!r} can't be read, only {', '.join(READERS)}.")
+    return _from_files(path, {"train": [path]}, split, streaming=streaming)
 
 
 def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         saved = load_from_disk(str(path))
         return saved if isinstance(saved, Dataset) else _choose_split(saved, split)
+    if name is not None:  # a copy of a repository on the hub, whose README says what its configurations are
+        return _from_hub(str(path), split, name, streaming=streaming)
+    files = sorted(file for file in path.rglob("*") if _reader(file) and file.name not in NOT_ROWS)
+    if not files:
+        raise FileNotFoundError(f"{path} holds no files that can be read ({', '.join(READERS)}).")
+    if len({_reader(file) for file in files}) > 1:
+        kinds = ", ".join(sorted({file.suffix for file in files}))
+        raise ValueError(f"{path} holds files of several kinds ({kinds}). Name one, or keep each kind in a folder.")
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        splits.setdefault(_split_of(file.relative_to(path)), []).append(file)
+    return _from_files(path, splits, split, streaming=streaming)
+
+
+def _from_files(
+    source: Path, splits: Mapping[str, list[Path]], split: str, *, streaming: bool
+) -> Dataset | IterableDataset:
+    """Load files of one kind; `source` is what they are called together."""
+    files = [file for group in splits.values() for file in group]
+    empty = next((file for file in files if file.stat().st_size == 0), None)
+    if empty is not None:
+        raise ValueError(f"{empty} is empty.")
+    if streaming and split in splits and all(file.suffix in LINE_BY_LINE for file in splits[split]):
+        return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": list(map(str, splits[split]))})
+    reader, separator = READERS[_reader(files[0]) or ""]
+    data_files = {name: list(map(str, group)) for name, group in splits.items()}
+
+    def load(**features: Any) -> Any:
+        return load_dataset(reader, data_files=data_files, split=split, streaming=streaming, **separator, **features)
+
     try:
-        return load_dataset(str(path), name, split=split, streaming=streaming)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} holds no files that can be read ({', '.join(READERS)}).") from error
+        return load()
     except FAILURES as error:
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".json", *LINE_BY_LINE))
-        at_fault = next((file for file in files if find_fault(file)), path)
-        raise ValueError(_explain(at_fault, error)) from error
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"{source} has no rows.") from error
+        for file in files:
+            if fault := find_fault(file):
+                raise ValueError(f"{file}, line {fault[0]}: {fault[1]}") from error
+        problem = f"{source} can't be read: {_first_line(error.__cause__ or error)}"
+        if isinstance(error, DatasetGenerationError) and all(file.suffix in LINE_BY_LINE for file in files):
+            with contextlib.suppress(*FAILURES, TypeError):
+                return load(features=unified_features(files))
+        raise ValueError(problem) from error
 
 
 def _from_hub(source: str, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
@@ -138,11 +166,16 @@ def _from_hub(source: str, split: str, name: str | None, *, streaming: bool) -> 
         raise ValueError(f"{source}: {_first_line(error.__cause__ or error)}") from error
 
 
-def _reader(path: Path) -> tuple[str, dict[str, Any]]:
+def _reader(path: Path) -> str | None:
+    """The suffix in `READERS` that tells how a file is read; None if it can't be."""
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-    if suffix not in READERS:
-        raise ValueError(f"{path}: files that end in {suffix!r} can't be read, only {', '.join(READERS)}.")
-    return READERS[suffix]
+    return suffix if suffix in READERS else None
+
+
+def _split_of(path: Path) -> str:
+    """The split that a file in a folder belongs to, by the words in its path there; "train" if none tells."""
+    words = set(re.split("[^a-z]+", str(path).lower()))
+    return next((split for split, names in SPLIT_WORDS.items() if words & names), "train")
 
 
 def _choose_split(splits: Any, split: str) -> Dataset | IterableDataset:
@@ -159,16 +192,6 @@ def _missing(path: Path) -> str:
     siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     nearest = get_close_matches(path.name, siblings, n=1)
     return f"there is no file or folder {str(path)!r}." + (f" Did you mean {nearest[0]!r}?" if nearest else "")
-
-
-def _explain(path: Path, error: BaseException) -> str:
-    """Why a file can't be read: the line at fault if there is one, else what its reader said."""
-    if "corresponds to no data" in str(error):
-        return f"{path} has no rows."
-    fault = find_fault(path)
-    if fault is not None:
-        return f"{path}, line {fault[0]}: {fault[1]}"
-    return f"{path} can't be read: {_first_line(error.__cause__ or error)}"
 
 
 def _stream_lines(paths: list[str]) -> Iterator[dict[str, Any]]:

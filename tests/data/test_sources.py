@@ -1,0 +1,193 @@
+"""Sources: every kind of place that rows come from, and the message where one can't be read."""
+
+import gzip
+import json
+import re
+
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from lowtide.data.sources import load_rows
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+ROWS = [{"text": "a", "n": 1}, {"text": "b", "n": 2}]
+LINES = "\n".join(map(json.dumps, ROWS)) + "\n"
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", LINES),
+        ("rows.json", json.dumps(ROWS, indent=1)),
+        ("lines.json", LINES),
+        ("rows.jsonl.gz", gzip.compress(LINES.encode())),
+        ("blank.jsonl", LINES.replace("\n", "\n\n")),
+        ("bom.jsonl", b"\xef\xbb\xbf" + LINES.encode()),
+        ("rows.csv", "text,n\na,1\nb,2\n"),
+        ("rows.tsv", "text\tn\na\t1\nb\t2\n"),
+    ],
+)
+def test_reads_files(tmp_path, name, content):
+    assert list(load_rows(write(tmp_path / name, content))) == ROWS
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_reads_parquet(tmp_path, streaming):
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    assert list(load_rows(tmp_path / "rows.parquet", streaming=streaming)) == ROWS
+
+
+def test_reads_a_folder_by_split(tmp_path):
+    write(tmp_path / "train.jsonl", LINES)
+    write(tmp_path / "test.jsonl", '{"text": "c", "n": 3}\n')
+    assert list(load_rows(tmp_path)) == ROWS
+    assert list(load_rows(str(tmp_path), split="test")) == [{"text": "c", "n": 3}]
+    with pytest.raises(ValueError, match='Unknown split "dev"'):
+        load_rows(tmp_path, split="dev")
+
+
+def test_the_folders_own_name_does_not_make_it_a_split(tmp_path):
+    folder = tmp_path / "test-train-dev"
+    (folder / "val").mkdir(parents=True)
+    write(folder / "part-0.jsonl", LINES)
+    write(folder / "val" / "0.jsonl", '{"text": "c", "n": 3}\n')
+    assert list(load_rows(folder)) == ROWS
+    assert list(load_rows(folder, split="validation")) == [{"text": "c", "n": 3}]
+
+
+def test_a_folder_of_several_kinds_is_refused(tmp_path):
+    write(tmp_path / "a.jsonl", LINES)
+    write(tmp_path / "a.csv", "text,n\na,1\n")
+    with pytest.raises(ValueError, match=r"several kinds \(.csv, .jsonl\)"):
+        load_rows(tmp_path)
+
+
+def test_reads_what_save_to_disk_wrote(tmp_path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    DatasetDict(train=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "several")
+    assert list(load_rows(tmp_path / "one")) == ROWS
+    assert list(load_rows(tmp_path / "several")) == ROWS
+
+
+def test_gives_datasets_back_as_they_are():
+    dataset = Dataset.from_list(ROWS)
+    stream = dataset.to_iterable_dataset()
+    assert load_rows(dataset) is dataset
+    assert load_rows(stream) is stream
+    assert load_rows(DatasetDict(train=dataset)) is dataset
+    with pytest.raises(ValueError, match="there is no split 'dev'; there are 'train'"):
+        load_rows(DatasetDict(train=dataset), split="dev")
+
+
+def test_reads_a_list_of_dicts_whose_columns_differ():
+    assert list(load_rows([{"a": "x"}, {"b": 1}])) == [{"a": "x", "b": None}, {"a": None, "b": 1}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_streams_a_file(tmp_path, name):
+    rows = load_rows(write(tmp_path / name, LINES), streaming=True)
+    assert isinstance(rows, IterableDataset)
+    assert list(rows) == ROWS
+
+
+def test_streams_the_files_of_a_folder(tmp_path):
+    write(tmp_path / "0.jsonl", LINES)
+    write(tmp_path / "1.jsonl", LINES)
+    assert list(load_rows(tmp_path, streaming=True)) == ROWS * 2
+
+
+def test_converts_once_and_maps_into_memory(tmp_path, datasets_cache):
+    path = write(tmp_path / "rows.jsonl", LINES)
+    files = [file["filename"] for file in load_rows(path).cache_files]
+    assert files
+    assert files == [file["filename"] for file in load_rows(path).cache_files]
+    assert all(str(datasets_cache) in file for file in files)
+
+
+@pytest.mark.parametrize("late", [{"meta": "s"}, {"meta": [{"a": 1}]}])
+def test_columns_that_show_late_in_a_long_file_are_read(tmp_path, late):
+    """Ten megabytes in, where columns are inferred from."""
+    lines = [json.dumps({"text": "a" * 100_000, "meta": None})] * 120 + [json.dumps({"text": "b", **late, "new": 1})]
+    rows = load_rows(write(tmp_path / "late.jsonl", "\n".join(lines)))
+    assert rows[len(rows) - 1] == {"text": "b", **late, "new": 1}
+    assert rows[0]["meta"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("bad.jsonl", '{"text": "a"}\n{"text" "b"}\n', "bad.jsonl, line 2: not JSON (Expecting ':' delimiter"),
+        ("bad.jsonl", '{"text": "a"}\n\n[1]\n', "bad.jsonl, line 3: a JSON list, where each line must be an object"),
+        ("bad.json", '[\n{"text": "a"},\n{"text" "b"}]', "bad.json, line 3: not JSON"),
+        ("bad.json", '{"text": "a"}\n{"text" "b"}\n', "bad.json, line 2: not JSON"),
+        ("empty.jsonl", "", "empty.jsonl is empty."),
+        ("blank.jsonl", "\n\n", "blank.jsonl has no rows."),
+        ("header.csv", "text,n\n", "header.csv has no rows."),
+        ("bad.csv", "a,b\n1,2\n1,2,3\n", "bad.csv can't be read: Error tokenizing data. C error: Expected 2 fields"),
+        ("bad.parquet", "hello", "bad.parquet can't be read: Parquet"),
+        ("notes.docx", "hello", "notes.docx: files that end in '.docx' can't be read, only .jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, name, content, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        load_rows(write(tmp_path / name, content))
+
+
+def test_a_folder_names_the_file_and_line_at_fault(tmp_path):
+    write(tmp_path / "a.jsonl", LINES)
+    write(tmp_path / "b.jsonl", '{"text": "a", "n": 1}\nnonsense\n')
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 2: not JSON"):
+        load_rows(tmp_path)
+
+
+def test_a_stream_names_the_line_at_fault_when_it_gets_there(tmp_path):
+    rows = iter(load_rows(write(tmp_path / "bad.jsonl", '{"text": "a"}\n{"text" "b"}\n'), streaming=True))
+    assert next(rows) == {"text": "a"}
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: not JSON"):
+        next(rows)
+
+
+def test_a_missing_file_is_named_with_the_nearest_one(tmp_path):
+    write(tmp_path / "train.jsonl", LINES)
+    with pytest.raises(FileNotFoundError, match=r"trian\.jsonl'\. Did you mean 'train\.jsonl'\?"):
+        load_rows(tmp_path / "trian.jsonl")
+
+
+def test_an_empty_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no files that can be read"):
+        load_rows(tmp_path)
+
+
+def test_a_name_that_the_hub_does_not_have_is_named(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("lowtide.data.sources.load_dataset", unreachable)
+    with pytest.raises(FileNotFoundError, match=r"'user/data' is no file or folder here, and no dataset .*no route"):
+        load_rows("user/data")
+
+
+def test_a_hub_name_is_loaded_with_its_configuration_and_split(monkeypatch):
+    calls = []
+
+    def load(*args, **kwargs):
+        calls.append((args, kwargs))
+        return Dataset.from_list(ROWS)
+
+    monkeypatch.setattr("lowtide.data.sources.load_dataset", load)
+    assert len(load_rows("user/data", name="main", split="test")) == 2
+    assert calls == [(("user/data", "main"), {"split": "test", "streaming": False})]
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"), [([], "the list of rows is empty"), ([{"a": 1}, 3], "row 1 .* is a int; every row must")]
+)
+def test_a_list_that_cannot_be_read_is_refused(rows, problem):
+    with pytest.raises(ValueError, match=problem):
+        load_rows(rows)

@@ -76,7 +76,8 @@ FORMATS = {
     "text": lambda question, answer: {"text": f"{question} {answer}"},
     "messages": lambda question, answer: {"messages": two_turns(question, answer)},
     "conversations": lambda question, answer: {
-        "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        # Not `human` and `gpt`: those become user and assistant here, and stay the role's name in TRL.
+        "conversations": [{"from": "user", "value": question}, {"from": "assistant", "value": answer}]
     },
     "prompt_completion": lambda question, answer: {"prompt": question, "completion": f" {answer}"},
     "prompt_completion_messages": lambda question, answer: {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
+from lowtide.data.ledger import padding_share
 from lowtide.data.packing import Strategy, pack
 
 BATCH_SIZES = (1, 4, 8, 16, 32)
@@ -162,17 +163,10 @@ def _candidate(
         max_length=max_length,
         tokens_cut=float((lengths - kept).sum() / lengths.sum()),
         rows_cut=float((lengths > max_length).mean()),
-        padding={size: _padding(kept, size) for size in batch_sizes},
+        padding={size: padding_share(kept, size) for size in batch_sizes},
         bins=packing.bins,
         fill=packing.fill,
     )
-
-
-def _padding(lengths: Int[np.ndarray, " rows"], batch_size: int) -> float:
-    """The share of positions that are padding where each batch is as long as its longest row."""
-    starts = np.arange(0, len(lengths), batch_size)
-    rows = np.diff(starts, append=len(lengths))
-    return float(1 - lengths.sum() / (np.maximum.reduceat(lengths, starts) @ rows))
 
 
 def _usual(lengths: Int[np.ndarray, " rows"]) -> list[int]:

@@ -80,7 +80,7 @@ def install_head(model: PreTrainedModel) -> None:
     Raises:
         ValueError: the model has no head to speak of, or one that cannot be fused; names the model type.
     """
-    if model.get_output_embeddings() is None or model.base_model is model:
+    if model.get_output_embeddings() is None or _body(model) is model:
         raise ValueError(
             f"{type(model).__name__} (model type {model.config.model_type}) has no language-modelling head: "
             "load it with AutoModelForCausalLM"
@@ -100,7 +100,7 @@ def install_head(model: PreTrainedModel) -> None:
 def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> ScoreOutput:
     if scores.aux_loss:
         kwargs["output_router_logits"] = True
-    outputs = model.base_model(*args, **kwargs, use_cache=False)
+    outputs = _body(model)(*args, **kwargs, use_cache=False)
     hidden = outputs[0].flatten(0, -2)
     terms, bias = _head_terms(model, hidden)
     shared = {
@@ -115,6 +115,11 @@ def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs:
         loss, stats = linear_loss(terms, scores.index, scores.target, scores.loss, factor=scores.factor, **shared)
     aux = _load_balancing_loss(model, outputs, kwargs.get("attention_mask")) if scores.aux_loss else None
     return ScoreOutput(stats.logprobs, loss, stats.entropies, stats.mean_logprobs, stats.top1, aux)
+
+
+def _body(model: PreTrainedModel) -> nn.Module:
+    """All of the model but its head; Llama 4 names a prefix that it has no attribute for."""
+    return model.base_model if model.base_model is not model else model.get_decoder()
 
 
 def projection_of(config: PretrainedConfig, temperature: float = 1.0) -> Projection:

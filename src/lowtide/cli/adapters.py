@@ -1,0 +1,90 @@
+"""LoRA and quantized weights from options, under TRL's names and with its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowtide.cli.main import UsageError
+from lowtide.methods.method import option
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+
+@dataclass(kw_only=True)
+class AdapterOptions:
+    """What is trained in place of the whole model, and how the rest of it is stored."""
+
+    use_peft: bool = option(False, "Train a LoRA adapter in place of the whole model.")
+    lora_r: int = option(16, "Rank of the adapter.")
+    lora_alpha: int = option(32, "Scale of the adapter: its output is multiplied by alpha / r.")
+    lora_dropout: float = option(0.05, "Dropout before the adapter.")
+    lora_target_modules: str | list[str] | None = option(
+        None, "Names of the layers to adapt, or 'all-linear'. None: PEFT's choice for the model type."
+    )
+    lora_target_parameters: list[str] | None = option(None, "Names of single parameters to adapt, such as experts'.")
+    lora_modules_to_save: list[str] | None = option(None, "Layers to train whole beside the adapter.")
+    lora_task_type: str = option("CAUSAL_LM", "PEFT's name of the task.")
+    use_rslora: bool = option(False, "Scale by alpha / sqrt(r) (rank-stabilized LoRA, arXiv 2312.03732).")
+    use_dora: bool = option(False, "Train magnitude and direction apart (DoRA, arXiv 2402.09353).")
+    load_in_4bit: bool = option(False, "Store the weights that are not trained in 4 bits (needs bitsandbytes).")
+    load_in_8bit: bool = option(False, "Store the weights that are not trained in 8 bits (needs bitsandbytes).")
+    bnb_4bit_quant_type: str = option("nf4", "The 4-bit format.", choices=["nf4", "fp4"])
+    use_bnb_nested_quant: bool = option(False, "Quantize the scales of 4-bit weights as well.")
+
+    def check(self, given: Collection[str]) -> None:
+        """Refuses options among those `given` that have no effect, or contradict each other.
+
+        Raises:
+            UsageError: naming both options.
+        """
+        if self.load_in_4bit and self.load_in_8bit:
+            raise UsageError("load_in_4bit and load_in_8bit exclude each other: drop one")
+        if not self.use_peft:
+            idle = [name for name in given if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
+            if idle:
+                raise UsageError(f"{idle[0]} has no effect without use_peft: add --use_peft, or drop it")
+            if self.load_in_4bit or self.load_in_8bit:
+                raise UsageError("quantized weights cannot be trained themselves: add --use_peft, or drop load_in_*")
+        if not self.load_in_4bit:
+            idle = [name for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant") if name in given]
+            if idle:
+                raise UsageError(f"{idle[0]} has no effect without load_in_4bit: add --load_in_4bit, or drop it")
+
+    def peft_config(self) -> LoraConfig | None:
+        if not self.use_peft:
+            return None
+        from peft import LoraConfig
+
+        targets = self.lora_target_modules
+        if isinstance(targets, str) and targets.isidentifier():
+            targets = [targets]  # PEFT takes a bare string for a pattern of whole module paths
+        return LoraConfig(
+            task_type=self.lora_task_type,
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=targets,
+            target_parameters=self.lora_target_parameters,
+            modules_to_save=self.lora_modules_to_save,
+            use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
+            bias="none",
+        )
+
+    def quantization_config(self, *, bf16: bool) -> BitsAndBytesConfig | None:
+        if not (self.load_in_4bit or self.load_in_8bit):
+            return None
+        from transformers import BitsAndBytesConfig
+
+        if self.load_in_8bit:
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype="bfloat16" if bf16 else "float32",
+            bnb_4bit_quant_type=self.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=self.use_bnb_nested_quant,
+        )

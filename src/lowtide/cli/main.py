@@ -1,0 +1,129 @@
+"""The `lowtide` command: a table of subcommands, each imported only when it is asked for.
+
+What a user can mend ends in one message and exit status 2; a traceback is for bugs, or for `--traceback`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NoReturn
+
+import lowtide
+
+METHODS = {
+    "sft": "fine-tune a model on texts, conversations or prompts with completions",
+}
+"""The training methods, which `lowtide.cli.train` runs, and the line of help of each."""
+TOOLS = {
+    "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
+    "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
+}
+"""The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""
+COMMANDS = METHODS | {name: summary for name, (_, summary) in TOOLS.items()}
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+class UsageError(ValueError):
+    """The command line or a configuration file says something that means nothing."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises instead of exiting, and takes no abbreviations."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; gives its exit status: 0, 2 for what the user can mend, 130 if interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    traceback = "--traceback" in words
+    try:
+        arguments = parse([_underscored(word) for word in words if word != "--traceback"])
+        return arguments.run(arguments)
+    except SystemExit as exit:  # --help and --version
+        return exit.code if isinstance(exit.code, int) else 0
+    except KeyboardInterrupt:
+        _complain("interrupted", "")
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        if traceback:
+            raise
+        hint = "" if isinstance(error, UsageError) else "--traceback shows where this comes from"
+        _complain(describe(error), hint)
+        return USER_ERROR
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line; `run` among them is the function that carries it out.
+
+    Raises:
+        UsageError: an unknown subcommand or option, with the nearest name.
+    """
+    command = next((word for word in words if not word.startswith("-")), None)
+    if command is not None and command not in COMMANDS:
+        raise UsageError(f"there is no command {command!r}{nearest(command, COMMANDS)} (see lowtide --help)")
+    parser = Parser(prog="lowtide", description="Post-train language models at the lowest peak memory, exactly.")
+    parser.add_argument("--version", action="version", version=f"lowtide {lowtide.__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    subparsers = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
+    for name, summary in COMMANDS.items():
+        if name != command:
+            subparsers.add_parser(name, help=summary)
+        elif name in METHODS:
+            import_module("lowtide.cli.train").add_parser(subparsers, name)
+        else:
+            import_module(TOOLS[name][0]).add_parser(subparsers)
+    arguments, unknown = parser.parse_known_args(words)
+    if command is None:
+        parser.print_help()
+        parser.exit(USER_ERROR)
+    if unknown:
+        raise UsageError(_unknown(unknown[0], subparsers.choices[command]))
+    return arguments
+
+
+def nearest(name: str, known: object) -> str:
+    """`; did you mean ...?` where some known name is close to this one, else nothing."""
+    matches = get_close_matches(name, list(known), n=1)  # type: ignore[call-overload]
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def describe(error: BaseException) -> str:
+    """An error in one message, naming the file where the system does."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
+
+
+def _underscored(word: str) -> str:
+    """`--learning-rate=X` as `--learning_rate=X`: both spellings are in use."""
+    name, equals, value = word.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
+
+
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    if not word.startswith("-"):
+        return f"{word!r} belongs to no option (see {parser.prog} --help)"
+    option = word.split("=")[0]
+    return f"there is no option {option}{nearest(option, parser._option_string_actions)} (see {parser.prog} --help)"
+
+
+def _complain(message: str, hint: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    line = Text.assemble(("error: ", "bold red"), message, (f"  ({hint})" if hint else "", "dim"))
+    Console(stderr=True).print(line, soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

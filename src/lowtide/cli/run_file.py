@@ -1,0 +1,78 @@
+"""Run files: the options of a run as YAML, read by `--config` and written beside a run's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lowtide.cli.main import UsageError, nearest
+from lowtide.cli.options import Option
+
+SECRET = frozenset({"hub_token"})
+"""Options that no file gets to see."""
+
+
+def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
+    """The options that a YAML file gives.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UsageError: it is not a YAML mapping, or a key or value means nothing; names the file and the line.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"--config: there is no file {str(path)!r}")
+    values: dict[str, Any] = {}
+    names = {alias: option.name for option in options.values() for alias in (option.name, *option.aliases)}
+    for key, value, line in _entries(path):
+        where = f"{path}, line {line}"
+        name = names.get(str(key).replace("-", "_"))
+        if name is None:
+            raise UsageError(f"{where}: there is no option {key!r}{nearest(str(key), names)}")
+        if name in values:
+            raise UsageError(f"{where}: {name} is given twice")
+        try:
+            values[name] = options[name].convert(value)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+    return values
+
+
+def write_run_file(path: Path, values: Mapping[str, Any], options: Mapping[str, Option]) -> None:
+    """Write all options of a run: the values given, and below them the defaults of the others."""
+    given = {name: value for name, value in values.items() if name not in SECRET}
+    defaults = {name: option.default for name, option in options.items() if name not in {*given, *SECRET}}
+    parts = [
+        "# All options of this run: `lowtide sft --config` on this file repeats it.\n",
+        yaml.safe_dump(given, sort_keys=False, allow_unicode=True),
+        "\n# The rest are defaults.\n",
+        yaml.safe_dump(defaults, sort_keys=False, allow_unicode=True),
+    ]
+    path.write_text("".join(parts), encoding="utf-8")
+
+
+def _entries(path: Path) -> list[tuple[Any, Any, int]]:
+    """The keys and values of a YAML mapping, each with its line."""
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            raise UsageError(f"{path}, line {node.start_mark.line + 1}: expected `option: value` lines")
+        return [
+            (
+                loader.construct_object(key, deep=True),
+                loader.construct_object(value, deep=True),
+                key.start_mark.line + 1,
+            )
+            for key, value in node.value
+        ]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not text: {error}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UsageError(f"{path}{line} is not YAML: {getattr(error, 'problem', None) or error}") from error

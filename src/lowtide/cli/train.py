@@ -1,0 +1,224 @@
+"""`lowtide sft --model M --dataset D`: a method from options to a saved model.
+
+Options are the fields of the method's config class, and few more: model, data and adapters. They come from the
+command line and, beneath it, from a run file (`--config`). All of them are written to the output folder as a run file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lowtide.cli.adapters import AdapterOptions
+from lowtide.cli.layout import LAYOUT
+from lowtide.cli.main import METHODS, UsageError
+from lowtide.cli.options import Option, add_options, options_of, read_options
+from lowtide.cli.run_file import read_run_file, write_run_file
+from lowtide.methods.method import option
+from lowtide.trainers.config import REFUSED
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import TrainingArguments
+
+T = TypeVar("T")
+TRAINERS = {"sft": ("lowtide.trainers.sft", "SFTConfig", "SFTTrainer")}
+"""For each method the module, the config class and the trainer class."""
+RUN_FILE = "run.yaml"
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunOptions:
+    """What is trained, and on what. The aliases are TRL's names."""
+
+    model: str | None = option(
+        None, "The model to train: a folder, or a name on the hub.", aliases=["model_name_or_path"]
+    )
+    model_revision: str | None = option(None, "Branch, tag or commit of a model on the hub.")
+    dtype: str | None = option(
+        None, "What weights are stored in; float32 if left out.", choices=["float32", "bfloat16", "float16", "auto"]
+    )
+    attn_implementation: str | None = option(None, "Attention of the padded path (padding_free=false).")
+    dataset: str | None = option(
+        None, "The rows: a JSONL, JSON, CSV or Parquet file, a folder, or a hub name.", aliases=["dataset_name"]
+    )
+    output_dir: str | None = option(
+        None, "Folder for the model, its checkpoints and run.yaml. None: named after the model."
+    )
+    resume_from_checkpoint: str | None = option(
+        None, "A checkpoint's folder, or 'latest': the last one of `output_dir`, if there is one."
+    )
+    dataset_config: str | None = option(None, "Configuration of a dataset on the hub.")
+    dataset_split: str = option("train", "Split to train on.", aliases=["dataset_train_split"])
+    dataset_streaming: bool = option(False, "Read rows while training, in place of preparing them first.")
+    eval_dataset: str | None = option(None, "Rows to evaluate on, like `dataset`.")
+    eval_split: str | None = option(
+        None,
+        "Split to evaluate on. None: 'train' of `eval_dataset`, or without one 'test' of `dataset`.",
+        aliases=["dataset_test_split"],
+    )
+
+    def check(self, *, padding_free: bool) -> None:
+        """Refuses what cannot work.
+
+        Raises:
+            UsageError: an option is missing, or has no effect.
+        """
+        for name in ("model", "dataset"):
+            if not getattr(self, name):
+                raise UsageError(f"--{name} is missing: give it, or `{name}:` in the file of --config")
+        if self.attn_implementation and padding_free:
+            raise UsageError(
+                "attn_implementation is of the padded path: without padding the backend is chosen by device and "
+                "model. Drop it, or add --padding_free false"
+            )
+
+    def model_init(self) -> dict[str, str]:
+        """Arguments of `from_pretrained`, as far as they are given."""
+        init = {"revision": self.model_revision, "dtype": self.dtype, "attn_implementation": self.attn_implementation}
+        return {name: value for name, value in init.items() if value is not None}
+
+    def load(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
+        """The rows to train on, and those to evaluate on if there are any."""
+        from lowtide.data.sources import load_rows
+
+        assert self.dataset is not None
+        rows = load_rows(
+            self.dataset, split=self.dataset_split, name=self.dataset_config, streaming=self.dataset_streaming
+        )
+        if self.eval_dataset is not None:
+            return rows, load_rows(self.eval_dataset, split=self.eval_split or "train")
+        if evaluates or self.eval_split:
+            return rows, load_rows(self.dataset, split=self.eval_split or "test", name=self.dataset_config)
+        return rows, None
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str) -> None:
+    """Add a method's subcommand to `lowtide`'s parser."""
+    config = _trainer(method)[0]
+    options = _options(config)
+    parser = subparsers.add_parser(
+        method,
+        help=METHODS[method],
+        usage=f"lowtide {method} --model M --dataset D [--config {RUN_FILE}] [--OPTION VALUE ...]",
+        description=f"{METHODS[method].capitalize()}. An option of a run file is one of the command line, which wins.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=110),
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a run file: YAML with options, such as an earlier run's"
+    )
+    left = dict(options)
+    for title, names in LAYOUT.items():
+        add_options(parser.add_argument_group(title), [left.pop(name) for name in names if name in left])
+    unlisted = [options[name] for name in options if name in left or name in REFUSED]
+    add_options(parser, unlisted, shown=False)
+    parser.epilog = "Also accepted, as transformers.TrainingArguments documents them: " + ", ".join(left)
+    parser.set_defaults(run=run, method=method, options=options)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, save, and say where; the exit status.
+
+    Raises:
+        ValueError: anything that the user can mend; OSError likewise.
+    """
+    options: Mapping[str, Option] = arguments.options
+    values = read_run_file(arguments.config, options) if arguments.config else {}
+    values |= read_options(arguments, options)
+    what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
+    what.check(padding_free=values.get("padding_free", True))
+    adapters.check(values)
+    values.setdefault("output_dir", f"{Path(what.model or '').name}-{arguments.method}")
+    output = Path(values["output_dir"])
+    check_writable(output)
+    config_class, trainer_class = _trainer(arguments.method)
+    # Before the config is made: it fills fields in, and the run file is to hold what was asked for.
+    chosen = {name: value for name, value in values.items() if name in _names(config_class)}
+    resume = chosen.pop("resume_from_checkpoint", None)
+    chosen["model_init_kwargs"] = what.model_init() | (chosen.get("model_init_kwargs") or {})
+    config = config_class(**chosen)
+    train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
+    trainer = trainer_class(
+        model=what.model,
+        args=config,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        peft_config=adapters.peft_config(),
+        quantization_config=adapters.quantization_config(bf16=config.bf16),
+    )
+    if config.should_save:
+        write_run_file(output / RUN_FILE, {k: v for k, v in values.items() if k != "resume_from_checkpoint"}, options)
+    trainer.train(resume_from_checkpoint=_checkpoint(resume, output))
+    trainer.save_model()
+    if eval_rows is not None:
+        _say(", ".join(f"{k} {v:.4g}" for k, v in trainer.evaluate().items() if isinstance(v, float)), config)
+    if config.push_to_hub:
+        trainer.push_to_hub(dataset_name=what.dataset)
+    _say(
+        f"The model is in {output}; `lowtide {arguments.method} --config {output / RUN_FILE}` repeats the run.", config
+    )
+    return 0
+
+
+def check_writable(folder: Path) -> None:
+    """Make an output folder and a file in it: a run of hours should not end in finding that this cannot be done.
+
+    Raises:
+        UsageError: naming the folder and the system's reason.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(
+            f"output_dir {str(folder)!r} cannot be written: {reason}. Name another --output_dir"
+        ) from error
+
+
+def _checkpoint(wanted: str | None, output: Path) -> str | None:
+    """The checkpoint folder to resume from: the one named, or the last one of the output folder."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    if wanted is None or wanted.lower() == "false":
+        return None
+    last = get_last_checkpoint(str(output))
+    if wanted.lower() in ("latest", "true"):
+        if last is None:
+            print(f"No checkpoint in {output} yet: starting from the beginning.", file=sys.stderr)
+        return last
+    if not Path(wanted, "trainer_state.json").is_file():
+        there = f" The last one in {output} is {last}." if last else f" There is none in {output} either."
+        raise UsageError(f"resume_from_checkpoint: {wanted!r} is no checkpoint folder.{there}")
+    return wanted
+
+
+def _trainer(method: str) -> tuple[type, type]:
+    module, config, trainer = TRAINERS[method]
+    found = import_module(module)
+    return getattr(found, config), getattr(found, trainer)
+
+
+def _options(config: type) -> dict[str, Option]:
+    return options_of(config) | options_of(RunOptions) | options_of(AdapterOptions)
+
+
+def _names(config: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config) if field.init}
+
+
+def _only(config: type[T], values: Mapping[str, Any]) -> T:
+    """An options class from those of the values that are its own."""
+    return config(**{name: value for name, value in values.items() if name in _names(config)})
+
+
+def _say(text: str, config: TrainingArguments) -> None:
+    if config.process_index == 0:
+        print(text)

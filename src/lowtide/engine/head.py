@@ -119,7 +119,7 @@ def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs:
 
 def _body(model: PreTrainedModel) -> nn.Module:
     """All of the model but its head; Llama 4 names a prefix that it has no attribute for."""
-    return model.base_model if model.base_model is not model else model.get_decoder()
+    return model.base_model if model.base_model is not model else getattr(model, "model", model)
 
 
 def projection_of(config: PretrainedConfig, temperature: float = 1.0) -> Projection:

@@ -8,6 +8,8 @@ import importlib
 import json
 import sys
 import tempfile
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,11 @@ def clock(device: str):
     class Clock(TrainerCallback):
         def __init__(self):
             self.ends: list[float] = []
+            self.cpu_ends: list[float] = []
 
         def on_step_end(self, args, state, control, **kwargs):
             self.ends.append(now(device))
+            self.cpu_ends.append(time.process_time())
             say("step", number=len(self.ends))
 
     return Clock()
@@ -60,14 +64,20 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
         result = trainer.train()
         memory = meter.stop()
     total, multiplied = parameter_counts(model)
+    timed = slice(-spec["timed"], None)
     return {
-        "step_seconds": [end - begin for begin, end in zip(timer.ends, timer.ends[1:], strict=False)][-spec["timed"] :],
-        "step_tokens": tokens_by_step(method, contestant, trainer.train_dataset, steps)[-spec["timed"] :],
+        "step_seconds": differences(timer.ends)[timed],
+        "step_cpu_seconds": differences(timer.cpu_ends)[timed],
+        "step_tokens": tokens_by_step(method, contestant, trainer.train_dataset, steps)[timed],
         "loss": result.training_loss,
         "parameters": total,
         "multiplied_parameters": multiplied,
         **memory,
     }
+
+
+def differences(values: list[float]) -> list[float]:
+    return [after - before for before, after in pairwise(values)]
 
 
 def tokens_by_step(method: Method, contestant: Contestant, dataset: Any, steps: int) -> list[int]:

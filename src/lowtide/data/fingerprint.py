@@ -6,8 +6,11 @@ first called, so the second start would miss the cache. Here the inputs are name
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import logging
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +46,13 @@ def rows_fingerprint(
         for field in dataclasses.fields(options)
         if field.name not in (*NEUTRAL, "formatting_func")
     }
-    try:
-        formatting = Hasher.hash(options.formatting_func)
-    except Exception as error:  # whatever pickling raises for an object that a closure happens to hold
-        logger.warning(
-            "formatting_func can't be hashed (%s), so the prepared dataset is not reused by later starts.", error
-        )
-        formatting = generate_random_fingerprint()
     return combine(
         VERSION,
         transformers.__version__,
         dataset._fingerprint,
         tokenizer_fingerprint(tokenizer),
         json.dumps(values, sort_keys=True),
-        formatting,
+        function_fingerprint(options.formatting_func),
         truncation,
     )
 
@@ -76,6 +72,26 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         json.dumps(tokenizer.chat_template, sort_keys=True),
         repr(sorted(tokenizer.special_tokens_map.items())),
     )
+
+
+def function_fingerprint(function: Callable[..., Any] | None) -> str:
+    """The same for functions with the same code and closure.
+
+    `datasets` looks into functions that are defined in the running script, and knows those of a module by name only;
+    for these the module's source counts too.
+    """
+    if function is None:
+        return ""
+    try:
+        code = Hasher.hash(function)
+    except Exception as error:  # whatever pickling raises for an object that a closure happens to hold
+        logger.warning("formatting_func can't be hashed (%s), so a later start won't find what is prepared now.", error)
+        return generate_random_fingerprint()
+    defined = inspect.unwrap(getattr(function, "func", function))
+    module = sys.modules.get(getattr(defined, "__module__", None) or type(defined).__module__)
+    if module is None or module.__file__ is None or module.__name__ == "__main__":
+        return code
+    return combine(code, hashlib.blake2b(Path(module.__file__).read_bytes()).hexdigest())
 
 
 def combine(*parts: object) -> str:

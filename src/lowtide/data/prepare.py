@@ -181,6 +181,11 @@ def _pack_cached(
         assert plan.tokens_cut == 0, "rows longer than a bin are cut before, or split"
         write_packed(RowReader(prepared.data.table), plan, numbers, path, ledger.name)
     packed, rows_without, tokens_without = drop_unscored(Dataset.from_file(path))
+    if len(packed) == 0:
+        raise ValueError(
+            f"the {ledger.name} dataset has nothing to train on: cut into pieces of max_length={capacity} tokens, no "
+            "piece has a scored token. Raise max_length."
+        )
     dropped = dict(ledger.rows_dropped)
     if rows_without:
         dropped["no scored token in a packed row"] = rows_without

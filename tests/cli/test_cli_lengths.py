@@ -95,7 +95,7 @@ def test_conversations_with_a_template_from_a_file(run, tokenizer, tmp_path):
     [
         ({"data": "none.jsonl"}, "none.jsonl"),
         ({"--tokenizer": "/nowhere/at/all"}, "/nowhere/at/all"),
-        ({"--split": "validation"}, "validation"),
+        ({"--dataset_split": "validation"}, "validation"),
     ],
 )
 def test_what_cannot_work_is_said(run, tokenizer, tmp_path, arguments, message):

@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--out", type=Path, default=Path("lengths-report"), metavar="DIR", help="where to write (default: %(default)s)"
     )
-    parser.add_argument("--split", default="train", help="which split of the dataset (default: train)")
+    parser.add_argument("--dataset_split", default="train", metavar="SPLIT", help="which split (default: train)")
     parser.add_argument("--dataset_config", metavar="NAME", help="which configuration of a dataset on the hub")
     parser.add_argument("--dataset_text_field", default="text", metavar="COLUMN", help="the column with plain text")
     parser.add_argument("--chat_template_path", metavar="PATH", help="a Jinja file, or a tokenizer that has a template")
@@ -119,8 +119,10 @@ def _lengths(args: argparse.Namespace) -> tuple[Int[np.ndarray, " rows"], int]:
     tokenizer = load_tokenizer(args.tokenizer)
     if args.chat_template_path is not None:
         adopt_chat_template(tokenizer, args.chat_template_path)
-    rows = load_rows(args.data, split=args.split, name=args.dataset_config)
-    prepared, ledger = prepare(rows, tokenizer, options, batch_size=args.batch_size, packing=False, name=args.split)
+    rows = load_rows(args.data, split=args.dataset_split, name=args.dataset_config)
+    prepared, ledger = prepare(
+        rows, tokenizer, options, batch_size=args.batch_size, packing=False, name=args.dataset_split
+    )
     assert ledger is not None, "only streams come without a ledger"
     tables = cast(Iterable[Any], prepared.select_columns(["input_ids"]).with_format("arrow").iter(10_000))
     columns = (chunk for table in tables for chunk in table["input_ids"].chunks)

@@ -110,7 +110,7 @@ def train_step(
     pieces = len(batch.plan_split(limits.tokens, limits.rows))
     scores, pieces, ranks = agree(batch.scores, pieces, batch.token_ids.device)
     factor = ranks / max(scores, 1)
-    total = torch.zeros((), device=batch.token_ids.device)
+    losses: list[Tensor] = []
     parts = batch.split(limits.tokens, limits.rows, pieces=pieces)
     for number, part in enumerate(parts):
         with contextlib.nullcontext() if number == len(parts) - 1 else no_sync():
@@ -120,12 +120,12 @@ def train_step(
             if output.aux_loss is not None and part.scores:
                 loss = loss + objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)
             backward(loss)
-        total += loss.detach()
+        losses.append(loss.detach())
         if totals is not None:
             totals.take_in(output, part)
             if output.aux_loss is not None:
                 totals.add(aux_loss=output.aux_loss * part.tokens)
-    return total
+    return torch.stack(losses).sum()
 
 
 @torch.no_grad()

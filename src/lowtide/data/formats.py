@@ -154,10 +154,7 @@ def read_tokens(row: Mapping[str, Any]) -> TokenSample:
 
 def read_formatted(formatting_func: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> Sample:
     """Read what `formatting_func` makes of one row: a text, or the messages of a conversation."""
-    try:
-        made = formatting_func(row)
-    except Exception as error:
-        raise ValueError(f"formatting_func failed with {type(error).__name__}: {error}") from error
+    made = _made(formatting_func, row)
     if isinstance(made, str):
         return TextSample(made)
     if isinstance(made, list) and all(isinstance(message, Mapping) for message in made):
@@ -166,6 +163,25 @@ def read_formatted(formatting_func: Callable[[Mapping[str, Any]], Any], row: Map
         f"formatting_func returned {describe(made)}; it is called with one row, and must return its text or a "
         "list of messages."
     )
+
+
+def _made(formatting_func: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> Any:
+    """What a formatting function makes of a row. One for older TRL takes a batch, and returns a list of texts."""
+    try:
+        made = formatting_func(row)
+        if not (isinstance(made, list) and made and isinstance(made[0], str)):
+            return made
+    except Exception as error:
+        made = error
+    try:
+        of_batch = formatting_func({column: [value] for column, value in row.items()})
+        if isinstance(of_batch, list) and len(of_batch) == 1 and isinstance(of_batch[0], str):
+            return of_batch[0]
+    except Exception:
+        pass
+    if isinstance(made, Exception):
+        raise ValueError(f"formatting_func failed with {type(made).__name__}: {made}") from made
+    return made
 
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")

@@ -98,7 +98,7 @@ class SFTTrainer(LowtideTrainer):
             model = adapt(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
         inner = causal_model(model)
         options = _prepare_options(args, formatting_func, inner)
-        self._prepare = Preparation(args, options, tokenizer, skip=args.skips_preparation or data_collator is not None)
+        self._prepare = Preparation(args, options, tokenizer, skip=args.skips_preparation)
         if train_dataset is None and args.do_train:
             raise ValueError("SFTTrainer needs a `train_dataset`")
         if train_dataset is not None:

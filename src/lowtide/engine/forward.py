@@ -23,7 +23,8 @@ from lowtide.ragged import RaggedBatch
 def causal_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside the wrappers of DDP, PEFT and others."""
     while not isinstance(model, PreTrainedModel):
-        inner = getattr(model, "module", None) or getattr(model, "base_model", None) or getattr(model, "model", None)
+        unwrap = getattr(model, "get_base_model", None)  # PEFT's
+        inner = unwrap() if callable(unwrap) else getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             raise ValueError(f"expected a transformers model or a wrapper of one, got {type(model).__name__}")
         model = inner

@@ -103,6 +103,7 @@ class SFTTrainer(LowtideTrainer):
             raise ValueError("SFTTrainer needs a `train_dataset`")
         if train_dataset is not None:
             train_dataset, self.ledger = self._prepare(train_dataset, "train", args.packing)
+            _check_budget(args, self.ledger)
         else:
             self.ledger = None
         if eval_dataset is not None:
@@ -176,6 +177,18 @@ def _config(args: TrainingArguments | None, model: Any) -> SFTConfig:
         return SFTConfig(output_dir=f"{name.split('/')[-1]}-SFT")
     plain = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainingArguments) if f.init}
     return SFTConfig(**plain)
+
+
+def _check_budget(args: SFTConfig, ledger: Ledger | None) -> None:
+    """One row goes through the model whole, so the token budget must hold the longest."""
+    if args.tokens_per_microbatch is None or ledger is None:
+        return
+    longest = args.max_length if args.packing and args.max_length else ledger.longest_row
+    if longest > args.tokens_per_microbatch:
+        raise ValueError(
+            f"tokens_per_microbatch={args.tokens_per_microbatch} is below the longest row, {longest} tokens, which "
+            f"goes through the model whole: raise it to at least {longest}, or lower max_length"
+        )
 
 
 def _load(

@@ -1,0 +1,304 @@
+"""The trainer as its users meet it: resuming, evaluating, saving, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
+
+from lowtide import SFTConfig, SFTTrainer
+
+WORDS = [f"w{n}" for n in range(50)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {word: n for n, word in enumerate(["<eos>", "<unk>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
+
+
+def build(**changes) -> AutoModelForCausalLM:
+    torch.manual_seed(0)
+    config = {
+        "vocab_size": 52,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "eos_token_id": 0,
+    }
+    return AutoModelForCausalLM.from_config(LlamaConfig(**{**config, **changes}))
+
+
+@pytest.fixture(scope="module")
+def rows() -> Dataset:
+    generator = np.random.default_rng(0)
+    texts = [" ".join(generator.choice(WORDS, generator.integers(2, 30))) for _ in range(40)]
+    # The eos is spelled out so that it is not glued to the last word.
+    return Dataset.from_dict({"text": [f"{text} <eos>" for text in texts]})
+
+
+def config(folder: Path, **changes) -> SFTConfig:
+    options = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_steps": 6,
+    }
+    return SFTConfig(**{**options, **changes})
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class Kill(TrainerCallback):
+    """Ends the process' training in the middle, as a kill would: by an exception after a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_killed_and_resumed_is_bitwise_the_run_that_was_not(packing, accumulation, tmp_path, rows, tokenizer):
+    # 40 rows in batches of 4 are 10 steps an epoch: the kill comes in mid-epoch, and the run goes on into the second.
+    options = {
+        "packing": packing,
+        "max_length": 32,
+        "gradient_accumulation_steps": accumulation,
+        "per_device_train_batch_size": 2 if packing else 4,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "max_steps": 12,
+        "attention_dropout": None,
+    }
+    options.pop("attention_dropout")
+
+    def trainer(folder: str, callbacks=()):
+        args = config(tmp_path / folder, **options)
+        return SFTTrainer(
+            build(attention_dropout=0.1), args, train_dataset=rows, processing_class=tokenizer, callbacks=[*callbacks]
+        )
+
+    whole = trainer("whole")
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer("killed", [Kill(8)]).train()
+    resumed = trainer("killed")
+    resumed.train(resume_from_checkpoint=True)
+    expected, found = weights(whole.model), weights(resumed.model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    losses = lambda t: [entry["loss"] for entry in t.state.log_history if "loss" in entry]  # noqa: E731
+    assert losses(whole)[6:] == losses(resumed)[6:]
+
+
+def test_training_learns_and_saves_what_it_trained(tmp_path, rows, tokenizer):
+    few = rows.select(range(4))
+    trainer = SFTTrainer(build(), config(tmp_path, max_steps=30), train_dataset=few, processing_class=tokenizer)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.5 * losses[0]
+    trainer.save_model(str(tmp_path / "final"))
+    saved = load_file(tmp_path / "final" / "model.safetensors")
+    assert torch.equal(saved["model.norm.weight"], trainer.model.model.norm.weight)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    torch.testing.assert_close(again(ids).logits, trainer.model(ids).logits)
+
+
+def test_options_that_leave_the_numbers_alone(tmp_path, rows, tokenizer):
+    """Padded, budgeted, accumulated otherwise, checkpointed or not: the same weights after six steps."""
+    found = []
+    for number, changes in enumerate(
+        [
+            {},
+            {"padding_free": False},
+            {"tokens_per_microbatch": 40},
+            {"gradient_checkpointing": False},
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        ]
+    ):
+        args = config(tmp_path / str(number), train_sampling_strategy="sequential", **changes)
+        trainer = SFTTrainer(build(), args, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        found.append(weights(trainer.model))
+    for other in found[1:]:
+        for name, value in found[0].items():
+            assert (other[name] - value).norm() <= 2e-4 * value.norm(), name
+
+
+def test_evaluation_is_the_mean_over_all_scored_tokens(tmp_path, rows, tokenizer):
+    seen = {}
+
+    def compute_metrics(prediction):
+        seen["logprobs"], seen["targets"] = prediction.predictions, prediction.label_ids
+        return {"perplexity": float(np.exp(-prediction.predictions.mean()))}
+
+    trainer = SFTTrainer(
+        build(),
+        config(tmp_path, per_device_eval_batch_size=7),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tokenizer,
+        compute_metrics=compute_metrics,
+    )
+    metrics = trainer.evaluate()
+    model, losses = build(), []
+    for text in rows["text"]:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        losses.append(torch.log_softmax(model(ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None])[:, 0])
+    expected = torch.cat(losses)
+    assert metrics["eval_loss"] == pytest.approx(-expected.mean().item(), rel=1e-5)
+    assert metrics["eval_perplexity"] == pytest.approx(expected.mean().neg().exp().item(), rel=1e-5)
+    assert seen["logprobs"].shape == seen["targets"].shape == expected.shape
+    assert trainer.model.training is False or metrics["eval_mean_token_accuracy"] >= 0
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_whole(tmp_path, rows, tokenizer, monkeypatch):
+    trainer = SFTTrainer(
+        build(),
+        config(tmp_path, save_strategy="steps", save_steps=2),
+        train_dataset=rows,
+        processing_class=tokenizer,
+    )
+    write = trainer._save_optimizer_and_scheduler
+
+    def full_disk(folder):
+        if trainer.state.global_step == 4:
+            Path(folder, "optimizer.pt").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        write(folder)
+
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", full_disk)
+    with pytest.raises(ValueError, match=r"step 4: the checkpoint could not be written .* No space left"):
+        trainer.train()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["checkpoint-2"]
+    resumed = SFTTrainer(build(), config(tmp_path), train_dataset=rows, processing_class=tokenizer)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path, rows, tokenizer):
+    model = build()
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=rows, processing_class=tokenizer)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = float("nan")
+    with pytest.raises(ValueError, match=r"step 1: the loss is nan.*first module .*layers\.1\.mlp\.down_proj"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_length": 0}, "max_length"),
+        ({"tokens_per_microbatch": 0}, "tokens_per_microbatch=0"),
+        ({"loss_type": "nil"}, "loss_type='nil' is not one of dft, nll"),
+        ({"loss_type": "dft", "label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"packing": True, "max_length": None}, "packing=True needs max_length"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"activation_offloading": True}, "activation_offloading"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"max_seq_length": 8, "max_length": 9}, "contradict"),
+        ({"dataset_kwargs": {"no_such": 1}}, "no_such"),
+        ({"fsdp": "full_shard"}, "fsdp"),
+        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(changes, message, tmp_path, rows, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        SFTTrainer(build(), config(tmp_path, **changes), train_dataset=rows, processing_class=tokenizer)
+
+
+def test_a_budget_below_the_longest_row_is_refused_before_training(tmp_path, rows, tokenizer):
+    with pytest.raises(ValueError, match=r"tokens_per_microbatch=8 .*longest"):
+        SFTTrainer(build(), config(tmp_path, tokens_per_microbatch=8), train_dataset=rows, processing_class=tokenizer)
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path, rows, tokenizer):
+    with pytest.raises(ValueError, match="embeddings"):
+        SFTTrainer(build(vocab_size=20), config(tmp_path), train_dataset=rows, processing_class=tokenizer)
+
+
+def test_float16_weights_are_refused(tmp_path, rows, tokenizer):
+    with pytest.raises(ValueError, match="float16"):
+        SFTTrainer(build().half(), config(tmp_path), train_dataset=rows, processing_class=tokenizer)
+
+
+def test_older_names_and_plain_arguments(tmp_path, rows, tokenizer):
+    assert SFTConfig(output_dir=str(tmp_path), max_seq_length=77, use_cpu=True).max_length == 77
+    plain = TrainingArguments(output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True)
+    trainer = SFTTrainer(build(), plain, train_dataset=rows, processing_class=tokenizer)
+    assert isinstance(trainer.args, SFTConfig)
+    assert trainer.args.max_steps == 1
+    trainer.train()
+
+
+def test_metrics_can_be_switched_off(tmp_path, rows, tokenizer):
+    args = config(tmp_path, token_metrics=False, max_steps=1)
+    trainer = SFTTrainer(build(), args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert "entropy" not in logged
+    assert "mean_token_accuracy" not in logged
+    assert logged["num_tokens"] > 0
+
+
+def test_a_stream_trains(tmp_path, rows, tokenizer):
+    args = config(tmp_path, max_steps=3)
+    trainer = SFTTrainer(build(), args, train_dataset=rows.to_iterable_dataset(), processing_class=tokenizer)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_lora_trains_only_adapters_and_equals_the_padded_run(tmp_path, rows, tokenizer):
+    from peft import LoraConfig
+
+    found = []
+    for padding_free in (True, False):
+        args = config(tmp_path, padding_free=padding_free, train_sampling_strategy="sequential")
+        peft_config = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"
+        )
+        trainer = SFTTrainer(build(), args, train_dataset=rows, processing_class=tokenizer, peft_config=peft_config)
+        before = weights(trainer.model)
+        trainer.train()
+        after = weights(trainer.model)
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert changed
+        assert all("lora_" in name for name in changed)
+        assert any("lm_head" in name for name in changed)
+        found.append(after)
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_nothing_is_left_behind(tmp_path, rows, tokenizer):
+    args = config(tmp_path / "run", save_strategy="steps", save_steps=2, save_total_limit=1)
+    trainer = SFTTrainer(build(), args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-6"]
+    shutil.rmtree(tmp_path / "run")
+    assert dataclasses.is_dataclass(args)

@@ -6,6 +6,7 @@ so that a machine that warms up or is shared slows all of them alike; the median
 """
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -21,6 +22,8 @@ from bench.tables import print_comparison
 from bench.tokenizer import tokenizer_for
 
 SUMMARY = "Compare lowtide with TRL: real tokens a second, and the peak above what the process held before."
+BUSY = 0.7
+"""Load average above which a machine is shared, and its times are not worth much."""
 QUICK = {"repeat": 1, "timed": 2}
 
 
@@ -33,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(shape: str, options: argparse.Namespace, console: Console) -> bool:
     """Measures every case and contestant on one model; returns whether all runs succeeded."""
+    load = os.getloadavg()[0]
+    if load > BUSY:
+        console.print(f"[yellow]other programs are running (load {load:.1f}): times will be rough[/]")
     with console.status(f"{shape}: the machine's matmul rate"):
         machine = run_child(specification(shape, options), lambda step: None, options.timeout)
     runs, failures = measure_all(shape, options, console)
@@ -44,10 +50,12 @@ def compare(shape: str, options: argparse.Namespace, console: Console) -> bool:
         "shape": shape,
         "device": SHAPES[shape].device,
         "dtype": SHAPES[shape].dtype,
-        "command": "python -m bench.compare " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m bench.compare", *sys.argv[1:]]),
         "warmup": options.warmup,
         "timed": options.timed,
         **machine,
+        "load_before": load,
+        "sources": {case: CASES[options.method][case].source() for case in options.cases},
         "versions": versions(),
         "cases": cases,
         "failures": failures,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.compare import BUSY
 from bench.contestants import BATCH, PACKED_BATCH
 from bench.measure import GIGABYTE
 from bench.methods import METHODS
@@ -41,9 +42,8 @@ for the flags that a contestant's name stands for:
 Without packing a step has {BATCH} rows. Packed, it has {PACKED_BATCH} bins of 1,024 tokens, about as many real
 tokens, so packed runs compare with one another.
 
-Data: `gsm8k` is the training split of GSM8K as conversations, `longtail` generated conversations of log-normal
-lengths (median 150 words, sigma 1.0, at most 900), both tokenized by a BPE trained on them. Measure your own
-machine with `make bench`, or with the command under each table.
+Rows are tokenized by a BPE that is trained on them, so nothing is downloaded. Measure your own machine with
+`make bench`, or with the command under each table.
 """
 
 
@@ -73,23 +73,32 @@ def contestants_list() -> str:
 
 def comparison_section(results: dict[str, Any]) -> str:
     """Returns the tables of one comparison, a case each, with its hardware, versions and command."""
-    parameters = next(iter(next(iter(results["cases"].values())).values()))["turns"][0]["parameters"]
+    measured = [contestant for case in results["cases"].values() for contestant in case.values()]
+    millions = f"{measured[0]['turns'][0]['parameters'] / 1e6:,.0f}M parameters"
+    remarks = [f"- failed: {failure}" for failure in results["failures"]]
+    if results["load_before"] > BUSY:
+        remarks.append(f"- the machine was shared (load {results['load_before']:.1f} before): the times are rough")
+    steps = f"{results['warmup']} step before the {results['timed']} timed ones"
     lines = [
-        f"## {results['method'].upper()}, {results['shape']}: {parameters / 1e6:,.0f}M parameters, {results['dtype']}",
+        f"## {results['method'].upper()}, {results['shape']}: {millions}, {results['dtype']}",
         "",
         f"{described(results['hardware'])}; bare matmul {results['matmul_flops_per_second'] / 1e9:,.0f} GFLOP/s.",
         f"{dated(results['versions'])}.",
+        *(line for case in results["cases"] for line in case_table(results, case)),
+        *remarks,
+        "",
+        f"Measured with `{results['command']}`; {steps}.",
+        "",
     ]
-    for case, contestants in results["cases"].items():
-        rows = [
-            ["", *COLUMNS],
-            ["---", *["---:"] * len(COLUMNS)],
-            *comparison_rows(results["method"], contestants),
-        ]
-        lines += ["", f"### {case}", "", *(f"| {' | '.join(row)} |" for row in rows), "", verdict(results, case)]
-    failures = [f"- failed: {failure}" for failure in results["failures"]]
-    steps = f"{results['warmup']} step before the {results['timed']} timed ones"
-    return "\n".join([*lines, *failures, "", f"Measured with `{results['command']}`; {steps}.", ""])
+    return "\n".join(lines)
+
+
+def case_table(results: dict[str, Any], case: str) -> list[str]:
+    """Returns the lines of one case: what its rows are, its table, and whether it reached its targets."""
+    header = [["", *COLUMNS], ["---", *["---:"] * len(COLUMNS)]]
+    rows = header + comparison_rows(results["method"], results["cases"][case])
+    table = [f"| {' | '.join(row)} |" for row in rows]
+    return ["", f"### {case}", "", f"{results['sources'][case]}:", "", *table, "", verdict(results, case)]
 
 
 def memory_section(results: dict[str, Any]) -> str:

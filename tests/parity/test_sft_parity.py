@@ -59,6 +59,7 @@ CASES = {
     "text, nothing checkpointed": Case(flags={"gradient_checkpointing": False}),
     "text, tied head": Case(model="tied"),
     "text cut at the end": Case(flags={"max_length": 24}),
+    "text cut at the start": Case(flags={"max_length": 24, "truncation_mode": "keep_end"}),
     "text, last batch short": Case(rows=42),
     "text, padded by us": Case(ours={"padding_free": False}),
     "text within a token budget": Case(ours={"tokens_per_microbatch": 300}),

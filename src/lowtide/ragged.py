@@ -326,7 +326,7 @@ class RaggedBatch:
             ValueError: one row alone is above `max_tokens`; the message names the row.
         """
         groups = self.plan_split(max_tokens, max_rows, pieces=pieces)
-        parts = [self] if len(groups) == 1 else [self.select_rows(group) for group in groups]
+        parts: list[RaggedBatch] = [self] if len(groups) == 1 else [self.select_rows(group) for group in groups]
         if len(parts) < pieces:
             tokens = self.row_tokens
             idle = self.select_rows([tokens.index(min(tokens))]).unscored()

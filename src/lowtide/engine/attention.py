@@ -68,8 +68,11 @@ def attention(
         return _dense(query, key, value, attention_mask, scaling, dropout, softcap, s_aux), None
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         query = query * _temperature_correction(module, plan)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     out = varlen_attention(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        query,
+        key,
+        value,
         plan,
         scale=scaling,
         window=_window(module, kwargs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,13 @@ from lowtide.ops.embedding import embed_tokens
 
 def install_embedding(model: PreTrainedModel) -> None:
     """Replaces the forward of the input embedding, where it is a plain one or Gemma's scaled one."""
-    module = model.get_input_embeddings()
+    module: Any = model.get_input_embeddings()
     plain = type(module) is nn.Embedding
     scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
     if not (plain or scaled) or module.sparse or module.scale_grad_by_freq or module.max_norm is not None:
         return
 
-    def forward(self: nn.Embedding, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         if self.weight._post_accumulate_grad_hooks:
             return type(self).forward(self, input)  # somebody waits for autograd to bring the gradient
         out = embed_tokens(input, self.weight, self.padding_idx)

@@ -31,6 +31,12 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
     return model
 
 
+def embedding_weight(model: nn.Module) -> Tensor:
+    """[vocab, hidden]: the weight of the input embedding, whose device and dtype are the model's."""
+    embeddings: Any = causal_model(model).get_input_embeddings()
+    return embeddings.weight
+
+
 def install(model: nn.Module, *, padding_free: bool = True) -> None:
     """Prepares a model for `score`: the fused head, and the ragged attention if `padding_free`.
 

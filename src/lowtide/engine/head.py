@@ -139,14 +139,14 @@ def _head_terms(model: PreTrainedModel, hidden: Tensor | None) -> tuple[list[Ter
     if hasattr(head, "modules_to_save"):  # PEFT trains a copy of the whole head
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
     if hasattr(head, "lora_A"):
-        base = head.get_base_layer()
+        base: Any = head.get_base_layer()
         if any(head.use_dora.get(name) for name in head.active_adapters):
             raise ValueError(
                 f"DoRA on the output head ({type(model).__name__}) rescales each logit's weight and cannot be fused: "
                 "leave the head out of `target_modules`, use plain LoRA on it, or put it into `modules_to_save`"
             )
         adapters = [] if head.disable_adapters or head.merged else [a for a in head.active_adapters if a in head.lora_A]
-    elif isinstance(head, nn.Linear):
+    elif _is_linear(head):
         base, adapters = head, []
     else:
         raise ValueError(
@@ -158,9 +158,13 @@ def _head_terms(model: PreTrainedModel, hidden: Tensor | None) -> tuple[list[Ter
     terms = [Term(hidden, base.weight)]
     for name in adapters:
         down, up = head.lora_A[name], head.lora_B[name]
-        low = down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * head.scaling[name]
+        low: Tensor = down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * head.scaling[name]
         terms.append(Term(low, up.weight))
     return terms, getattr(base, "bias", None)
+
+
+def _is_linear(head: Any) -> bool:
+    return isinstance(head, nn.Linear) and head.weight.is_floating_point()
 
 
 def _load_balancing_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def adapt(model: PreTrainedModel, peft_config: Any, *, gradient_checkpointing: bool) -> nn.Module:
+def adapt(model: nn.Module, peft_config: Any, *, gradient_checkpointing: bool) -> nn.Module:
     """The model with the adapters of a PEFT configuration, the rest of it frozen."""
     from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 
@@ -57,11 +57,11 @@ def adapt(model: PreTrainedModel, peft_config: Any, *, gradient_checkpointing: b
             "(model.merge_and_unload()), or leave `peft_config` out to train those that are there"
         )
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
-    return get_peft_model(model, peft_config)
+        model = prepare_model_for_kbit_training(cast(Any, model), use_gradient_checkpointing=gradient_checkpointing)
+    return get_peft_model(cast(PreTrainedModel, model), peft_config)
 
 
-def check_tokenizer(model: nn.Module, tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:
     """Refuses a tokenizer whose ids the model has no embedding for.
 
     Raises:

@@ -40,5 +40,5 @@ class Method:
     title: str
     options: type
     """A dataclass of its options; config classes inherit from it."""
-    objective: Callable[[Any], Objective]
+    objective: Callable[..., Objective]
     """From options to the objective."""

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class LowtideTrainer(Trainer):
     """
 
     args: TrainingConfig
+    model: Any
+    optimizer: Any
 
     def __init__(self, *, objective: Objective, padding_free: bool, callbacks: list | None = None, **kwargs: Any):
         self.objective = objective
@@ -121,7 +123,7 @@ class LowtideTrainer(Trainer):
     def _track_num_input_tokens(self, inputs: RaggedBatch | None) -> None:
         if inputs is not None and self.args.include_num_input_tokens_seen != "no":
             tokens = torch.tensor(inputs.tokens, device=self.args.device)
-            self.state.num_input_tokens_seen += int(self.accelerator.reduce(tokens, "sum").item())
+            self.state.num_input_tokens_seen += int(cast(Tensor, self.accelerator.reduce(tokens, "sum")).item())
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
@@ -168,10 +170,11 @@ class LowtideTrainer(Trainer):
         totals.add(rows=rows)
         sums = totals.read(self.args.device)
         metrics: dict[str, Any] = {"loss": sums.get("loss", 0.0) / max(sums.get("scores", 0), 1), **metrics_of(sums)}
-        logprobs, targets = kept.gathered()
+        logprobs, targets = cast(Any, kept.gathered())
         if self.compute_metrics is not None:
             metrics.update(self.compute_metrics(EvalPrediction(predictions=logprobs, label_ids=targets)))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in denumpify_detensorize(metrics).items()}
+        plain: Any = denumpify_detensorize(metrics)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in plain.items()}
         return EvalLoopOutput(logprobs, targets, metrics, int(sums.get("rows", 0)))
 
     @property

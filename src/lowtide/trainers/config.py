@@ -95,7 +95,8 @@ class TrainingConfig(TrainingArguments):
                 "the same on whatever rank it falls"
             )
         # A stream's rows are dealt out, not cut from one batch made on the first rank.
-        self.accelerator_config.dispatch_batches = False
+        accelerator: Any = self.accelerator_config
+        accelerator.dispatch_batches = False
 
     def to_plain_dict(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as YAML can hold them."""

@@ -76,7 +76,8 @@ class RichProgress(TrainerCallback):
             if "training" not in self.tasks:
                 self._close()
 
-    on_predict = on_evaluate
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.on_evaluate(args, state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.bar is not None and "training" in self.tasks and logs:

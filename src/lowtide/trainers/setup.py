@@ -38,7 +38,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
             "overflow: load the model with dtype float32 (and fp16=True for float16 compute) or bfloat16"
         )
     inner = causal_model(model)
-    implementation = inner.config._attn_implementation
+    implementation = inner.config._attn_implementation or "eager"
     found = probe(model)
     if args.padding_free and found.isolated:
         return Engine(True, "segments proved isolated on this model", found)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -16,7 +16,7 @@ from lowtide.data.chat import adopt_chat_template
 from lowtide.data.collate import RaggedCollator
 from lowtide.data.ledger import Ledger
 from lowtide.data.prepare import PrepareOptions, prepare
-from lowtide.engine.forward import causal_model
+from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.loading import adapt, check_tokenizer, load_model, load_tokenizer
 from lowtide.methods.method import option
 from lowtide.methods.sft import SFT, SFTOptions
@@ -130,7 +130,7 @@ class SFTTrainer(LowtideTrainer):
         """As the Trainer's; a dataset handed in here may be unprepared."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepare.evaluation(eval_dataset)
-        return super().evaluate(eval_dataset, *args, **kwargs)
+        return super().evaluate(cast(Any, eval_dataset), *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -209,11 +209,10 @@ def _load(
             init["quantization_config"] = quantization_config
         model = load_model(model, trust_remote_code=args.trust_remote_code, **init)
     if tokenizer is not None:
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
+        tokenizer = cast(PreTrainedTokenizerBase, getattr(tokenizer, "tokenizer", tokenizer))  # a processor's
         if args.chat_template_path is not None:
             adopt_chat_template(tokenizer, args.chat_template_path)
-        embeddings = causal_model(model).get_input_embeddings()
-        check_tokenizer(model, tokenizer, embeddings.weight.shape[0])
+        check_tokenizer(tokenizer, embedding_weight(model).shape[0])
     return model, tokenizer
 
 
@@ -231,6 +230,6 @@ def _prepare_options(args: SFTConfig, formatting_func: Callable | None, model: P
         packing_strategy=args.packing_strategy,  # type: ignore[arg-type]
         shuffle=args.shuffle_dataset,
         seed=args.seed,
-        vocab_size=model.get_input_embeddings().weight.shape[0],
+        vocab_size=embedding_weight(model).shape[0],
         num_proc=args.dataset_num_proc,
     )

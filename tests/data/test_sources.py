@@ -26,7 +26,7 @@ def write(path, content):
         ("rows.jsonl", LINES),
         ("rows.json", json.dumps(ROWS, indent=1)),
         ("lines.json", LINES),
-        ("rows.jsonl.gz", gzip.compress(LINES.encode())),
+        ("rows.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)),
         ("blank.jsonl", LINES.replace("\n", "\n\n")),
         ("bom.jsonl", b"\xef\xbb\xbf" + LINES.encode()),
         ("rows.csv", "text,n\na,1\nb,2\n"),

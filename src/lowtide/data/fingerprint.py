@@ -89,9 +89,10 @@ def function_fingerprint(function: Callable[..., Any] | None) -> str:
         return generate_random_fingerprint()
     defined = inspect.unwrap(getattr(function, "func", function))
     module = sys.modules.get(getattr(defined, "__module__", None) or type(defined).__module__)
-    if module is None or module.__file__ is None or module.__name__ == "__main__":
+    path = getattr(module, "__file__", None)
+    if path is None or module is sys.modules["__main__"]:
         return code
-    return combine(code, hashlib.blake2b(Path(module.__file__).read_bytes()).hexdigest())
+    return combine(code, hashlib.blake2b(Path(path).read_bytes()).hexdigest())
 
 
 def combine(*parts: object) -> str:

@@ -2,7 +2,7 @@
 
 The notes are columns of the cached dataset, so that the ledger of a start that finds its dataset in the cache is
 the ledger of the start that made it. They are read a chunk at a time from the memory-mapped file; what stays is the
-length of each row that is trained on, at four bytes a row.
+length of each row that is trained on, and, if there are others, its number: four bytes a row each.
 """
 
 from collections import Counter
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from datasets import Features, List, Value
+from datasets import Dataset, Features, List, Value
 from jaxtyping import Bool, Int
 
+from lowtide.data.mapped import mapped_files, release_pages
 from lowtide.data.token_rows import TokenRows, list_column
 
 CUT_AWAY = "no scored token left after truncation"
@@ -28,10 +29,10 @@ NOTED_FEATURES = Features({**TOKEN_FEATURES, **NOTES})
 class Statistics:
     """The notes on all rows of a prepared dataset, added up."""
 
-    kept: Int[np.ndarray, " kept"]
-    """The numbers of the rows that are trained on."""
     lengths: Int[np.ndarray, " kept"]
-    """Their tokens."""
+    """The tokens of each row that is trained on."""
+    numbers: Int[np.ndarray, " kept"] | None
+    """The numbers of these rows; None if they are all."""
     scored: int
     tokens_cut: int
     rows_cut: int
@@ -61,9 +62,11 @@ def noted_table(whole: TokenRows, kept: TokenRows) -> pa.Table:
     )
 
 
-def add_up(table: pa.Table) -> Statistics:
+def add_up(prepared: Dataset) -> Statistics:
     """Add up the notes of a prepared dataset."""
-    kept, lengths = [], []
+    table, files = prepared.data.table, mapped_files(prepared)
+    lengths, numbers = (np.empty(table.num_rows, dtype=np.int32) for _ in range(2))
+    count = 0
     sums: Counter[str] = Counter()
     reasons = np.zeros(len(DROP_REASONS), dtype=np.int64)
     first = 0
@@ -76,12 +79,15 @@ def add_up(table: pa.Table) -> Statistics:
         sums["dropped"] += int(notes["cut"][~is_kept].sum(dtype=np.int64))
         sums["merged"] += int(np.count_nonzero(notes["merged"]))
         reasons += np.bincount(notes["dropped"], minlength=len(reasons))
-        kept.append(first + np.flatnonzero(is_kept).astype(np.int32))
-        lengths.append(np.diff(batch.column("input_ids").offsets.to_numpy())[is_kept])
+        here = np.flatnonzero(is_kept)
+        lengths[count : count + len(here)] = np.diff(batch.column("input_ids").offsets.to_numpy())[here]
+        numbers[count : count + len(here)] = first + here
+        count += len(here)
         first += batch.num_rows
+        release_pages(files)
     return Statistics(
-        kept=np.concatenate(kept),
-        lengths=np.concatenate(lengths),
+        lengths=lengths[:count],
+        numbers=numbers[:count] if count < first else None,
         scored=sums["scored"],
         tokens_cut=sums["cut"],
         rows_cut=sums["rows_cut"],

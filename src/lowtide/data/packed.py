@@ -6,6 +6,7 @@ the row can score it against the segment before.
 
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +16,25 @@ from datasets.utils import are_progress_bars_disabled
 from jaxtyping import Int
 from rich.progress import track
 
+from lowtide.data.mapped import release_pages
 from lowtide.data.notes import TOKEN_FEATURES
 from lowtide.data.packing import Packing
 from lowtide.data.token_rows import IGNORED, count_scored, list_column, range_index
 
 BINS_AT_A_TIME = 1000
+PIECES_AT_A_TIME = 500
+"""After so many, the pages that they lie on are given back; the kernel maps some 100 kB around each."""
 PACKED_FEATURES = Features({**TOKEN_FEATURES, "seq_lengths": List(Value("int32"))})
 
 
 class RowReader:
     """Reads token ranges of rows in any order from the columns `input_ids` and `labels` of an Arrow table.
 
-    Nothing is copied but what is asked for: the table's chunks are looked at where they lie, on disk.
+    Nothing is copied but what is asked for: the table's chunks are looked at where they lie, in the mapped `files`.
     """
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, files: tuple[str, ...] = ()) -> None:
+        self.files = files
         batches = table.select(["input_ids", "labels"]).to_batches()
         self.first_rows = np.cumsum([0, *(batch.num_rows for batch in batches)])
         self.chunks = [tuple(_list_parts(column) for column in batch.columns) for batch in batches]
@@ -45,22 +50,36 @@ class RowReader:
             return np.empty(0, np.int32), np.empty(0, np.int32)
         chunks = np.searchsorted(self.first_rows, rows, side="right") - 1
         token_ids, labels = [], []
-        for chunk, row, start, stop in zip(
-            chunks.tolist(), (rows - self.first_rows[chunks]).tolist(), starts.tolist(), stops.tolist(), strict=True
-        ):
-            (id_values, id_offsets), (label_values, label_offsets) = self.chunks[chunk]
-            token_ids.append(id_values[id_offsets[row] + start : id_offsets[row] + stop])
-            labels.append(label_values[label_offsets[row] + start : label_offsets[row] + stop])
+        rows = rows - self.first_rows[chunks]
+        places = zip(chunks.tolist(), rows.tolist(), starts.tolist(), stops.tolist(), strict=True)
+        while some := list(islice(places, PIECES_AT_A_TIME)):
+            parts = [self._piece(*place) for place in some]
+            token_ids.append(np.concatenate([ids for ids, _ in parts]))
+            labels.append(np.concatenate([targets for _, targets in parts]))
+            release_pages(self.files)
         return np.concatenate(token_ids), np.concatenate(labels)
 
+    def _piece(
+        self, chunk: int, row: int, start: int, stop: int
+    ) -> tuple[Int[np.ndarray, " tokens"], Int[np.ndarray, " tokens"]]:
+        (token_ids, id_offsets), (labels, label_offsets) = self.chunks[chunk]
+        first_id, first_label = id_offsets[row], label_offsets[row]
+        return token_ids[first_id + start : first_id + stop], labels[first_label + start : first_label + stop]
 
-def packed_tables(reader: RowReader, packing: Packing, rows: Int[np.ndarray, " rows"]) -> Iterator[pa.Table]:
-    """The packed rows of a plan as Arrow tables, some bins at a time. `rows[i]` is where row `i` of the plan is."""
+
+def packed_tables(
+    reader: RowReader, packing: Packing, numbers: Int[np.ndarray, " rows"] | None = None
+) -> Iterator[pa.Table]:
+    """The packed rows of a plan as Arrow tables, some bins at a time.
+
+    Row `i` of the plan is row `numbers[i]` of the reader, or row `i` if there are no numbers.
+    """
     for first in range(0, packing.bins, BINS_AT_A_TIME):
         bins = packing.bin_offsets[first : first + BINS_AT_A_TIME + 1]
         pieces = slice(bins[0], bins[-1])
         lengths = packing.stop[pieces] - packing.start[pieces]
-        token_ids, labels = reader.read(rows[packing.row[pieces]], packing.start[pieces], packing.stop[pieces])
+        rows = packing.row[pieces] if numbers is None else numbers[packing.row[pieces]]
+        token_ids, labels = reader.read(rows, packing.start[pieces], packing.stop[pieces])
         _, segments = range_index(np.zeros_like(lengths), lengths)
         labels = labels.copy()
         labels[segments[:-1]] = IGNORED
@@ -75,9 +94,11 @@ def packed_tables(reader: RowReader, packing: Packing, rows: Int[np.ndarray, " r
         )
 
 
-def write_packed(reader: RowReader, packing: Packing, rows: Int[np.ndarray, " rows"], path: str, name: str) -> None:
+def write_packed(
+    reader: RowReader, packing: Packing, numbers: Int[np.ndarray, " rows"] | None, path: str, name: str
+) -> None:
     """Write the packed rows of a plan to an Arrow file, which is there as a whole or not at all."""
-    tables = packed_tables(reader, packing, rows)
+    tables = packed_tables(reader, packing, numbers)
     unfinished = Path(f"{path}.{os.getpid()}.tmp")
     try:
         with pa.OSFile(str(unfinished), "wb") as sink:

@@ -23,6 +23,7 @@ from lowtide.data.encode import RowEncoder
 from lowtide.data.fingerprint import VERSION, cache_file, combine, rows_fingerprint
 from lowtide.data.formats import detect_format
 from lowtide.data.ledger import Ledger, padding_share
+from lowtide.data.mapped import mapped_files, release_pages
 from lowtide.data.notes import CUT_AWAY, NOTED_FEATURES, TOKEN_FEATURES, Statistics, add_up, noted_table
 from lowtide.data.options import PrepareOptions
 from lowtide.data.packed import PACKED_FEATURES, RowReader, drop_unscored, write_packed
@@ -33,6 +34,9 @@ from lowtide.data.truncation import Truncation, truncate
 __all__ = ["PrepareOptions", "prepare"]
 
 logger = logging.getLogger(__name__)
+
+BATCH_BYTES = 2 << 20
+MOST_ROWS = 10_000
 
 
 def prepare(
@@ -88,10 +92,13 @@ class _Preparer:
 
     encoder: RowEncoder
     truncation: Truncation
+    files: tuple[str, ...] = ()
+    """The files that the rows are mapped from."""
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
         whole = self.encoder(batch, numbers)
         kept, _ = truncate(whole, self.truncation)
+        release_pages(self.files)
         return noted_table(whole, kept)
 
 
@@ -127,9 +134,12 @@ def _prepare_cached(
     rows: Dataset, preparer: _Preparer, options: PrepareOptions, *, batch_size: int, packing: bool, name: str
 ) -> tuple[Dataset, Ledger]:
     fingerprint = rows_fingerprint(rows, preparer.encoder.tokenizer, options, preparer.truncation)
+    batch_rows = _rows_in_a_batch(rows)
     prepared = rows.map(
-        preparer,
+        replace(preparer, files=mapped_files(rows)),
         batched=True,
+        batch_size=batch_rows,
+        writer_batch_size=batch_rows,
         with_indices=True,
         remove_columns=rows.column_names,
         features=NOTED_FEATURES,
@@ -138,12 +148,12 @@ def _prepare_cached(
         cache_file_name=cache_file(fingerprint),
         desc=f"Preparing {name}",
     )
-    statistics = add_up(prepared.data.table)
+    statistics = add_up(prepared)
     _check_statistics(statistics, options, preparer.encoder.source)
-    order = slice(None)
+    numbers, lengths = statistics.numbers, statistics.lengths
     if options.shuffle:
-        order = np.random.default_rng(options.seed).permutation(len(statistics.kept))
-    numbers, lengths = statistics.kept[order], statistics.lengths[order]
+        order = np.random.default_rng(options.seed).permutation(len(lengths))  # as `Dataset.shuffle` does
+        numbers, lengths = order if numbers is None else numbers[order], lengths[order]
     ledger = Ledger(
         name=name,
         rows=len(lengths),
@@ -159,19 +169,19 @@ def _prepare_cached(
     )
     if packing:
         return _pack_cached(prepared, numbers, lengths, options, ledger)
-    if options.shuffle or len(numbers) < len(prepared):
+    if numbers is not None:
         prepared = prepared.select(numbers)
     return prepared.select_columns(list(TOKEN_FEATURES)), ledger
 
 
 def _pack_cached(
     prepared: Dataset,
-    numbers: Int[np.ndarray, " rows"],
+    numbers: Int[np.ndarray, " rows"] | None,
     lengths: Int[np.ndarray, " rows"],
     options: PrepareOptions,
     ledger: Ledger,
 ) -> tuple[Dataset, Ledger]:
-    """Pack the prepared rows with these numbers; gives the packed rows and their ledger."""
+    """Pack the prepared rows with these numbers, or all; gives the packed rows and their ledger."""
     capacity = options.max_length
     assert capacity is not None
     order = options.seed if options.shuffle else None
@@ -179,7 +189,7 @@ def _pack_cached(
     if not (os.path.exists(path) and datasets.is_caching_enabled()):
         plan = pack(lengths, capacity, options.packing_strategy)
         assert plan.tokens_cut == 0, "rows longer than a bin are cut before, or split"
-        write_packed(RowReader(prepared.data.table), plan, numbers, path, ledger.name)
+        write_packed(RowReader(prepared.data.table, mapped_files(prepared)), plan, numbers, path, ledger.name)
     packed, rows_without, tokens_without = drop_unscored(Dataset.from_file(path))
     if len(packed) == 0:
         raise ValueError(
@@ -204,8 +214,14 @@ def _pack_cached(
     return packed.select_columns(list(PACKED_FEATURES)), ledger
 
 
+def _rows_in_a_batch(rows: Dataset) -> int:
+    """How many rows are tokenized in one go: tokenizers take some hundred bytes for each token until it is done."""
+    row_bytes = rows.data.table.get_total_buffer_size() // len(rows.data)
+    return min(max(BATCH_BYTES // max(row_bytes, 1), 1), MOST_ROWS)
+
+
 def _check_statistics(statistics: Statistics, options: PrepareOptions, source: str) -> None:
-    if len(statistics.kept) == 0:
+    if len(statistics.lengths) == 0:
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in statistics.rows_dropped.items())
         way_out = (
             f"Raise max_length (it is {options.max_length}), or change truncation_mode."
@@ -221,7 +237,7 @@ def _check_statistics(statistics: Statistics, options: PrepareOptions, source: s
             "a token boundary.",
             source,
             f"{statistics.merged:,}",
-            f"{len(statistics.kept):,}",
+            f"{len(statistics.lengths):,}",
         )
 
 

@@ -65,6 +65,6 @@ def _pack_buffer(batch: Batch, capacity: int | None, strategy: Strategy) -> dict
     assert capacity is not None
     rows = pa.table({name: pa.array(batch[name], pa.list_(pa.int32())) for name in TOKEN_FEATURES})
     plan = pack(np.array([len(row) for row in batch["input_ids"]]), capacity, strategy)
-    packed = pa.concat_tables(packed_tables(RowReader(rows), plan, np.arange(rows.num_rows)))
+    packed = pa.concat_tables(packed_tables(RowReader(rows), plan))
     scored = pa.array(packed["scored"].to_numpy() > 0)
     return packed.filter(scored).select(list(PACKED_FEATURES)).to_pydict()

@@ -34,7 +34,7 @@ bench: $(VENV)/.extras
 	$(PY) -m bench
 
 docs: $(VENV)/.extras
-	$(PY) -m bench.report
+	$(PY) -m bench.docs
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

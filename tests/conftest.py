@@ -14,6 +14,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 jaxtyping.install_import_hook("lowtide", "shapes.check_shapes")
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 

@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens from hidden states, without the logits.
 
 The only loop over the vocabulary in the project. A chunk of scored positions at a time meets the head's weight;
-each row of logits is reduced to a handful of numbers and forgotten. Two ways to the gradient:
+each row of logits is reduced to a handful of numbers (`ops.logit_rows`) and forgotten. Two ways to the gradient:
 
 - `linear_logprobs` keeps the log-sum-exp of each score and computes the logits once more in backward
   (8 N V H FLOPs in all), as in Cut Cross-Entropy (arXiv 2411.09009). It serves any objective.
@@ -25,6 +25,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lowtide.ops.logit_rows import Projection, Rows, RowStats, Slopes, Want, rows_of
+
 CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
 """Workspace for a chunk's logits: large enough for an efficient matmul, small beside everything else."""
 BLOCK_BYTES = 1 << 20
@@ -39,18 +41,6 @@ class Term(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Projection:
-    """What happens to the sum of the terms before it is a logit."""
-
-    scale: float = 1.0
-    """Factor of the logits (`logit_scale` of Cohere, 1 / `logits_scaling` of Granite)."""
-    softcap: float | None = None
-    """`softcap * tanh(logits / softcap)` (`final_logit_softcapping` of Gemma)."""
-    temperature: float = 1.0
-    """Divisor of the logits, applied last."""
-
-
-@dataclass(frozen=True)
 class TokenStats:
     """What is known of each scored token. All [scores]; None where it was not asked for."""
 
@@ -61,14 +51,6 @@ class TokenStats:
     """Mean log-probability over the vocabulary, which label smoothing wants."""
     top1: Bool[Tensor, " scores"] | None = None
     """Whether no token is more likely than the target. Without gradient."""
-
-
-class Want(NamedTuple):
-    """Which statistics to compute beyond the log-probabilities."""
-
-    entropies: bool = False
-    mean_logprobs: bool = False
-    top1: bool = False
 
 
 PLAIN = Projection()
@@ -175,7 +157,7 @@ class _Head:
         self.bias, self.index, self.target = bias, index, target
         self.projection, self.dtype = spec.projection, dtype
         vocab = terms[0].weight.shape[0]
-        row_bytes = vocab * max(dtype.itemsize, 4)
+        row_bytes = vocab * (dtype.itemsize if device == "cuda" else max(dtype.itemsize, 4))
         self.chunk = spec.chunk or max(16, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // row_bytes)
         self.block = self.chunk if device != "cpu" else max(1, BLOCK_BYTES // row_bytes)
 
@@ -195,79 +177,12 @@ class _Head:
                 logits += self.bias
             yield span, xs, logits
 
-    def blocks(self, span: slice, logits: Tensor) -> Iterator[tuple[slice, _Rows, Tensor]]:
-        """Rows of a chunk that are worked on together: (their scores, the rows, where a gradient goes)."""
+    def blocks(self, span: slice, logits: Tensor) -> Iterator[tuple[slice, Rows]]:
+        """Rows of a chunk that are worked on together: (their scores, the rows)."""
         for start in range(0, logits.shape[0], self.block):
             part = logits[start : start + self.block]
             scores = slice(span.start + start, span.start + start + part.shape[0])
-            work = part if part.dtype in (torch.float32, torch.float64) else part.float()
-            yield scores, _Rows(work, self.target[scores], self.projection), part
-
-
-class _Rows:
-    """Some rows of logits, changed in place from raw logits to exponentials to the gradient."""
-
-    def __init__(self, logits: Tensor, target: Tensor, projection: Projection):
-        self.x, self.target, self.projection = logits, target[:, None], projection
-        if projection.scale != 1.0:
-            logits.mul_(projection.scale)
-        if projection.softcap is not None:
-            logits.div_(projection.softcap).tanh_().mul_(projection.softcap)
-        if projection.temperature != 1.0:
-            logits.div_(projection.temperature)
-
-    def stats(self, want: Want, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Log-probs, entropies, mean log-probs, top-1, log-sum-exp; unwanted ones are empty."""
-        top = self.x.amax(-1, keepdim=True)
-        chosen = self.x.gather(-1, self.target)
-        empty = self.x.new_empty(0)
-        mean = self.x.mean(-1, keepdim=True) if want.mean_logprobs else None
-        self._exponentiate(top, keep or want.entropies)
-        total = self.x.sum(-1, keepdim=True)
-        log_total = total.log()
-        lse = top + log_total
-        entropy = empty
-        if want.entropies:
-            entropy = (log_total - torch.linalg.vecdot(self.x, self.shifted)[:, None] / total).squeeze(-1)
-        self.top, self.total, self.log_total = top, total, log_total
-        return (
-            (chosen - lse).squeeze(-1),
-            entropy,
-            empty if mean is None else (mean - lse).squeeze(-1),
-            (chosen >= top).squeeze(-1) if want.top1 else empty.bool(),
-            lse.squeeze(-1),
-        )
-
-    def restore(self, lse: Tensor, keep: bool) -> None:
-        """The state after `stats`, from a log-sum-exp that is known already."""
-        self._exponentiate(lse[:, None], keep)
-        self.top, self.total, self.log_total = lse[:, None], 1.0, 0.0
-
-    def _exponentiate(self, top: Tensor, keep: bool) -> None:
-        self.x.sub_(top)
-        self.shifted = self.x.clone() if keep or self.projection.softcap is not None else None
-        self.x.exp_()
-
-    def gradient(self, logprob: Tensor, entropy: Tensor | None, mean: Tensor | None, entropies: Tensor) -> Tensor:
-        """The gradient at the raw logits, from those at the statistics [rows]; uses up the rows."""
-        of_sum = logprob if mean is None else logprob + mean
-        capped = None
-        if self.projection.softcap is not None:
-            # d tanh: 1 - (capped / softcap)^2, of the capped logits before the temperature
-            capped = (self.shifted + self.top) * (self.projection.temperature / self.projection.softcap)
-        if entropy is None:
-            self.x.mul_(-of_sum[:, None] / self.total)
-        else:
-            # dH/dx_j = -p_j (log p_j + H)
-            slope = self.shifted.sub_(self.log_total).add_(entropies[:, None]).mul_(entropy[:, None])
-            self.x.mul_(slope.add_(of_sum[:, None]).neg_().div_(self.total))
-        if mean is not None:
-            self.x.add_(mean[:, None] / self.x.shape[-1])
-        self.x.scatter_add_(-1, self.target, logprob[:, None])
-        if capped is not None:
-            self.x.mul_(capped.square_().neg_().add_(1))
-        factor = self.projection.scale / self.projection.temperature
-        return self.x if factor == 1.0 else self.x.mul_(factor)
+            yield scores, rows_of(part, self.target[scores], self.projection)
 
 
 class _Gradients:
@@ -325,10 +240,10 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(ctx, spec: _Spec, index, target, bias, *flat):
         terms = _pairs(flat)
         head = _Head(spec, index, target, bias, terms)
-        columns: list[tuple[Tensor, ...]] = []
+        columns: list[RowStats] = []
         with torch.autocast(index.device.type, enabled=False):
             for span, _, logits in head.chunks():
-                columns += [rows.stats(spec.want, keep=False) for _, rows, _ in head.blocks(span, logits)]
+                columns += [rows.stats(spec.want, keep=False) for _, rows in head.blocks(span, logits)]
         logprobs, entropies, means, top1, lse = _joined(columns, terms[0].x)
         ctx.spec, ctx.dtype = spec, head.dtype
         ctx.save_for_backward(index, target, bias, lse, entropies, *flat)
@@ -346,16 +261,14 @@ class _LinearLogprobs(torch.autograd.Function):
         gradients = _Gradients(head, terms, bias, ctx.needs_input_grad[3:], sinks)
         with torch.autocast(index.device.type, enabled=False):
             for span, xs, logits in head.chunks():
-                for part, rows, place in head.blocks(span, logits):
+                for part, rows in head.blocks(span, logits):
                     rows.restore(lse[part], keep=spec.want.entropies)
-                    slope = rows.gradient(
+                    slopes = Slopes(
                         of_logprobs[part],
                         of_entropies[part] if spec.want.entropies else None,
                         of_means[part] if spec.want.mean_logprobs else None,
-                        entropies[part] if spec.want.entropies else entropies,
                     )
-                    if slope is not place:
-                        place.copy_(slope)
+                    rows.gradient(slopes, entropies[part] if spec.want.entropies else entropies)
                 gradients.add(span, xs, logits)
         return None, None, None, gradients.bias, *_returned(gradients, sinks)
 
@@ -369,18 +282,16 @@ class _LinearLoss(torch.autograd.Function):
         sinks = [t.weight.grad if spec.accumulate and t.weight.is_leaf else None for t in terms]
         gradients = _Gradients(head, terms, bias, needs, sinks)
         total = torch.zeros((), dtype=torch.promote_types(terms[0].x.dtype, torch.float32), device=index.device)
-        columns: list[tuple[Tensor, ...]] = []
+        columns: list[RowStats] = []
         with torch.autocast(index.device.type, enabled=False):
             for span, xs, logits in head.chunks():
-                for _, rows, place in head.blocks(span, logits):
+                for _, rows in head.blocks(span, logits):
                     stats = rows.stats(spec.want, keep=any(needs) and spec.want.entropies)
                     columns.append(stats)
-                    losses, slopes = _score_losses(loss, stats, spec.want)
+                    losses, slopes = _score_losses(loss, stats, spec.want, factor)
                     total += losses
                     if any(needs):
-                        slope = rows.gradient(*(None if s is None else s * factor for s in slopes), stats[1])
-                        if slope is not place:
-                            place.copy_(slope)
+                        rows.gradient(slopes, stats.entropies)
                 if any(needs):
                     gradients.add(span, xs, logits)
         ctx.weights = [t.weight for t in terms]
@@ -388,7 +299,7 @@ class _LinearLoss(torch.autograd.Function):
         ctx.gradients = gradients
         logprobs, entropies, means, top1, _ = _joined(columns, terms[0].x)
         ctx.mark_non_differentiable(logprobs, entropies, means, top1)
-        return total * factor, logprobs, entropies, means, top1
+        return total, logprobs, entropies, means, top1
 
     @staticmethod
     def backward(ctx, *grads):
@@ -409,25 +320,26 @@ class _LinearLoss(torch.autograd.Function):
         return None, None, None, None, None, gradients.bias, *_returned(gradients, sinks)
 
 
-def _score_losses(loss: ScoreLoss, stats: tuple[Tensor, ...], want: Want):
-    """The sum of the losses, and its slopes at log-probs, entropies and mean log-probs (None where unused)."""
-    logprobs, entropies, means, top1, _ = stats
+def _score_losses(
+    loss: ScoreLoss, stats: RowStats, want: Want, factor: float | Tensor
+) -> tuple[Float[Tensor, ""], Slopes]:
+    """`factor` times the sum of the losses, and its gradients at the statistics."""
     with torch.enable_grad():
-        leaves = [logprobs.detach().requires_grad_()]
-        entropy = entropies.detach().requires_grad_() if want.entropies else None
-        mean = means.detach().requires_grad_() if want.mean_logprobs else None
-        leaves += [leaf for leaf in (entropy, mean) if leaf is not None]
-        total = loss(TokenStats(leaves[0], entropy, mean, top1 if want.top1 else None)).sum()
+        logprobs = stats.logprobs.detach().requires_grad_()
+        entropies = stats.entropies.detach().requires_grad_() if want.entropies else None
+        means = stats.mean_logprobs.detach().requires_grad_() if want.mean_logprobs else None
+        leaves = [leaf for leaf in (logprobs, entropies, means) if leaf is not None]
+        total = loss(TokenStats(logprobs, entropies, means, stats.top1 if want.top1 else None)).sum() * factor
         slopes = iter(torch.autograd.grad(total, leaves, allow_unused=True))
     of_logprobs = next(slopes)
-    of_entropies = next(slopes) if entropy is not None else None
-    of_means = next(slopes) if mean is not None else None
+    of_entropies = next(slopes) if entropies is not None else None
+    of_means = next(slopes) if means is not None else None
     of_logprobs = torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs
-    return total.detach(), (of_logprobs, of_entropies, of_means)
+    return total.detach(), Slopes(of_logprobs, of_entropies, of_means)
 
 
-def _joined(columns: Sequence[tuple[Tensor, ...]], like: Tensor) -> tuple[Tensor, ...]:
+def _joined(columns: Sequence[RowStats], like: Tensor) -> RowStats:
     if columns:
-        return tuple(torch.cat(column) for column in zip(*columns, strict=True))
+        return RowStats(*(torch.cat(column) for column in zip(*columns, strict=True)))
     empty = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
-    return empty, empty.clone(), empty.clone(), empty.bool(), empty.clone()
+    return RowStats(empty, empty.clone(), empty.clone(), empty.bool(), empty.clone())

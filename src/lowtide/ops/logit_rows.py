@@ -1,0 +1,148 @@
+"""Rows of logits: reduced to a few statistics each, then overwritten with the gradient at the raw logits.
+
+The two passes that `linear_logprobs` makes over a chunk of logits while it is there. `TorchRows` is plain torch, for
+any device and float dtype, and the reference; `TritonRows` does the same on CUDA without a float32 copy of the rows
+and without a pass for each operation. `rows_of` chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lowtide.ops.triton_rows import TritonRows
+
+
+class Projection(NamedTuple):
+    """What happens to the sum of the terms before it is a logit."""
+
+    scale: float = 1.0
+    """Factor of the logits (`logit_scale` of Cohere, 1 / `logits_scaling` of Granite)."""
+    softcap: float | None = None
+    """`softcap * tanh(logits / softcap)` (`final_logit_softcapping` of Gemma)."""
+    temperature: float = 1.0
+    """Divisor of the logits, applied last."""
+
+
+class Want(NamedTuple):
+    """Which statistics to compute beyond the log-probabilities."""
+
+    entropies: bool = False
+    mean_logprobs: bool = False
+    top1: bool = False
+
+
+class RowStats(NamedTuple):
+    """Statistics of some rows, [rows] each, at least in float32; unwanted ones are empty."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    mean_logprobs: Tensor
+    top1: Tensor
+    lse: Tensor
+    """Log-sum-exp of the logits, from which the rows can be restored."""
+
+
+class Slopes(NamedTuple):
+    """Gradients at the statistics of some rows, [rows] each; None where a statistic takes no part."""
+
+    logprobs: Tensor
+    entropies: Tensor | None = None
+    mean_logprobs: Tensor | None = None
+
+
+class TorchRows:
+    """Some rows of logits, changed in place from raw logits to exponentials to the gradient."""
+
+    def __init__(self, logits: Tensor, target: Tensor, projection: Projection):
+        """`logits` [rows, vocab] is used up; `target` [rows]."""
+        self.place = logits
+        self.x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        self.target, self.projection = target[:, None], projection
+        if projection.scale != 1.0:
+            self.x.mul_(projection.scale)
+        if projection.softcap is not None:
+            self.x.div_(projection.softcap).tanh_().mul_(projection.softcap)
+        if projection.temperature != 1.0:
+            self.x.div_(projection.temperature)
+
+    def stats(self, want: Want, keep: bool) -> RowStats:
+        """The statistics; `keep` if entropies take part in a gradient that follows at once."""
+        top = self.x.amax(-1, keepdim=True)
+        chosen = self.x.gather(-1, self.target)
+        empty = self.x.new_empty(0)
+        mean = self.x.mean(-1, keepdim=True) if want.mean_logprobs else None
+        self._exponentiate(top, keep or want.entropies)
+        total = self.x.sum(-1, keepdim=True)
+        log_total = total.log()
+        lse = top + log_total
+        entropy = empty
+        if want.entropies:
+            entropy = (log_total - torch.linalg.vecdot(self.x, self.shifted)[:, None] / total).squeeze(-1)
+        self.top, self.total, self.log_total = top, total, log_total
+        return RowStats(
+            (chosen - lse).squeeze(-1),
+            entropy,
+            empty if mean is None else (mean - lse).squeeze(-1),
+            (chosen >= top).squeeze(-1) if want.top1 else empty.bool(),
+            lse.squeeze(-1),
+        )
+
+    def restore(self, lse: Tensor, keep: bool) -> None:
+        """The state after `stats`, from a log-sum-exp [rows] that is known already."""
+        self._exponentiate(lse[:, None], keep)
+        self.top, self.total, self.log_total = lse[:, None], 1.0, 0.0
+
+    def _exponentiate(self, top: Tensor, keep: bool) -> None:
+        self.x.sub_(top)
+        self.shifted = self.x.clone() if keep or self.projection.softcap is not None else None
+        self.x.exp_()
+
+    def gradient(self, slopes: Slopes, entropies: Tensor) -> None:
+        """Overwrites the logits with the gradient at the raw ones; `entropies` are those that `stats` gave."""
+        logprob, entropy, mean = slopes
+        of_sum = logprob if mean is None else logprob + mean
+        capped = None
+        if self.projection.softcap is not None:
+            # d tanh: 1 - (capped / softcap)^2, of the capped logits before the temperature
+            assert self.shifted is not None
+            capped = (self.shifted + self.top) * (self.projection.temperature / self.projection.softcap)
+        if entropy is None:
+            self.x.mul_(-of_sum[:, None] / self.total)
+        else:
+            # dH/dx_j = -p_j (log p_j + H)
+            assert self.shifted is not None
+            slope = self.shifted.sub_(self.log_total).add_(entropies[:, None]).mul_(entropy[:, None])
+            self.x.mul_(slope.add_(of_sum[:, None]).neg_().div_(self.total))
+        if mean is not None:
+            self.x.add_(mean[:, None] / self.x.shape[-1])
+        self.x.scatter_add_(-1, self.target, logprob[:, None])
+        if capped is not None:
+            self.x.mul_(capped.square_().neg_().add_(1))
+        factor = self.projection.scale / self.projection.temperature
+        if factor != 1.0:
+            self.x.mul_(factor)
+        if self.x is not self.place:
+            self.place.copy_(self.x)
+
+
+Rows: TypeAlias = "TorchRows | TritonRows"
+
+
+def rows_of(logits: Tensor, target: Tensor, projection: Projection) -> Rows:
+    """The rows of `logits` [rows, vocab], on the kernels where they can serve: CUDA, at most float32, Triton there."""
+    if logits.is_cuda and logits.dtype != torch.float64 and has_triton():
+        from lowtide.ops.triton_rows import TritonRows
+
+        return TritonRows(logits, target, projection)
+    return TorchRows(logits, target, projection)
+
+
+@functools.cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None

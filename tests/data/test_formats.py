@@ -124,7 +124,11 @@ def test_a_row_that_is_wrong_is_refused(row, problem):
 
 @pytest.mark.parametrize(
     ("made", "problem"),
-    [(["a", "b"], "returned a list; it is called with one row"), (None, "returned null"), ([USER, USER], "out of order")],
+    [
+        (["a", "b"], "returned a list; it is called with one row"),
+        (None, "returned null"),
+        ([USER, USER], "out of order"),
+    ],
 )
 def test_what_a_formatting_func_must_not_return(made, problem):
     with pytest.raises(ValueError, match=problem):

@@ -328,6 +328,19 @@ def test_another_tokenizer_template_or_row_misses_the_cache(tokenizer, marked_to
     assert sizes == [1, 1, 2, 1, 1]
 
 
+def test_a_file_that_was_edited_is_prepared_anew(tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for text in ("April", "Mayor"):
+        path.write_text(json.dumps({"text": text}) + "\n")
+        dataset, _ = run(load_rows(path), tokenizer)
+        assert tokenizer.decode(dataset[0]["input_ids"], skip_special_tokens=True) == text
+
+
+def test_tokenized_rows_say_that_they_are_not_formatted(tokenizer, caplog):
+    run(tokenized([3]), tokenizer, formatting_func=lambda row: "a", source="d.jsonl")
+    assert "d.jsonl is tokenized already, so formatting_func is not called" in caplog.text
+
+
 def test_without_caching_everything_is_done_again(tokenizer, monkeypatch):
     sizes = counted(monkeypatch)
     monkeypatch.setattr(datasets.fingerprint, "_CACHING_ENABLED", False)

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
+from lowtide.data.chat import ChatEncoder
+from lowtide.data.formats import ChatSample, RowPlace
 from lowtide.data.prepare import PrepareOptions, prepare
 
 trl = pytest.importorskip("trl", reason="the comparison needs the bench extra (trl)")
@@ -104,6 +106,21 @@ def test_assistant_only_loss_from_generation_marks(marked_tokenizer, name, compl
     expected = prepared_by_trl(rows, marked_tokenizer, **options)
     assert any(-100 in row["labels"] for row in expected)
     assert prepared_here(rows, marked_tokenizer, **options) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["cohere", "cohere2", "gemma", "gemma3", "lfm2", "llama3", "qwen3_instruct_2507", "qwen3_vl", "smolvlm"]
+)
+def test_turns_of_published_templates_are_what_trls_marks_give(tokenizer, name):
+    """Without marks we align; TRL has a copy of each of these templates with marks added."""
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    folder = Path(trl.__file__).parent / "chat_templates"
+    plain, marked = ((folder / f"{name}{kind}.jinja").read_text(encoding="utf-8") for kind in ("", "_training"))
+    samples = [ChatSample(talk) for talk in TALKS if talk[0]["role"] == "user"]
+    samples.append(ChatSample(TALKS[1][1:]))
+    place = RowPlace(name, range(len(samples)))
+    aligned = ChatEncoder(tokenizer, plain).encode_with_turns(samples, place)
+    assert aligned == ChatEncoder(tokenizer, marked).encode_with_turns(samples, place)
 
 
 def test_a_formatting_func(tokenizer):

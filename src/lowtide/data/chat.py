@@ -4,8 +4,9 @@ Templates with `{% generation %}` marks say themselves what the assistant writes
 none; for those the turns are aligned: the assistant's turn `k` is what the template adds to `messages[:k]` with a
 generation prompt to make `messages[:k + 1]`. That is what the model would have to generate there, so it includes
 the token that ends the turn, and the line break that ChatML writes after it, as in the training templates that TRL
-ships. Where a template renders the beginning of a conversation differently once more follows (Qwen3 drops earlier
-thoughts, for one) there is no such span, and the conversation is refused rather than guessed at.
+ships (for Qwen2.5 theirs also scores the line break before the turn, which a model is never asked to write). Where
+a template renders the beginning of a conversation differently once more follows (Qwen3 drops earlier thoughts, for
+one) there is no such span, and the conversation is refused rather than guessed at.
 """
 
 import re

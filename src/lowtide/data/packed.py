@@ -4,7 +4,7 @@ A packed row's segments never see each other. The first token of each is given t
 the row can score it against the segment before.
 """
 
-import os
+import uuid
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -99,7 +99,7 @@ def write_packed(
 ) -> None:
     """Write the packed rows of a plan to an Arrow file, which is there as a whole or not at all."""
     tables = packed_tables(reader, packing, numbers)
-    unfinished = Path(f"{path}.{os.getpid()}.tmp")
+    unfinished = Path(f"{path}.{uuid.uuid4().hex}.tmp")
     try:
         with pa.OSFile(str(unfinished), "wb") as sink:
             writer = None

@@ -120,6 +120,8 @@ def _preparer(
             f"{source} is packed already (it has 'seq_lengths'). Give the rows as they were before packing, or skip "
             "preparation."
         )
+    if "input_ids" in first_row and options.formatting_func is not None:
+        logger.warning("%s is tokenized already, so formatting_func is not called.", source)
     row_format = detect_format(
         list(first_row),
         text_field=options.dataset_text_field,
@@ -216,7 +218,7 @@ def _pack_cached(
 
 def _rows_in_a_batch(rows: Dataset) -> int:
     """How many rows are tokenized in one go: tokenizers take some hundred bytes for each token until it is done."""
-    row_bytes = rows.data.table.get_total_buffer_size() // len(rows.data)
+    row_bytes = rows.data.nbytes // len(rows.data)
     return min(max(BATCH_BYTES // max(row_bytes, 1), 1), MOST_ROWS)
 
 

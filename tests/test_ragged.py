@@ -1,0 +1,139 @@
+"""The ragged batch: what it says of its tokens, and that cutting and joining lose none of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.ragged import IGNORE, RaggedBatch
+
+
+def preference_pair() -> RaggedBatch:
+    """A prompt of 5 tokens with completions of 4 and 3, and an unrelated row."""
+    return RaggedBatch.from_segments(
+        [[1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12], [13, 14]],
+        [[IGNORE] * 5, [6, 7, 8, 9], [10, 11, 12], [13, 14]],
+        prefix=[-1, 0, 0, -1],
+        row=[0, 0, 0, 1],
+    )
+
+
+def facts(batch: RaggedBatch) -> list:
+    """What the batch says, row by row, whatever its order: tokens, positions, prefix, and what each score reads."""
+    rows: dict[int, list] = {}
+    for number, part in enumerate(batch.segments):
+        scores = range(part.score_start, part.score_stop)
+        before = batch.segments[part.prefix] if part.prefix >= 0 else None
+        rows.setdefault(part.row, []).append(
+            (
+                batch.token_ids[part.start : part.stop].tolist(),
+                batch.position_ids[part.start : part.stop].tolist(),
+                None if before is None else batch.token_ids[before.start : before.stop].tolist(),
+                [(int(batch.token_ids[batch.score_index[s]]), int(batch.score_target[s])) for s in scores],
+                all(int(batch.score_segment[s]) == number for s in scores),
+            )
+        )
+    return [rows[row] for row in sorted(rows)]
+
+
+def test_a_shared_prompt_predicts_the_first_token_of_each_completion():
+    batch = preference_pair()
+    assert (batch.tokens, batch.rows, batch.scores) == (14, 2, 8)
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 0, 1]
+    assert batch.score_index.tolist() == [4, 5, 6, 7, 4, 9, 10, 12]
+    assert batch.score_target.tolist() == [6, 7, 8, 9, 10, 11, 12, 14]
+    assert batch.score_segment.tolist() == [1, 1, 1, 1, 2, 2, 2, 3]
+    assert batch.offsets.tolist() == [0, 5, 9, 12, 14]
+    assert batch.row_tokens == [12, 2]
+
+
+def test_packed_rows_are_several_segments_of_one_row():
+    batch = RaggedBatch.from_rows(
+        [{"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, IGNORE, 5], "seq_lengths": [2, 3]}, {"input_ids": [6, 7]}]
+    )
+    assert [part.row for part in batch.segments] == [0, 0, 1]
+    assert batch.position_ids.tolist() == [0, 1, 0, 1, 2, 0, 1]
+    assert batch.score_target.tolist() == [2, 5, 7]
+
+
+row_lists = st.lists(
+    st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=12), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=row_lists, max_rows=st.integers(1, 5), slack=st.integers(0, 20), pieces=st.integers(1, 12))
+def test_splitting_conserves_every_row_within_strict_caps(rows, max_rows, slack, pieces):
+    batch = RaggedBatch.from_segments(
+        [[token for token, _ in row] for row in rows],
+        [[token if scored else IGNORE for token, scored in row] for row in rows],
+    )
+    cap = max(batch.row_tokens) + slack
+    groups = batch.plan_split(cap, max_rows, pieces=pieces)
+    assert sorted(row for group in groups for row in group) == list(range(batch.rows))
+    parts = batch.split(cap, max_rows, pieces=pieces)
+    assert len(parts) >= pieces
+    assert all(part.tokens <= cap and part.rows <= max_rows for part in parts)
+    assert sum(part.scores for part in parts) == batch.scores
+    expected = facts(batch)
+    for group, part in zip(groups, parts, strict=False):
+        assert facts(part) == [expected[row] for row in group]
+
+
+@settings(max_examples=30, deadline=None)
+@given(first=row_lists, second=row_lists)
+def test_joining_keeps_the_rows_of_each(first, second):
+    one, other = (RaggedBatch.from_segments([[token for token, _ in row] for row in rows]) for rows in (first, second))
+    assert facts(RaggedBatch.concat([one, other])) == facts(one) + facts(other)
+
+
+def test_prefixes_survive_selecting_and_joining():
+    batch = preference_pair()
+    joined = RaggedBatch.concat([batch, batch])
+    assert facts(joined) == facts(batch) * 2
+    assert facts(joined.select_rows([2])) == facts(batch)[:1]
+
+
+def test_too_few_rows_are_filled_up_with_unscored_ones():
+    parts = preference_pair().split(pieces=4)
+    assert [part.scores for part in parts] == [7, 1, 0, 0]
+    assert parts[3].tokens == 2
+
+
+def test_moving_keeps_the_host_side():
+    moved = preference_pair().to("meta")
+    assert moved.token_ids.device.type == "meta"
+    assert moved.segments == preference_pair().segments
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RaggedBatch.from_segments([[1], []]), "segment 1 .* holds no token"),
+        (lambda: RaggedBatch.from_segments([[1, 2]], [[1]]), "segment 0 .* 2 tokens but 1 labels"),
+        (lambda: RaggedBatch.from_segments([[1], [2]], prefix=[-1, 1]), "segment 1 names segment 1 as its prefix"),
+        (lambda: RaggedBatch.from_segments([[1], [2]], row=[0]), "2 segments but 1 entries in `row`"),
+        (lambda: RaggedBatch.from_segments([[1], [2]], row=[0, 2]), "belongs to row 2 after row 0"),
+        (lambda: RaggedBatch.from_segments([[1], [2]], prefix=[-1, 0]), "segment 1 has prefix 0, .* another row"),
+        (lambda: RaggedBatch.from_segments([]), "no segments"),
+        (lambda: RaggedBatch.from_rows([{"text": "a"}]), "row 0 .* no `input_ids`"),
+        (
+            lambda: RaggedBatch.from_rows([{"input_ids": [1, 2], "seq_lengths": [1]}]),
+            "row 0 .* 2 input_ids, 2 labels, 1 tokens by seq_lengths",
+        ),
+        (lambda: preference_pair().split(max_tokens=11), "row 0 of the batch alone has 12 tokens"),
+    ],
+)
+def test_contradictions_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.unchecked_shapes
+def test_a_field_of_the_wrong_length_is_named():
+    with pytest.raises(ValueError, match=r"`score_target` has shape \(3,\), but the segments say \(8,\)"):
+        replace(preference_pair(), score_target=torch.zeros(3, dtype=torch.long))

@@ -1,6 +1,6 @@
-"""`python -m bench.docs`: writes docs/benchmarks.md from the JSON files in bench/results/.
+"""`python -m bench.docs`: writes docs/benchmarks.md, and the table in the README, from the JSON in bench/results/.
 
-The page is generated and nothing in it is typed by hand, so it never says more than what was measured; models that
+They are generated and nothing in them is typed by hand, so they never say more than what was measured; models that
 nobody has measured yet are named as such.
 """
 
@@ -13,11 +13,13 @@ from bench.contestants import BATCH, PACKED_BATCH
 from bench.measure import GIGABYTE
 from bench.methods import METHODS
 from bench.processes import ROOT
-from bench.results import COMPARISON, MEMORY, recorded
+from bench.results import COMPARISON, MEMORY, ratios, recorded
 from bench.shapes import SHAPES
 from bench.tables import COLUMNS, comparison_rows, verdict
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+RESULTS_MARK, RESULTS_END = "<!-- results: written by `make docs` from bench/results -->", "<!-- /results -->"
 
 OPENING = f"""# Benchmarks
 
@@ -56,8 +58,32 @@ def main() -> int:
     sections += [not_yet_section({result["shape"] for result in comparisons})]
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(section for section in sections if section), encoding="utf-8")
+    write_readme(comparisons)
     print(f"wrote {Path(PAGE).relative_to(ROOT)} from {len(results)} recorded results")
     return 0
+
+
+def write_readme(comparisons: list[dict[str, Any]]) -> None:
+    """Writes the defaults of both libraries side by side between the README's marks."""
+    lines = [
+        "| | TRL 1.16 | lowtide | speed | peak |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for results in comparisons:
+        for case, contestants in results["cases"].items():
+            if not {"trl", "lowtide"} <= contestants.keys():
+                continue
+            theirs, ours = contestants["trl"], contestants["lowtide"]
+            speed, peak = ratios(ours, theirs)
+            cells = [
+                f"{measured['tokens_per_second']:,.0f} tokens/s, {measured['peak_above_start_bytes'] / GIGABYTE:.2f} GB"
+                for measured in (theirs, ours)
+            ]
+            what = f"{results['method'].upper()}, {case}, {results['shape']}, {results['hardware']['threads']} cores"
+            lines.append(f"| {what} | {' | '.join(cells)} | **{speed:.1f}x** | **{peak:.2f}x** |")
+    before, rest = README.read_text(encoding="utf-8").split(RESULTS_MARK)
+    _, after = rest.split(RESULTS_END)
+    README.write_text("\n".join([before + RESULTS_MARK, *lines, RESULTS_END]) + after, encoding="utf-8")
 
 
 def contestants_list() -> str:

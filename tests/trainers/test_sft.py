@@ -302,3 +302,21 @@ def test_nothing_is_left_behind(tmp_path, rows, tokenizer):
     assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-6"]
     shutil.rmtree(tmp_path / "run")
     assert dataclasses.is_dataclass(args)
+
+
+def test_a_chat_template_brings_its_tokens(tmp_path, tokenizer):
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>", unk_token="<unk>"
+    )
+    other.chat_template = "{% for m in messages %}{{ m['content'] }} <|end|> {% endfor %}"
+    other.save_pretrained(tmp_path / "other")
+    ours = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), eos_token="<eos>", unk_token="<unk>"
+    )
+    chats = [[{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]] * 8
+    args = config(tmp_path / "run", max_steps=1, chat_template_path=str(tmp_path / "other"))
+    data = Dataset.from_dict({"messages": chats})
+    trainer = SFTTrainer(build(), args, train_dataset=data, processing_class=ours)
+    assert trainer.model.get_input_embeddings().weight.shape[0] == 53
+    assert trainer.train_dataset[0]["input_ids"][-1] == trainer.processing_class.eos_token_id == 52
+    trainer.train()

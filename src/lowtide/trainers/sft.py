@@ -93,7 +93,7 @@ class SFTTrainer(LowtideTrainer):
                 "`loss_type`, add a loss to lowtide.objectives, or use compute_metrics on log-probs"
             )
         set_seed(args.seed)
-        model, tokenizer = _load(model, args, processing_class, quantization_config)
+        model, tokenizer = _load(model, args, processing_class, quantization_config, peft_config)
         if peft_config is not None:
             model = adapt(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
         inner = causal_model(model)
@@ -192,9 +192,13 @@ def _check_budget(args: SFTConfig, ledger: Ledger | None) -> None:
 
 
 def _load(
-    model: Any, args: SFTConfig, tokenizer: PreTrainedTokenizerBase | None, quantization_config: Any
+    model: Any,
+    args: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    quantization_config: Any,
+    peft_config: Any,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
-    init = dict(args.model_init_kwargs or {}) if not isinstance(args.model_init_kwargs, str) else {}
+    init = dict(cast(dict, args.model_init_kwargs) or {})
     name = model if isinstance(model, str) else getattr(causal_model(model).config, "_name_or_path", "")
     if not isinstance(model, str):
         for given, what in ((init, "model_init_kwargs"), (quantization_config, "quantization_config")):
@@ -211,9 +215,23 @@ def _load(
     if tokenizer is not None:
         tokenizer = cast(PreTrainedTokenizerBase, getattr(tokenizer, "tokenizer", tokenizer))  # a processor's
         if args.chat_template_path is not None:
-            adopt_chat_template(tokenizer, args.chat_template_path)
+            _adopt_template(args.chat_template_path, tokenizer, model, has_adapters=peft_config is not None)
         check_tokenizer(tokenizer, embedding_weight(model).shape[0])
     return model, tokenizer
+
+
+def _adopt_template(path: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module, *, has_adapters: bool) -> None:
+    """The chat template of another tokenizer, with the tokens that it writes: they get embeddings of their own."""
+    added = adopt_chat_template(tokenizer, path)
+    inner = causal_model(model)
+    if added and has_adapters:
+        raise ValueError(
+            f"chat_template_path={path!r} brings {len(added)} new tokens ({added[0]!r}, ...), whose embeddings "
+            "adapters would leave untrained: use a .jinja file that writes known tokens, or train all weights"
+        )
+    if added and len(tokenizer) > embedding_weight(model).shape[0]:
+        inner.resize_token_embeddings(len(tokenizer))
+    inner.config.get_text_config().eos_token_id = tokenizer.eos_token_id
 
 
 def _prepare_options(args: SFTConfig, formatting_func: Callable | None, model: PreTrainedModel) -> PrepareOptions:

@@ -87,6 +87,11 @@ class TrainingConfig(TrainingArguments):
             self.bf16 = not self.fp16 and has_bf16(self.use_cpu)
         if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
             self.gradient_checkpointing_kwargs = {"use_reentrant": False}
+        # Newer versions of transformers call these activation_checkpointing*, and warn of the names that TRL has.
+        for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+            new = old.replace("gradient", "activation")
+            if getattr(self, new, old) is None:
+                setattr(self, new, getattr(self, old))
         self.dataloader_pin_memory &= torch.cuda.is_available()
         super().__post_init__()
         if not self.average_tokens_across_devices:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from lowtide.cli.main import UsageError
@@ -35,8 +34,8 @@ class AdapterOptions:
     bnb_4bit_quant_type: str = option("nf4", "The 4-bit format.", choices=["nf4", "fp4"])
     use_bnb_nested_quant: bool = option(False, "Quantize the scales of 4-bit weights as well.")
 
-    def check(self, given: Collection[str]) -> None:
-        """Refuses options among those `given` that have no effect, or contradict each other.
+    def check(self) -> None:
+        """Refuses options that have no effect, or contradict each other.
 
         Raises:
             UsageError: naming both options.
@@ -44,15 +43,18 @@ class AdapterOptions:
         if self.load_in_4bit and self.load_in_8bit:
             raise UsageError("load_in_4bit and load_in_8bit exclude each other: drop one")
         if not self.use_peft:
-            idle = [name for name in given if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
-            if idle:
-                raise UsageError(f"{idle[0]} has no effect without use_peft: add --use_peft, or drop it")
             if self.load_in_4bit or self.load_in_8bit:
                 raise UsageError("quantized weights cannot be trained themselves: add --use_peft, or drop load_in_*")
+            for name in self._changed("lora_", "use_rslora", "use_dora"):
+                raise UsageError(f"{name} has no effect without use_peft: add --use_peft, or drop it")
         if not self.load_in_4bit:
-            idle = [name for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant") if name in given]
-            if idle:
-                raise UsageError(f"{idle[0]} has no effect without load_in_4bit: add --load_in_4bit, or drop it")
+            for name in self._changed("bnb_4bit_", "use_bnb_"):
+                raise UsageError(f"{name} has no effect without load_in_4bit: add --load_in_4bit, or drop it")
+
+    def _changed(self, *prefixes: str) -> list[str]:
+        """The options with one of these prefixes that differ from their defaults."""
+        named = [field for field in fields(self) if field.name.startswith(prefixes)]
+        return [field.name for field in named if getattr(self, field.name) != field.default]
 
     def peft_config(self) -> LoraConfig | None:
         if not self.use_peft:

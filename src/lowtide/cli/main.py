@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
@@ -82,18 +82,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             import_module("lowtide.cli.train").add_parser(subparsers, name)
         else:
             import_module(TOOLS[name][0]).add_parser(subparsers)
-    arguments, unknown = parser.parse_known_args(words)
-    if command is None:
+    if command is None and not words:
         parser.print_help()
         parser.exit(USER_ERROR)
-    if unknown:
-        raise UsageError(_unknown(unknown[0], subparsers.choices[command]))
-    return arguments
+    _refuse_unknown(words, parser, *([subparsers.choices[command]] if command else []))
+    return parser.parse_args(words)
 
 
-def nearest(name: str, known: object) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean ...?` where some known name is close to this one, else nothing."""
-    matches = get_close_matches(name, list(known), n=1)  # type: ignore[call-overload]
+    matches = get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
@@ -110,11 +108,12 @@ def _underscored(word: str) -> str:
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
 
 
-def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    if not word.startswith("-"):
-        return f"{word!r} belongs to no option (see {parser.prog} --help)"
-    option = word.split("=")[0]
-    return f"there is no option {option}{nearest(option, parser._option_string_actions)} (see {parser.prog} --help)"
+def _refuse_unknown(words: Sequence[str], *parsers: argparse.ArgumentParser) -> None:
+    """Name an option that no parser has, before argparse complains of what may be missing because of it."""
+    known = {option for parser in parsers for option in parser._option_string_actions}
+    for option in (word.split("=")[0] for word in words if word.startswith("--")):
+        if option not in known:
+            raise UsageError(f"there is no option {option}{nearest(option, known)} (see {parsers[-1].prog} --help)")
 
 
 def _complain(message: str, hint: str) -> None:

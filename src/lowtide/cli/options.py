@@ -58,7 +58,7 @@ class Option:
             value = "no"  # which YAML takes for a boolean
         if value is None and self.default == "none":
             value = "none"  # a word of this option's own
-        if value in self.choices or value == self.default == "none":
+        if value in self.choices or (isinstance(value, str) and value == self.default):
             return value
         for kind, convert in CONVERTERS.items():
             if kind in self.kinds and not (self.choices and kind is str):

@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     values |= read_options(arguments, options)
     what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
     what.check(padding_free=values.get("padding_free", True))
-    adapters.check(values)
+    adapters.check()
     values.setdefault("output_dir", f"{Path(what.model or '').name}-{arguments.method}")
     output = Path(values["output_dir"])
     check_writable(output)
@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=what.dataset)
     _say(
-        f"The model is in {output}; `lowtide {arguments.method} --config {output / RUN_FILE}` repeats the run.", config
+        f"The model is in {output}. `lowtide {arguments.method} --config {output / RUN_FILE}` repeats the run.", config
     )
     return 0
 

@@ -1,0 +1,81 @@
+"""Run files: YAML read with its lines, and written whole."""
+
+import pytest
+import yaml
+
+from lowtide.cli.main import UsageError
+from lowtide.cli.options import options_of
+from lowtide.cli.run_file import read_run_file, write_run_file
+from lowtide.cli.train import RunOptions
+from lowtide.trainers.sft import SFTConfig
+
+OPTIONS = options_of(SFTConfig) | options_of(RunOptions)
+
+
+def read(tmp_path, text: str) -> dict:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return read_run_file(path, OPTIONS)
+
+
+def test_values_are_converted_by_their_fields(tmp_path):
+    text = "learning_rate: 2e-5\nmax_length: null\neval_strategy: no\npacking: true\nwarmup-steps: 3\n"
+    assert read(tmp_path, text) == {
+        "learning_rate": 2e-5,
+        "max_length": None,
+        "eval_strategy": "no",
+        "packing": True,
+        "warmup_steps": 3.0,
+    }
+
+
+def test_names_of_trl_are_taken(tmp_path):
+    assert read(tmp_path, "model_name_or_path: m\ndataset_name: d\n") == {"model": "m", "dataset": "d"}
+
+
+def test_an_empty_file_gives_nothing(tmp_path):
+    assert read(tmp_path, "# nothing\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\n\nlearing_rate: 3\n", "line 3: there is no option 'learing_rate'; did you mean 'learning_rate'?"),
+        ("7: 3\n", "line 1: there is no option 7"),
+        ("seed: 1\nmax_length: long\n", "line 2: max_length is 'long'; it must be a whole number or none"),
+        ("seed: 1\nseed: 2\n", "line 2: seed is given twice"),
+        ("model: m\nmodel_name_or_path: n\n", "line 2: model is given twice"),
+        ("- seed\n", "line 1: expected `option: value` lines"),
+        ("seed: [1\nmax_length: 3\n", "line 2 is not YAML: expected ',' or ']', but got ':'"),
+        ("seed: !!python/object:os.system 1\n", "is not YAML: could not determine a constructor"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_its_line(tmp_path, text, message):
+    with pytest.raises(UsageError) as error:
+        read(tmp_path, text)
+    assert str(error.value).startswith(str(tmp_path / "run.yaml"))
+    assert message in str(error.value)
+
+
+def test_a_file_that_is_missing_or_no_text(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*nowhere\.yaml"):
+        read_run_file(tmp_path / "nowhere.yaml", OPTIONS)
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="is not text"):
+        read_run_file(tmp_path / "run.yaml", OPTIONS)
+
+
+def test_what_is_written_is_everything_and_reads_back(tmp_path):
+    path = tmp_path / "run.yaml"
+    values = {"model": "m", "learning_rate": 1e-5, "max_length": None, "model_init_kwargs": {"dtype": "bfloat16"}}
+    write_run_file(path, values, OPTIONS)
+    assert set(yaml.safe_load(path.read_text())) == set(OPTIONS) - {"hub_token"}
+    read = read_run_file(path, OPTIONS)
+    assert {name: read[name] for name in values} == values
+    assert all(read[name] == option.default for name, option in OPTIONS.items() if name in read and name not in values)
+
+
+def test_secrets_are_not_written(tmp_path):
+    path = tmp_path / "run.yaml"
+    write_run_file(path, {"model": "m", "hub_token": "hf_secret"}, OPTIONS)
+    assert "hf_secret" not in path.read_text()

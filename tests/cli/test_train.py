@@ -1,0 +1,119 @@
+"""`lowtide sft`, from words to a saved model."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from lowtide.cli import train
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_run_saves_model_tokenizer_report_and_all_its_options(sft, tmp_path):
+    run, report = tmp_path / "run", tmp_path / "reports" / "memory.json"
+    status, out, err = sft("--assistant-only-loss", "--learning_rate=1e-3", "--memory_report", str(report))
+    assert status == 0, err
+    assert f"lowtide sft --config {run / 'run.yaml'}" in out
+    assert (run / "model.safetensors").is_file()
+    assert (run / "tokenizer.json").is_file()
+    measured = json.loads(report.read_text())
+    assert measured["steps"] == 2
+    assert measured["states_bytes"] == sum(measured["states"].values())
+    assert measured["peak_bytes"] > 0
+    options = yaml.safe_load((run / "run.yaml").read_text())
+    assert (options["learning_rate"], options["assistant_only_loss"], options["weight_decay"]) == (1e-3, True, 0.0)
+
+
+def test_the_run_file_of_a_run_repeats_it(sft, tmp_path):
+    assert sft("--learning_rate", "1e-3")[0] == 0
+    first = weights(tmp_path / "run")
+    assert sft("--config", str(tmp_path / "run" / "run.yaml"), "--output_dir", str(tmp_path / "again"))[0] == 0
+    again = weights(tmp_path / "again")
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_the_command_line_wins_over_the_run_file(sft, tmp_path, model, data):
+    file = tmp_path / "given.yaml"
+    file.write_text(f"model: {model}\ndataset: {data}\nlearning_rate: 5e-4\nseed: 7\noutput_dir: {tmp_path / 'run'}\n")
+    assert sft("--config", str(file), "--seed", "8")[0] == 0
+    options = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert (options["learning_rate"], options["seed"]) == (5e-4, 8)
+
+
+def test_an_adapter_is_trained_and_saved_alone(sft, tmp_path):
+    status, _, err = sft("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj")
+    assert status == 0, err
+    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (4, 32, 0.05)
+    assert sorted(adapter["target_modules"]) == ["q_proj", "v_proj"]
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_one_target_module_is_a_name_and_no_pattern(sft, tmp_path):
+    assert sft("--use_peft", "--lora_target_modules", "q_proj")[0] == 0
+    assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
+
+
+def test_an_evaluation_set_is_evaluated(sft, data):
+    status, out, err = sft("--eval_dataset", str(data))
+    assert status == 0, err
+    assert "eval_loss 3." in out
+
+
+def test_resuming_from_the_latest_checkpoint_ends_where_one_run_would(sft, tmp_path):
+    every = ("--save_steps", "2", "--lr_scheduler_type", "constant", "--learning_rate", "1e-3")
+    assert sft(*every, "--output_dir", str(tmp_path / "whole"), steps=4)[0] == 0
+    assert "No checkpoint" in sft(*every, "--resume_from_checkpoint", "latest", steps=2)[2]
+    status, _, err = sft(*every, "--resume_from_checkpoint", "latest", steps=4)
+    assert (status, "No checkpoint" in err) == (0, False)
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", ""], "--model is missing: give it, or `model:` in the file of --config"),
+        (["--dataset", "nowhere.jsonl"], "there is no file or folder 'nowhere.jsonl'"),
+        (["--model", "./nowhere"], "'./nowhere'"),
+        (["--max_length", "0"], "max_length"),
+        (["--packing", "--max_length", "none"], "packing=True needs max_length"),
+        (["--tokens_per_microbatch", "5"], "row"),
+        (["--learning_rate", "fast"], "--learning_rate is 'fast'; it must be a number"),
+        (["--lora_r", "4"], "lora_r has no effect without use_peft: add --use_peft, or drop it"),
+        (["--load_in_4bit", "--load_in_8bit", "--use_peft"], "load_in_4bit and load_in_8bit exclude each other"),
+        (["--load_in_4bit"], "add --use_peft"),
+        (["--attn_implementation", "sdpa"], "attn_implementation is of the padded path"),
+        (["--config", "nowhere.yaml"], "there is no file 'nowhere.yaml'"),
+        (["--resume_from_checkpoint", "nowhere"], "'nowhere' is no checkpoint folder. There is none in"),
+        (["--completion_only_loss", "true"], "completion_only_loss=True needs 'prompt' and 'completion'"),
+        (["--deepspeed", "zero3.json"], "deepspeed"),
+    ],
+)
+def test_what_cannot_work_is_one_message(sft, words, message):
+    status, out, err = sft(*words)
+    assert status == 2, out
+    assert message in err
+    assert "error: " in err
+    assert "Traceback" not in out + err
+
+
+def test_a_broken_line_is_named_with_its_file(sft, tmp_path):
+    file = tmp_path / "broken.jsonl"
+    file.write_text('{"text": "one"}\n{"text": \n')
+    status, _, err = sft("--dataset", str(file))
+    assert (status, f"{file}, line 2" in err) == (2, True)
+
+
+def test_an_output_folder_that_cannot_be_written_is_said_before_any_work(sft, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(train.RunOptions, "load", lambda *args, **kwargs: pytest.fail("work was begun"))
+    status, _, err = sft("--output_dir", str(tmp_path / "file" / "run"))
+    assert status == 2
+    assert f"output_dir '{tmp_path}/file/run' cannot be written: Not a directory. Name another --output_dir" in err

@@ -1,0 +1,75 @@
+"""A tiny language model and its tokenizer, built from nothing: no download, no file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from lowtide.demo.data import PHRASINGS
+
+PAD, UNKNOWN, START, END = "<|pad|>", "<|unknown|>", "<|im_start|>", "<|im_end|>"
+PIECES = r"\d|[A-Za-z]+ ?| ?[^\w\s] ?|\s"
+"""A digit, a word with the space after it, a sign with the spaces around it, or white space."""
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML, with marks around what the assistant generates."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of the words and signs that the dialogues are made of; decoding gives the text back exactly."""
+    split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    texts = ["0123456789", " + ", " = ", ", so ", "user", "assistant", "\n", *(p.format("") for p in PHRASINGS)]
+    pieces = [piece for text in texts for piece, _ in split.pre_tokenize_str(text)]
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys([PAD, UNKNOWN, START, END, *pieces]))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        additional_special_tokens=[START],
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+    wrapped.chat_template = TEMPLATE
+    return wrapped
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """A Qwen3 of two layers with random weights: 0.2 million parameters."""
+    torch.manual_seed(seed)
+    vocabulary = tokenizer.get_vocab()
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=24,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=vocabulary[PAD],
+        eos_token_id=vocabulary[END],
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def save(folder: Path, seed: int) -> None:
+    """Make model and tokenizer and save them, as a model from the hub would lie there."""
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, seed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

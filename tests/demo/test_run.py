@@ -1,0 +1,52 @@
+"""The demo in miniature: twenty steps through the real command."""
+
+import json
+
+import pytest
+
+from lowtide.cli.main import main
+from lowtide.demo.answers import answers, exact_match
+from lowtide.demo.data import Question
+from lowtide.demo.model import make_model, make_tokenizer, save
+from lowtide.demo.run import Sizes, run_demo
+
+
+@pytest.fixture
+def sft():
+    return lambda file: main(["sft", "--traceback", "--config", str(file), "--disable_tqdm", "true"])
+
+
+def test_twenty_steps_train_report_and_save(tmp_path, sft, capsys):
+    report = run_demo(tmp_path, sft, sizes=Sizes(steps=20, held_out=20, samples=3))
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert report["exact_match_before"] == 0
+    assert 0 <= report["exact_match_after"] <= 1
+    parameters = make_model(make_tokenizer(), seed=0).num_parameters()
+    assert report["states"]["gradients"] == 4 * parameters
+    assert report["states"]["optimizer"] == 8 * parameters
+    assert report["states_bytes"] == sum(report["states"].values())
+    assert report["peak_bytes"] >= report["resident_bytes_before_training"] > 0
+    assert report["ledger"]["tokens_cut"] == 0
+    assert report["seconds"] > 0
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    shown = capsys.readouterr().out
+    for part in ("exact answers", "states foretold", "peak measured", str(tmp_path / "model")):
+        assert part in shown
+
+
+def test_a_run_that_fails_is_no_report(tmp_path):
+    assert run_demo(tmp_path, lambda file: 2, sizes=Sizes(steps=1, held_out=2, samples=1)) is None
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_answers_come_in_the_order_of_the_questions(tmp_path):
+    save(tmp_path, seed=0)
+    questions = [Question(a, a // 7) for a in range(90)]
+    together = answers(tmp_path, questions, "all")
+    alone = [answers(tmp_path, [question], "one")[0] for question in questions[::30]]
+    assert together[::30] == alone
+
+
+def test_exact_match_counts_whole_answers():
+    questions = [Question(1, 2), Question(9, 3)]
+    assert exact_match(["1 + 2 = 3, so 3", "9 + 3 = 12, so 2"], questions) == 0.5

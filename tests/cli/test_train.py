@@ -18,7 +18,7 @@ def test_a_run_saves_model_tokenizer_report_and_all_its_options(sft, tmp_path):
     run, report = tmp_path / "run", tmp_path / "reports" / "memory.json"
     status, out, err = sft("--assistant-only-loss", "--learning_rate=1e-3", "--memory_report", str(report))
     assert status == 0, err
-    assert f"lowtide sft --config {run / 'run.yaml'}" in out
+    assert f"this repeats the run: lowtide sft --config {run / 'run.yaml'}" in out
     assert (run / "model.safetensors").is_file()
     assert (run / "tokenizer.json").is_file()
     measured = json.loads(report.read_text())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ class RunOptions:
     dtype: str | None = option(
         None, "What weights are stored in; float32 if left out.", choices=["float32", "bfloat16", "float16", "auto"]
     )
+    model_init_kwargs: dict | None = option(None, "Further arguments of `from_pretrained`.")
     attn_implementation: str | None = option(None, "Attention of the padded path (padding_free=false).")
     dataset: str | None = option(
         None, "The rows: a JSONL, JSON, CSV or Parquet file, a folder, or a hub name.", aliases=["dataset_name"]
@@ -79,10 +81,10 @@ class RunOptions:
                 "model. Drop it, or add --padding_free false"
             )
 
-    def model_init(self) -> dict[str, str]:
+    def model_init(self) -> dict[str, Any]:
         """Arguments of `from_pretrained`, as far as they are given."""
         init = {"revision": self.model_revision, "dtype": self.dtype, "attn_implementation": self.attn_implementation}
-        return {name: value for name, value in init.items() if value is not None}
+        return {name: value for name, value in init.items() if value is not None} | (self.model_init_kwargs or {})
 
     def load(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
         """The rows to train on, and those to evaluate on if there are any."""
@@ -134,15 +136,14 @@ def run(arguments: argparse.Namespace) -> int:
     what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
     what.check(padding_free=values.get("padding_free", True))
     adapters.check()
-    values.setdefault("output_dir", f"{Path(what.model or '').name}-{arguments.method}")
-    output = Path(values["output_dir"])
+    values["output_dir"] = what.output_dir or f"{Path(what.model or '').name}-{arguments.method}"
+    resume = values.pop("resume_from_checkpoint", None)
+    output, run_file = Path(values["output_dir"]), Path(values["output_dir"], RUN_FILE)
     check_writable(output)
+    checkpoint = _checkpoint(resume, output)
     config_class, trainer_class = _trainer(arguments.method)
-    # Before the config is made: it fills fields in, and the run file is to hold what was asked for.
     chosen = {name: value for name, value in values.items() if name in _names(config_class)}
-    resume = chosen.pop("resume_from_checkpoint", None)
-    chosen["model_init_kwargs"] = what.model_init() | (chosen.get("model_init_kwargs") or {})
-    config = config_class(**chosen)
+    config = config_class(**chosen | {"model_init_kwargs": what.model_init()})
     train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
     trainer = trainer_class(
         model=what.model,
@@ -152,17 +153,16 @@ def run(arguments: argparse.Namespace) -> int:
         peft_config=adapters.peft_config(),
         quantization_config=adapters.quantization_config(bf16=config.bf16),
     )
-    if config.should_save:
-        write_run_file(output / RUN_FILE, {k: v for k, v in values.items() if k != "resume_from_checkpoint"}, options)
-    trainer.train(resume_from_checkpoint=_checkpoint(resume, output))
+    if config.should_save:  # what was asked for: the config has filled fields in
+        write_run_file(run_file, values, options)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if eval_rows is not None:
         _say(", ".join(f"{k} {v:.4g}" for k, v in trainer.evaluate().items() if isinstance(v, float)), config)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=what.dataset)
-    _say(
-        f"The model is in {output}. `lowtide {arguments.method} --config {output / RUN_FILE}` repeats the run.", config
-    )
+    again = shlex.join(["lowtide", arguments.method, "--config", str(run_file)])
+    _say(f"The model is in {output}; this repeats the run: {again}", config)
     return 0
 
 

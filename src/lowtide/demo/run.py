@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lowtide.demo.answers import answers, exact_match
 from lowtide.demo.data import Question, make_questions, write_dialogues
 from lowtide.demo.model import save
 from lowtide.memory.measure import resident_bytes
+from lowtide.trainers.report import bytes_text
 
 SETTINGS: dict[str, Any] = {
     "assistant_only_loss": True,
@@ -73,6 +75,7 @@ def run_demo(
     save(base, seed)
     before = answers(base, held_out, "answers before")
 
+    import_module("lowtide.trainers.sft")  # whose own memory is none of the training's
     held = resident_bytes()
     settings = {"model": str(base), "dataset": str(data), "output_dir": str(model), "memory_report": str(memory)}
     run_file = folder / "sft.yaml"
@@ -111,10 +114,10 @@ def _show(report: dict[str, Any], samples: Sequence[tuple[Question, str, str]], 
     states = report["states"]
     facts = {
         "exact answers": f"{report['exact_match_before']:.1%} before, {report['exact_match_after']:.1%} after",
-        "states foretold": f"{report['states_bytes']:,} bytes = weights {states['weights']:,} + gradients "
-        f"{states['gradients']:,} + optimizer {states['optimizer']:,}",
-        "peak measured": f"{report['peak_bytes']:,} bytes resident, "
-        f"{report['resident_bytes_before_training']:,} of them before training",
+        "states foretold": f"{bytes_text(report['states_bytes'])} = "
+        + " + ".join(f"{name} {bytes_text(count)}" for name, count in states.items()),
+        "peak measured": f"{bytes_text(report['peak_bytes'])} resident, "
+        f"{bytes_text(report['resident_bytes_before_training'])} of it before training",
         "model": str(folder / "model"),
         "report": str(folder / "report.json"),
         "time": f"{report['seconds']:.0f} s",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 from rich.progress import (
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class RichProgress(TrainerCallback):
     """Steps done, time left, and the last metrics beside the bar."""
 
-    SHOWN = ("loss", "eval_loss", "mean_token_accuracy", "learning_rate")
+    SHOWN: ClassVar = {"loss": "loss", "eval_loss": "eval loss", "mean_token_accuracy": "accuracy"}
 
     def __init__(self) -> None:
         self.bar: Progress | None = None
@@ -81,7 +81,8 @@ class RichProgress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.bar is not None and "training" in self.tasks and logs:
-            shown = " ".join(f"{name} {logs[name]:.4g}" for name in self.SHOWN if isinstance(logs.get(name), float))
+            found = {word: logs[name] for name, word in self.SHOWN.items() if isinstance(logs.get(name), float)}
+            shown = " ".join(f"{word} {value:.3g}" for word, value in found.items())
             if shown:
                 self.bar.update(self.tasks["training"], metrics=shown)
 

@@ -43,6 +43,13 @@ def test_reads_parquet(tmp_path, streaming):
     assert list(load_rows(tmp_path / "rows.parquet", streaming=streaming)) == ROWS
 
 
+def test_a_name_with_signs_of_a_pattern_is_read_as_it_is(tmp_path):
+    path = tmp_path / "a*b [1]?.jsonl"
+    path.write_text('{"text": "one"}\n')
+    (tmp_path / "a--b 1x.jsonl").write_text('{"text": "another"}\n')
+    assert list(load_rows(path)["text"]) == ["one"]
+
+
 def test_reads_a_folder_by_split(tmp_path):
     write(tmp_path / "train.jsonl", LINES)
     write(tmp_path / "test.jsonl", '{"text": "c", "n": 3}\n')

@@ -6,6 +6,7 @@ which line is at fault.
 """
 
 import contextlib
+import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -136,7 +137,7 @@ def _from_files(
     if streaming and split in splits and all(file.suffix in LINE_BY_LINE for file in splits[split]):
         return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": list(map(str, splits[split]))})
     reader, separator = READERS[_reader(files[0]) or ""]
-    data_files = {name: list(map(str, group)) for name, group in splits.items()}
+    data_files = {name: [glob.escape(str(file)) for file in group] for name, group in splits.items()}
 
     # Opening a mapped file looks at the head of each of its records, and the kernel maps 64 kB around each look.
     records = {} if streaming else {"writer_batch_size": ROWS_IN_A_RECORD}

@@ -111,6 +111,32 @@ def test_a_broken_line_is_named_with_its_file(sft, tmp_path):
     assert (status, f"{file}, line 2" in err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"foo": 1}', "has the columns 'foo', and none of these is among them"),
+        ('{"messages": []}', "row 0 (the first is 0): 'messages' is empty"),
+        ('{"messages": [{"role": "user", "content": null}]}', "messages[0]['content'] is null; it must be a string"),
+        ('{"input_ids": [1, 999]}', "row 0 (the first is 0): input_ids holds 999, outside the vocabulary"),
+        ('{"input_ids": [1, 2], "labels": [-100, -100]}', "has nothing to train on: every row was dropped"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file(sft, tmp_path, row, message):
+    file = tmp_path / "[bad].jsonl"
+    file.write_text(row + "\n")
+    status, _, err = sft("--dataset", str(file))
+    assert status == 2
+    assert err.count("error: ") == 1
+    assert f"error: {file}" in err
+    assert message in err
+
+
+def test_a_bad_evaluation_row_is_named_with_its_file(sft, tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"messages": []}\n')
+    assert f"error: {file}, row 0" in sft("--eval_dataset", str(file))[2]
+
+
 def test_an_output_folder_that_cannot_be_written_is_said_before_any_work(sft, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(train.RunOptions, "load", lambda *args, **kwargs: pytest.fail("work was begun"))

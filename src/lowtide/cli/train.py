@@ -7,11 +7,12 @@ command line and, beneath it, from a run file (`--config`). All of them are writ
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -145,14 +146,15 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = {name: value for name, value in values.items() if name in _names(config_class)}
     config = config_class(**chosen | {"model_init_kwargs": what.model_init()})
     train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
-    trainer = trainer_class(
-        model=what.model,
-        args=config,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        peft_config=adapters.peft_config(),
-        quantization_config=adapters.quantization_config(bf16=config.bf16),
-    )
+    with _named({"the train dataset": what.dataset, "the eval dataset": what.eval_dataset or what.dataset}):
+        trainer = trainer_class(
+            model=what.model,
+            args=config,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            peft_config=adapters.peft_config(),
+            quantization_config=adapters.quantization_config(bf16=config.bf16),
+        )
     if config.should_save:  # what was asked for: the config has filled fields in
         write_run_file(run_file, values, options)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -164,6 +166,18 @@ def run(arguments: argparse.Namespace) -> int:
     again = shlex.join(["lowtide", arguments.method, "--config", str(run_file)])
     _say(f"The model is in {output}; this repeats the run: {again}", config)
     return 0
+
+
+@contextlib.contextmanager
+def _named(sources: Mapping[str, str | None]) -> Iterator[None]:
+    """Has errors name the files, of which a trainer knows no more than that they are its datasets."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for words, source in sources.items():
+            text = text.replace(words, str(source))
+        raise ValueError(text) from error
 
 
 def check_writable(folder: Path) -> None:

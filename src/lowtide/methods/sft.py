@@ -42,7 +42,9 @@ class SFTOptions:
     )
     assistant_only_loss: bool = option(False, "Score only what the assistant says.")
     loss_type: str = option(
-        "nll", "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).", choices=sorted(LOSSES)
+        "nll",
+        "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629). TRL's chunked_nll is nll.",
+        choices=[*LOSSES, "chunked_nll"],
     )
     router_aux_loss_coef: float | None = option(
         None, "Weight of a mixture of experts' load-balancing loss. None takes the model's own; 0 leaves it out."

@@ -4,24 +4,10 @@ import copy
 
 import datasets
 import pytest
+from chatml import CHATML, MARKED_CHATML
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-CHATML = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MARKED_CHATML = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}"
-    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CORPUS = [
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
     "How many clips did Natalia sell altogether in April and May?",

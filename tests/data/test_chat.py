@@ -1,6 +1,7 @@
 """Chat templates: token ids as `apply_chat_template` gives them, and which of them the assistant wrote."""
 
 import pytest
+from chatml import CHATML, MARKED_CHATML
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -62,8 +63,6 @@ def test_the_assistant_wrote_its_turns_with_their_end(which, request):
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(TEXT, min_size=1, max_size=5), min_size=1, max_size=4))
 def test_aligned_turns_are_those_that_marks_would_give(tokenizer, conversations):
-    from conftest import CHATML, MARKED_CHATML
-
     samples = [chat(*texts) for texts in conversations]
     aligned = ChatEncoder(tokenizer, CHATML).encode_with_turns(samples, PLACE)
     marked = ChatEncoder(tokenizer, MARKED_CHATML).encode_with_turns(samples, PLACE)

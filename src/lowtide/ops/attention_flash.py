@@ -1,0 +1,159 @@
+"""Ragged attention by kernels that take segments of unequal length as they are: flash-attn 3 and 2, and torch's own.
+
+All three align a causal mask at the end where a segment has more keys than queries, which is what a prefix before it
+asks for. They know windows; flash-attn knows soft-caps too. The prefix's keys are copied before each segment's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from lowtide.ops.attention_plan import AttentionPlan, Gather, Places, Rules, gathered
+
+
+class Lengths(NamedTuple):
+    """The segments as these kernels want them."""
+
+    queries: Int32[Tensor, " segments+1"]
+    """Where each segment's queries start and end; likewise its keys, those of its prefix included."""
+    keys: Int32[Tensor, " segments+1"]
+    longest_queries: int
+    longest_keys: int
+    gather: Gather | None
+    """How keys get there; None where they lie there already."""
+
+
+def lengths(plan: AttentionPlan) -> Lengths:
+    """From host integers; one small copy to the device a batch."""
+    return plan.once("lengths", lambda: _lengths(plan))
+
+
+def _lengths(plan: AttentionPlan) -> Lengths:
+    places = Places()
+    for part in plan.segments:
+        before = plan.before(part)
+        if before is not None:
+            places.share(before)
+        places.put(part, part.length)
+    keys = torch.tensor([0, *(plan.keys(part) for part in plan.segments)]).cumsum(0)
+    return Lengths(
+        torch.tensor([0, *(part.stop for part in plan.segments)], dtype=torch.int32, device=plan.device),
+        keys.to(torch.int32).to(plan.device),
+        max(part.length for part in plan.segments),
+        plan.longest,
+        places.gather(plan),
+    )
+
+
+def why_not(query: Tensor, value: Tensor, rules: Rules) -> str | None:
+    """What keeps all of these kernels from a call; None if nothing does."""
+    dim = query.shape[-1]
+    reasons = {
+        "a CUDA device": query.is_cuda,
+        "float16 or bfloat16": query.dtype in (torch.float16, torch.bfloat16),
+        "heads of one width, a multiple of 8 and at most 256": value.shape[-1] == dim and dim % 8 == 0 and dim <= 256,
+        "no sinks": rules.sinks is None,
+        "no chunks": rules.sight.chunk is None,
+        "no dropout": rules.dropout == 0.0,
+    }
+    missing = next((reason for reason, met in reasons.items() if not met), None)
+    if missing is None and torch.cuda.get_device_capability(query.device) < (8, 0):
+        missing = "a GPU of compute capability 8.0 or above"
+    return missing and f"needs {missing}"
+
+
+# -- flash-attn ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _flash2() -> Callable | None:
+    try:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+@functools.cache
+def _flash3() -> Callable | None:
+    try:
+        from flash_attn_interface import flash_attn_varlen_func  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+def why_not_flash2(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> str | None:
+    return why_not(query, value, rules) or (None if _flash2() else "needs flash-attn 2 (pip install flash-attn)")
+
+
+def why_not_flash3(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> str | None:
+    if reason := why_not(query, value, rules):
+        return reason
+    if torch.cuda.get_device_capability(query.device)[0] != 9:
+        return "needs a GPU of compute capability 9"
+    return None if _flash3() else "needs flash-attn 3 (flash_attn_interface)"
+
+
+def flash2_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
+    """As `varlen_attention`, by flash-attn 2."""
+    return _flash(_flash2(), query, key, value, plan, rules)
+
+
+def flash3_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
+    """As `varlen_attention`, by flash-attn 3."""
+    return _flash(_flash3(), query, key, value, plan, rules)
+
+
+def _flash(
+    kernel: Callable | None, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules
+) -> Tensor:
+    assert kernel is not None
+    shape = lengths(plan)
+    out = kernel(
+        query,
+        gathered(key, shape.gather),
+        gathered(value, shape.gather),
+        *shape[:4],
+        softmax_scale=rules.scale,
+        causal=True,
+        window_size=_window(rules),
+        softcap=rules.softcap or 0.0,
+    )
+    return out[0] if isinstance(out, tuple) else out  # the first releases of flash-attn 3 return the lse as well
+
+
+def _window(rules: Rules) -> tuple[int, int]:
+    """(keys before the query's own, keys after it); -1 for all."""
+    return (-1 if rules.sight.window is None else rules.sight.window - 1, 0)
+
+
+# -- torch's own --------------------------------------------------------------------------------------------------
+
+
+def why_not_varlen(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> str | None:
+    return why_not(query, value, rules) or ("needs no soft-cap" if rules.softcap is not None else None)
+
+
+def torch_varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
+    """As `varlen_attention`, by `torch.nn.attention.varlen`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    shape = lengths(plan)
+    key, value = gathered(key, shape.gather), gathered(value, shape.gather)
+    options = {}
+    if (repeat := query.shape[1] // key.shape[1]) > 1:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    out = varlen_attn(query, key, value, *shape[:4], scale=rules.scale, window_size=_window(rules), **options)
+    assert isinstance(out, Tensor)
+    return out

@@ -1,0 +1,169 @@
+"""Ragged attention on any device and for any rule, from batched dense attention.
+
+Segments of (nearly) equal length are batched together: under a causal mask, padding on the right changes no value on
+its left, so lengths may differ a little, and one `scaled_dot_product_attention` serves many segments. Soft-capping
+and sinks are computed in the open. It is the reference of the other backends.
+
+Shapes: `n` segments of a group, `q` their queries (padded), `p` the tokens of their prefix, `k` keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.ops.attention_plan import AttentionPlan, Gather, Places, Rules, Sight, gathered, scattered
+from lowtide.ragged import Segment
+
+PADDING_TOLERANCE = 1.2
+"""Segments join a group while its longest is at most so many times as long as they are."""
+SMALL = 16
+"""Lengths that differ by no more than this always join: so short, a call costs more than its padding."""
+QUERY_BLOCK = 1024
+"""Queries that see one explicit mask at a time, so that a mask is never larger than this times the keys."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Segments computed together: `n` of them, padded on the right to `q` queries, after `p` prefix tokens."""
+
+    n: int
+    q: int
+    p: int
+    query_start: int
+    """Where its queries stand among all groups' queries, in tokens; likewise its keys."""
+    key_start: int
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """All groups of a batch, and how tokens get there."""
+
+    groups: tuple[Group, ...]
+    queries: Gather | None
+    """None where the groups' queries are the tokens as they lie."""
+    keys: Gather | None
+
+
+def grouping(plan: AttentionPlan) -> Grouping:
+    """The segments grouped by prefix length and length."""
+    return plan.once("grouping", lambda: _group(plan))
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
+    """As `varlen_attention`."""
+    all_groups = grouping(plan)
+    query = gathered(query, all_groups.queries)
+    key, value = gathered(key, all_groups.keys), gathered(value, all_groups.keys)
+    outputs = []
+    for group in all_groups.groups:
+        keys = group.p + group.q
+        q = _heads_first(query, group.query_start, group.n, group.q)
+        k = _heads_first(key, group.key_start, group.n, keys)
+        v = _heads_first(value, group.key_start, group.n, keys)
+        out = _attend(q, k, v, plan, group.p, rules._replace(sight=rules.sight.within(keys)))
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return scattered(outputs[0] if len(outputs) == 1 else torch.cat(outputs), all_groups.queries)
+
+
+def _group(plan: AttentionPlan) -> Grouping:
+    segments = plan.segments
+    prefixes = [segments[part.prefix].length if part.prefix >= 0 else 0 for part in segments]
+    # Stable, so that equal lengths keep their order and groups of them need no gathering.
+    order = sorted(range(len(segments)), key=lambda s: (prefixes[s], segments[s].length))
+    clusters: list[list[int]] = []
+    for number in order:
+        last = clusters[-1] if clusters else None
+        if last and prefixes[last[0]] == prefixes[number] and _close(segments[last[0]], segments[number]):
+            last.append(number)
+        else:
+            clusters.append([number])
+
+    groups: list[Group] = []
+    queries, keys = Places(), Places()
+    for cluster in clusters:
+        width = segments[cluster[-1]].length
+        groups.append(Group(len(cluster), width, prefixes[cluster[0]], queries.count, keys.count))
+        for number in cluster:
+            part = segments[number]
+            queries.put(part, width)
+            before = plan.before(part)
+            if before is not None:
+                keys.share(before)
+            keys.put(part, width)
+    return Grouping(tuple(groups), queries.gather(plan), keys.gather(plan))
+
+
+def _close(shorter: Segment, longer: Segment) -> bool:
+    return longer.length <= max(shorter.length * PADDING_TOLERANCE, shorter.length + SMALL)
+
+
+def _heads_first(x: Tensor, start: int, n: int, length: int) -> Tensor:
+    """[tokens, heads, dim] to [n, heads, length, dim], a view."""
+    return x.narrow(0, start, n * length).unflatten(0, (n, length)).transpose(1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, p: int, rules: Rules) -> Tensor:
+    """One group, in blocks of queries wherever a mask has to be written down. [n, heads, q, dim]"""
+    # No kernel of `scaled_dot_product_attention` knows what these do to the scores.
+    in_the_open = rules.softcap is not None or rules.sinks is not None
+    if p == 0 and rules.sight == Sight() and not in_the_open:
+        return _sdpa(q, k, v, None, rules)
+    attend = _open if in_the_open else _sdpa
+    blocks = []
+    for start in range(0, q.shape[2], QUERY_BLOCK):
+        queries = range(start, min(start + QUERY_BLOCK, q.shape[2]))
+        window = rules.sight.window
+        keys = range(0 if window is None else max(0, p + start - window + 1), p + queries.stop)
+        mask = _mask(plan, queries, keys, p, rules.sight)
+        seen = slice(keys.start, keys.stop)
+        blocks.append(attend(q[:, :, queries.start : queries.stop], k[:, :, seen], v[:, :, seen], mask, rules))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def _mask(plan: AttentionPlan, q: range, k: range, p: int, sight: Sight) -> Tensor:
+    """[q, k] bool, True where query i (at position p + i) sees key j."""
+
+    def make() -> Tensor:
+        position = torch.arange(p + q.start, p + q.stop, device=plan.device)[:, None]
+        seen = torch.arange(k.start, k.stop, device=plan.device)[None, :]
+        mask = seen <= position
+        if sight.window is not None:
+            mask &= seen > position - sight.window
+        if sight.chunk is not None:
+            mask &= seen // sight.chunk == position // sight.chunk
+        return mask
+
+    return plan.once(("mask", q, k, p, sight), make)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=rules.dropout,
+        is_causal=mask is None,
+        scale=rules.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _open(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: Rules) -> Tensor:
+    """Attention with its scores written out, at least in float32 from the scores to the weights."""
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    scores = (q @ k.transpose(-1, -2)) * rules.scale
+    if rules.softcap is not None:
+        scores = rules.softcap * torch.tanh(scores / rules.softcap)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(~mask, float("-inf"))
+    if rules.sinks is not None:
+        sink = rules.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
+    return F.dropout(weights.to(q.dtype), p=rules.dropout) @ v

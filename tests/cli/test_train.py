@@ -1,6 +1,8 @@
 """`lowtide sft`, from words to a saved model."""
 
+import contextlib
 import json
+import resource
 
 import pytest
 import torch
@@ -74,6 +76,37 @@ def test_resuming_from_the_latest_checkpoint_ends_where_one_run_would(sft, tmp_p
     assert (status, "No checkpoint" in err) == (0, False)
     whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_full_disk_is_said_and_leaves_the_checkpoints_before_whole(sft, tmp_path):
+    assert sft("--save_steps", "2", steps=2)[0] == 0
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    with largest_file(500_000):
+        status, out, err = sft("--save_steps", "2", "--resume_from_checkpoint", "latest", steps=4)
+    assert status == 2, out
+    assert f"step 4: the checkpoint could not be written to {tmp_path / 'run'}" in err
+    assert "File too large" in err
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+    assert {path.name for path in (tmp_path / "run").glob("*checkpoint*")} == {"checkpoint-2"}
+    assert not (tmp_path / "run" / ".saving").exists()
+
+
+def test_a_final_model_that_cannot_be_written_is_said(sft, tmp_path):
+    with largest_file(500_000):
+        status, _, err = sft("--save_strategy", "no")
+    assert (status, f"the model could not be written to {tmp_path / 'run'}" in err) == (2, True)
+
+
+@contextlib.contextmanager
+def largest_file(size: int):
+    """Files end at `size` bytes, as they would on a disk with no more room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(

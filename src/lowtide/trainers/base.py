@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, Trainer
@@ -31,6 +32,9 @@ from lowtide.step import Limits, Totals, evaluate_batch, train_step
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.progress import RichProgress
+
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+"""How a full disk shows: in Python, in torch.save, in safetensors."""
 
 
 class LowtideTrainer(Trainer):
@@ -202,7 +206,7 @@ class LowtideTrainer(Trainer):
         try:
             with self._output_dir_is(str(staging)):
                 super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError) as error:
+        except WRITE_ERRORS as error:
             shutil.rmtree(staging, ignore_errors=True)
             raise ValueError(
                 f"step {self.state.global_step}: the checkpoint could not be written to {run}: {error}. "
@@ -220,6 +224,16 @@ class LowtideTrainer(Trainer):
                 use_mtime=True,
             )
         self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's; what could not be written is said of the folder that it was meant for."""
+        try:
+            super().save_model(output_dir, _internal_call)
+        except WRITE_ERRORS as error:
+            if _internal_call:  # a checkpoint, which says so itself
+                raise
+            folder = output_dir or self.args.output_dir
+            raise ValueError(f"the model could not be written to {folder}: {error}. Checkpoints are whole") from error
 
     @contextlib.contextmanager
     def _output_dir_is(self, folder: str) -> Iterator[None]:

@@ -160,6 +160,9 @@ class _Head:
         row_bytes = vocab * (dtype.itemsize if device == "cuda" else max(dtype.itemsize, 4))
         self.chunk = spec.chunk or max(16, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // row_bytes)
         self.block = self.chunk if device != "cpu" else max(1, BLOCK_BYTES // row_bytes)
+        self.scratch = None
+        if device == "cpu" and (spec.want.entropies or spec.projection.softcap is not None):
+            self.scratch = torch.empty(self.block, vocab, dtype=torch.promote_types(dtype, torch.float32))
 
     def chunks(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
         """(scores of the chunk, their x of each term, raw logits [rows, vocab]); the logits are one buffer."""
@@ -182,7 +185,7 @@ class _Head:
         for start in range(0, logits.shape[0], self.block):
             part = logits[start : start + self.block]
             scores = slice(span.start + start, span.start + start + part.shape[0])
-            yield scores, rows_of(part, self.target[scores], self.projection)
+            yield scores, rows_of(part, self.target[scores], self.projection, self.scratch)
 
 
 class _Gradients:

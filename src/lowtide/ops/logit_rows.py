@@ -59,9 +59,9 @@ class Slopes(NamedTuple):
 class TorchRows:
     """Some rows of logits, changed in place from raw logits to exponentials to the gradient."""
 
-    def __init__(self, logits: Tensor, target: Tensor, projection: Projection):
-        """`logits` [rows, vocab] is used up; `target` [rows]."""
-        self.place = logits
+    def __init__(self, logits: Tensor, target: Tensor, projection: Projection, scratch: Tensor | None = None):
+        """`logits` [rows, vocab] is used up; `target` [rows]; `scratch`, at least as large, spares an allocation."""
+        self.place, self.scratch = logits, scratch
         self.x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         self.target, self.projection = target[:, None], projection
         if projection.scale != 1.0:
@@ -100,8 +100,12 @@ class TorchRows:
 
     def _exponentiate(self, top: Tensor, keep: bool) -> None:
         self.x.sub_(top)
-        self.shifted = self.x.clone() if keep or self.projection.softcap is not None else None
+        self.shifted = self._copy() if keep or self.projection.softcap is not None else None
         self.x.exp_()
+
+    def _copy(self) -> Tensor:
+        # Blocks of this size, each made anew among the small results, leave a heap full of holes.
+        return self.x.clone() if self.scratch is None else self.scratch[: len(self.x)].copy_(self.x)
 
     def gradient(self, slopes: Slopes, entropies: Tensor) -> None:
         """Overwrites the logits with the gradient at the raw ones; `entropies` are those that `stats` gave."""
@@ -134,13 +138,13 @@ class TorchRows:
 Rows: TypeAlias = "TorchRows | TritonRows"
 
 
-def rows_of(logits: Tensor, target: Tensor, projection: Projection) -> Rows:
+def rows_of(logits: Tensor, target: Tensor, projection: Projection, scratch: Tensor | None = None) -> Rows:
     """The rows of `logits` [rows, vocab], on the kernels where they can serve: CUDA, at most float32, Triton there."""
     if logits.is_cuda and logits.dtype != torch.float64 and has_triton():
         from lowtide.ops.triton_rows import TritonRows
 
         return TritonRows(logits, target, projection)
-    return TorchRows(logits, target, projection)
+    return TorchRows(logits, target, projection, scratch)
 
 
 @functools.cache

@@ -48,6 +48,8 @@ class Totals:
             self.add(entropy=output.entropies.sum())
         if output.top1 is not None:
             self.add(top1=output.top1.sum())
+        if output.aux_loss is not None:
+            self.add(aux_loss=output.aux_loss * batch.tokens)
 
     def read(self, device: torch.device) -> dict[str, float]:
         """The sums over all ranks, by name."""
@@ -123,8 +125,6 @@ def train_step(
         losses.append(loss.detach())
         if totals is not None:
             totals.take_in(output, part)
-            if output.aux_loss is not None:
-                totals.add(aux_loss=output.aux_loss * part.tokens)
     return torch.stack(losses).sum()
 
 
@@ -166,6 +166,6 @@ def run(
         objective.loss,
         factor,
         accumulate=accumulate,
-        aux_loss=objective.aux_coefficient != 0 and torch.is_grad_enabled(),
+        aux_loss=objective.aux_coefficient != 0,
     )
     return score(model, batch, scores, padding_free=padding_free)

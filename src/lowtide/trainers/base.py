@@ -173,7 +173,9 @@ class LowtideTrainer(Trainer):
                 kept.take_in(results)
         totals.add(rows=rows)
         sums = totals.read(self.args.device)
-        metrics: dict[str, Any] = {"loss": sums.get("loss", 0.0) / max(sums.get("scores", 0), 1), **metrics_of(sums)}
+        metrics: dict[str, Any] = metrics_of(sums)
+        metrics["loss"] = sums.get("loss", 0.0) / max(sums.get("scores", 0), 1)
+        metrics["loss"] += self.objective.aux_coefficient * metrics.get("aux_loss", 0.0)
         logprobs, targets = cast(Any, kept.gathered())
         if self.compute_metrics is not None:
             metrics.update(self.compute_metrics(EvalPrediction(predictions=logprobs, label_ids=targets)))

@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from lowtide.engine.attention import NAME, PLAN
+from lowtide.ops.attention_grouped import grouping
 from lowtide.ops.varlen_attention import AttentionPlan
 from lowtide.ragged import RaggedBatch
 
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             seconds[name].append(pass_seconds(layer, rotary, batch, options.hidden) / batch.tokens)
     per_token = {name: statistics.median(values) for name, values in seconds.items()}
     overhead = per_token["ragged"] / per_token["equal"] - 1
-    groups = len(AttentionPlan.build(ragged).groups)
+    groups = len(grouping(AttentionPlan.build(ragged)).groups)
     console = Console()
     console.print(f"{SEGMENTS} segments, {ragged.tokens:,} tokens, {len(set(lengths))} lengths in {groups} groups")
     for name, value in per_token.items():

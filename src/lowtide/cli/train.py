@@ -116,11 +116,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="a run file: YAML with options, such as an earlier run's"
     )
-    left = dict(options)
+    left = {name: each for name, each in options.items() if name not in REFUSED}
     for title, names in LAYOUT.items():
         add_options(parser.add_argument_group(title), [left.pop(name) for name in names if name in left])
-    unlisted = [options[name] for name in options if name in left or name in REFUSED]
-    add_options(parser, unlisted, shown=False)
+    add_options(parser, [each for name, each in options.items() if name in left or name in REFUSED], shown=False)
     parser.epilog = "Also accepted, as transformers.TrainingArguments documents them: " + ", ".join(left)
     parser.set_defaults(run=run, method=method, options=options)
 

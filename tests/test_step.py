@@ -151,6 +151,9 @@ def rank_main(rank: int, ranks: int, rendezvous: str, limits: Limits, tied: bool
     if rank == 0:
         results["loss"] = loss.item() / ranks
         results["gradients"] = {name: grad.numpy() for name, grad in gradients(model.module).items()}
+    # A rank that leaves while the other still talks to it can hang in gloo's teardown.
+    torch.distributed.barrier()
+    del model
     torch.distributed.destroy_process_group()
 
 

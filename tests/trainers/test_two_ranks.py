@@ -57,6 +57,7 @@ def rank_main(rank: int, folder: str) -> None:
     found = run(folder, 2)
     if rank == 0:
         torch.save(found, Path(folder, "found.pt"))
+    torch.distributed.barrier()  # leave together: gloo's teardown can hang on a rank that is gone
     torch.distributed.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
 """Gives freed host memory back to the system while a CPU trains.
 
-A backward pass frees tensors of a few megabytes between gradients that stay. glibc keeps such holes in its heap, and
-the next layer's tensors rarely fit them: the resident peak grows by some 20 MB a layer of a 0.5B model, although
-nothing holds that memory. Trimming whenever the holes add up costs half a percent of the time there, and nothing
+Each layer frees tensors of a few megabytes between others that stay. glibc keeps such holes in its heap, and the next
+layer's tensors rarely fit them: the resident peak grows with every layer of a large model, although nothing holds that
+memory. Trimming whenever the holes add up costs about a percent of the time there, and nothing
 where they do not. Exact: no value is touched. On CUDA and on systems without glibc it does nothing.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-TRIM_ABOVE = 96 << 20
+TRIM_ABOVE = 40 << 20
 """Free bytes inside the heap that are worth a trim."""
 
 
@@ -27,10 +27,10 @@ class _MallocInfo(ctypes.Structure):
 
 
 def trim_while_training(model: nn.Module) -> bool:
-    """Lets each layer of a model on the CPU look at the heap as its gradients arrive, and trim it.
+    """Lets each layer of a model on the CPU look at the heap as its forward and its backward begin, and trim it.
 
     Args:
-        model: its lists of layers are found by their type; one trained parameter a layer carries the hook.
+        model: its lists of layers are found by their type.
 
     Returns:
         whether there is a heap to trim.
@@ -38,22 +38,33 @@ def trim_while_training(model: nn.Module) -> bool:
     trim = _trimmer()
     if trim is None or any(p.device.type != "cpu" for p in model.parameters()):
         return False
+
+    def before_forward(_layer: nn.Module, _inputs: object) -> None:
+        trim()
+
+    def after_forward(_layer: nn.Module, _inputs: object, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and first.requires_grad:
+            first.register_hook(before_backward)
+
+    def before_backward(_gradient: Tensor) -> None:
+        trim()
+
     for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
         for layer in layers:
-            parameter = next((p for p in layer.parameters() if p.requires_grad), None)
-            if parameter is not None:
-                parameter.register_post_accumulate_grad_hook(trim)
+            layer.register_forward_pre_hook(before_forward)
+            layer.register_forward_hook(after_forward)
     return True
 
 
-def _trimmer() -> Callable[[torch.Tensor], None] | None:
+def _trimmer() -> Callable[[], None] | None:
     try:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallinfo2.restype = _MallocInfo
     except (OSError, AttributeError):
         return None
 
-    def trim(_: torch.Tensor) -> None:
+    def trim() -> None:
         if libc.mallinfo2().fordblks > TRIM_ABOVE:
             libc.malloc_trim(0)
 

@@ -162,7 +162,7 @@ class _Head:
         self.block = self.chunk if device != "cpu" else max(1, BLOCK_BYTES // row_bytes)
         self.scratch = None
         if device == "cpu" and (spec.want.entropies or spec.projection.softcap is not None):
-            self.scratch = torch.empty(self.block, vocab, dtype=torch.promote_types(dtype, torch.float32))
+            self.scratch = torch.empty(2, self.block, vocab, dtype=torch.promote_types(dtype, torch.float32))
 
     def chunks(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
         """(scores of the chunk, their x of each term, raw logits [rows, vocab]); the logits are one buffer."""

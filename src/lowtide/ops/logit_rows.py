@@ -60,7 +60,7 @@ class TorchRows:
     """Some rows of logits, changed in place from raw logits to exponentials to the gradient."""
 
     def __init__(self, logits: Tensor, target: Tensor, projection: Projection, scratch: Tensor | None = None):
-        """`logits` [rows, vocab] is used up; `target` [rows]; `scratch`, at least as large, spares an allocation."""
+        """`logits` [rows, vocab] is used up; `target` [rows]; `scratch` [2, at least rows, vocab] spares allocations."""
         self.place, self.scratch = logits, scratch
         self.x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         self.target, self.projection = target[:, None], projection
@@ -83,7 +83,10 @@ class TorchRows:
         lse = top + log_total
         entropy = empty
         if want.entropies:
-            entropy = (log_total - torch.linalg.vecdot(self.x, self.shifted)[:, None] / total).squeeze(-1)
+            products = torch.mul(
+                self.x, self.shifted, out=None if self.scratch is None else self.scratch[1, : len(self.x)]
+            )
+            entropy = (log_total - products.sum(-1, keepdim=True) / total).squeeze(-1)
         self.top, self.total, self.log_total = top, total, log_total
         return RowStats(
             (chosen - lse).squeeze(-1),
@@ -105,7 +108,7 @@ class TorchRows:
 
     def _copy(self) -> Tensor:
         # Blocks of this size, each made anew among the small results, leave a heap full of holes.
-        return self.x.clone() if self.scratch is None else self.scratch[: len(self.x)].copy_(self.x)
+        return self.x.clone() if self.scratch is None else self.scratch[0, : len(self.x)].copy_(self.x)
 
     def gradient(self, slopes: Slopes, entropies: Tensor) -> None:
         """Overwrites the logits with the gradient at the raw ones; `entropies` are those that `stats` gave."""

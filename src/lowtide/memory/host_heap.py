@@ -1,21 +1,31 @@
-"""Gives freed host memory back to the system while a CPU trains.
+"""Keeps the heap of a process that trains on a CPU small where that pays, and steady where it does not.
 
-Each layer frees tensors of a few megabytes between others that stay. glibc keeps such holes in its heap, and the next
-layer's tensors rarely fit them: the resident peak grows with every layer of a large model, although nothing holds that
-memory. Trimming whenever the holes add up costs about a percent of the time there, and nothing
-where they do not. Exact: no value is touched. On CUDA and on systems without glibc it does nothing.
+glibc gives freed memory back to the system as soon as it lies at the heap's end, and the next tensor takes it again a
+page at a time: a small model spends a quarter of its step on that. So the heap is told to keep what it has. But each
+layer also frees tensors of a few megabytes between others that stay, and the next layer's rarely fit into such holes:
+the resident peak of a large model grows with every layer, although nothing holds that memory. There the holes are
+given back whenever they add up, which costs a percent of the time.
+
+Exact: no value is touched. On CUDA and on systems without glibc it does nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+LARGE = 1 << 30
+"""Bytes of weights from which holes are given back; below, they are small beside what the imports hold."""
 TRIM_ABOVE = 40 << 20
 """Free bytes inside the heap that are worth a trim."""
+MMAP_ABOVE = 32 << 20
+"""Bytes from which a tensor is mapped by itself, and leaves no hole; the most that glibc allows."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Numbers of `mallopt`'s parameters."""
 
 
 class _MallocInfo(ctypes.Structure):
@@ -26,19 +36,28 @@ class _MallocInfo(ctypes.Structure):
     )]  # fmt: skip
 
 
-def trim_while_training(model: nn.Module) -> bool:
-    """Lets each layer of a model on the CPU look at the heap as its forward and its backward begin, and trim it.
+def settle_heap(model: nn.Module) -> bool:
+    """Sets the heap of this process up for a model on the CPU, and lets the layers of a large one trim it.
 
     Args:
-        model: its lists of layers are found by their type.
+        model: its lists of layers are found by their type; each looks as its forward and its backward begin.
 
     Returns:
-        whether there is a heap to trim.
+        whether its layers trim.
     """
-    trim = _trimmer()
-    if trim is None or any(p.device.type != "cpu" for p in model.parameters()):
+    parameters = list(model.parameters())
+    heap = _glibc()
+    if heap is None or any(p.device.type != "cpu" for p in parameters):
         return False
+    heap.mallopt(M_MMAP_THRESHOLD, MMAP_ABOVE)
+    heap.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    large = sum(p.numel() * p.element_size() for p in parameters) >= LARGE
+    if large:
+        _trim_in_layers(model, functools.partial(_trim, heap))
+    return large
 
+
+def _trim_in_layers(model: nn.Module, trim: Callable[[], None]) -> None:
     def before_forward(_layer: nn.Module, _inputs: object) -> None:
         trim()
 
@@ -54,18 +73,18 @@ def trim_while_training(model: nn.Module) -> bool:
         for layer in layers:
             layer.register_forward_pre_hook(before_forward)
             layer.register_forward_hook(after_forward)
-    return True
 
 
-def _trimmer() -> Callable[[], None] | None:
+def _glibc() -> Any:
+    """The C library, if it is a glibc that tells of its heap."""
     try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallinfo2.restype = _MallocInfo
+        library: Any = ctypes.CDLL("libc.so.6")
+        library.mallinfo2.restype = _MallocInfo
     except (OSError, AttributeError):
         return None
+    return library
 
-    def trim() -> None:
-        if libc.mallinfo2().fordblks > TRIM_ABOVE:
-            libc.malloc_trim(0)
 
-    return trim
+def _trim(heap: Any) -> None:
+    if heap.mallinfo2().fordblks > TRIM_ABOVE:
+        heap.malloc_trim(0)

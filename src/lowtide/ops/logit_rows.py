@@ -60,7 +60,7 @@ class TorchRows:
     """Some rows of logits, changed in place from raw logits to exponentials to the gradient."""
 
     def __init__(self, logits: Tensor, target: Tensor, projection: Projection, scratch: Tensor | None = None):
-        """`logits` [rows, vocab] is used up; `target` [rows]; `scratch` [2, at least rows, vocab] spares allocations."""
+        """`logits` [rows, vocab] is used up; `target` [rows]; `scratch` [2, rows or more, vocab] spares allocations."""
         self.place, self.scratch = logits, scratch
         self.x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         self.target, self.projection = target[:, None], projection

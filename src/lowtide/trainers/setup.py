@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, install
 from lowtide.engine.probe import Probe, probe
-from lowtide.memory.host_heap import trim_while_training
+from lowtide.memory.host_heap import settle_heap
 from lowtide.trainers.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
             f"{len(half)} trained parameters are stored in float16 ({half[0]}, ...), in which updates underflow and "
             "overflow: load the model with dtype float32 (and fp16=True for float16 compute) or bfloat16"
         )
-    trim_while_training(model)
+    settle_heap(model)
     inner = causal_model(model)
     implementation = inner.config._attn_implementation or "eager"
     found = probe(model)

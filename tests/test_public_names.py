@@ -6,9 +6,21 @@ import sys
 import lowtide
 
 NAMES = [
+    "BCOConfig",
+    "BCOTrainer",
+    "CPOConfig",
+    "CPOTrainer",
+    "DPOConfig",
+    "DPOTrainer",
     "DataCollatorForCompletionOnlyLM",
     "DataCollatorWithFlattening",
+    "KTOConfig",
+    "KTOTrainer",
+    "ORPOConfig",
+    "ORPOTrainer",
     "RaggedBatch",
+    "RewardConfig",
+    "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
 ]

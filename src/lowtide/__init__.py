@@ -9,13 +9,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowtide.data.collate import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening
     from lowtide.ragged import RaggedBatch
+    from lowtide.trainers.bco import BCOConfig, BCOTrainer
+    from lowtide.trainers.cpo import CPOConfig, CPOTrainer
+    from lowtide.trainers.dpo import DPOConfig, DPOTrainer
+    from lowtide.trainers.kto import KTOConfig, KTOTrainer
+    from lowtide.trainers.orpo import ORPOConfig, ORPOTrainer
+    from lowtide.trainers.reward import RewardConfig, RewardTrainer
     from lowtide.trainers.sft import SFTConfig, SFTTrainer
 
 __version__ = "0.1.0"
 __all__ = [
+    "BCOConfig",
+    "BCOTrainer",
+    "CPOConfig",
+    "CPOTrainer",
+    "DPOConfig",
+    "DPOTrainer",
     "DataCollatorForCompletionOnlyLM",
     "DataCollatorWithFlattening",
+    "KTOConfig",
+    "KTOTrainer",
+    "ORPOConfig",
+    "ORPOTrainer",
     "RaggedBatch",
+    "RewardConfig",
+    "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
 ]
@@ -24,6 +42,18 @@ _HOME = {
     "DataCollatorForCompletionOnlyLM": "lowtide.data.collate",
     "DataCollatorWithFlattening": "lowtide.data.collate",
     "RaggedBatch": "lowtide.ragged",
+    "BCOConfig": "lowtide.trainers.bco",
+    "BCOTrainer": "lowtide.trainers.bco",
+    "CPOConfig": "lowtide.trainers.cpo",
+    "CPOTrainer": "lowtide.trainers.cpo",
+    "DPOConfig": "lowtide.trainers.dpo",
+    "DPOTrainer": "lowtide.trainers.dpo",
+    "KTOConfig": "lowtide.trainers.kto",
+    "KTOTrainer": "lowtide.trainers.kto",
+    "ORPOConfig": "lowtide.trainers.orpo",
+    "ORPOTrainer": "lowtide.trainers.orpo",
+    "RewardConfig": "lowtide.trainers.reward",
+    "RewardTrainer": "lowtide.trainers.reward",
     "SFTConfig": "lowtide.trainers.sft",
     "SFTTrainer": "lowtide.trainers.sft",
 }

@@ -12,7 +12,7 @@ tokens with `prefix = [-1, 0, 0]`; padded it would be 2 x 9 = 18.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ class Segment(NamedTuple):
     """First score."""
     score_stop: int
     """One past the last score."""
+    key: int = 0
+    """The same for prefixes of the same tokens, within one process; 0 for what is no prefix."""
 
     @property
     def length(self) -> int:
@@ -49,7 +51,8 @@ class RaggedBatch:
     """Segments of tokens end to end, and the tokens to score among them.
 
     Segments of one row stand together, rows in ascending order from 0, scores in the order of their segments. A
-    prefix stands before the segments that share it, belongs to the same row, and has no prefix of its own.
+    prefix stands before the segments that share it, and has no prefix of its own. It belongs to their row; only
+    `share_prefixes` lets rows have one in common.
 
     Raises:
         ValueError: at construction, if the fields contradict each other; the message names the field and place.
@@ -72,6 +75,10 @@ class RaggedBatch:
     """The segment that the score counts for."""
     segments: tuple[Segment, ...]
     """The same boundaries on the host."""
+    row_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """What else is known of each row, [rows] each: a label, a margin."""
+    score_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """What else is known of each score, [scores] each: a reference's log-probability, say."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -86,6 +93,9 @@ class RaggedBatch:
         *,
         prefix: Sequence[int] | None = None,
         row: Sequence[int] | None = None,
+        read_last: bool = False,
+        row_values: Mapping[str, Tensor] | None = None,
+        score_values: Mapping[str, Tensor] | None = None,
     ) -> RaggedBatch:
         """Lays segments end to end.
 
@@ -96,6 +106,9 @@ class RaggedBatch:
                 nothing predicts it, and its label is not scored.
             prefix: for each segment the index of the segment it goes on from, or -1 (the default).
             row: for each segment its row; each segment a row of its own if None.
+            read_last: in place of labels one score in each segment that is no prefix, read at its last token, as a
+                reward model's is; its target is 0.
+            row_values: further values, [rows] each; likewise score_values, [scores] each.
 
         Raises:
             ValueError: a segment is empty, a label list has another length, a prefix or row is out of order.
@@ -108,6 +121,7 @@ class RaggedBatch:
             if len(values) != count:
                 raise ValueError(f"RaggedBatch: {count} segments but {len(values)} entries in `{name}`")
 
+        shared = set(prefix)
         segments: list[Segment] = []
         positions: list[Tensor] = []
         indices: list[Tensor] = []
@@ -127,26 +141,31 @@ class RaggedBatch:
                     "which does not stand before it"
                 )
             before = segments[prefix[number]] if prefix[number] >= 0 else None
-            target = torch.as_tensor(wanted, dtype=torch.long)
-            place = torch.nonzero(target != IGNORE).flatten()
-            if before is None:
-                place = place[place > 0]
-            index = place + (start - 1)
-            if before is not None:
-                index[place == 0] = before.stop - 1
+            if before is not None and before.row != row[number]:
+                raise ValueError(
+                    f"RaggedBatch: segment {number} has prefix {prefix[number]}, which belongs to another row "
+                    f"({before.row} instead of {row[number]})"
+                )
+            if read_last:
+                index = torch.full((0 if number in shared else 1,), start + len(tokens) - 1)
+                target = torch.zeros_like(index)
+            else:
+                index, target = _scored_places(wanted, start, before)
             indices.append(index)
-            targets.append(target[place])
+            targets.append(target)
             first_position = before.length if before is not None else 0
             positions.append(torch.arange(first_position, first_position + len(tokens)))
+            key = hash(torch.as_tensor(tokens, dtype=torch.long).numpy().tobytes()) if number in shared else 0
             segments.append(
-                Segment(start, start + len(tokens), prefix[number], row[number], scored, scored + len(index))
+                Segment(start, start + len(tokens), prefix[number], row[number], scored, scored + len(index), key)
             )
             start += len(tokens)
             scored += len(index)
         if not segments:
             raise ValueError("RaggedBatch: no segments")
         tokens = torch.cat([torch.as_tensor(tokens, dtype=torch.long) for tokens in token_ids])
-        return cls._assemble(tokens, torch.cat(positions), torch.cat(indices), torch.cat(targets), segments)
+        places = torch.cat(positions), torch.cat(indices), torch.cat(targets)
+        return cls._assemble(tokens, *places, segments, row_values, score_values)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> RaggedBatch:
@@ -199,6 +218,7 @@ class RaggedBatch:
                     part.row + row,
                     part.score_start + score,
                     part.score_stop + score,
+                    part.key,
                 )
                 for part in batch.segments
             ]
@@ -209,11 +229,20 @@ class RaggedBatch:
             torch.cat(indices),
             torch.cat([batch.score_target for batch in batches]),
             segments,
+            _joined([batch.row_values for batch in batches]),
+            _joined([batch.score_values for batch in batches]),
         )
 
     @classmethod
     def _assemble(
-        cls, token_ids: Tensor, position_ids: Tensor, index: Tensor, target: Tensor, segments: Sequence[Segment]
+        cls,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        index: Tensor,
+        target: Tensor,
+        segments: Sequence[Segment],
+        row_values: Mapping[str, Tensor] | None = None,
+        score_values: Mapping[str, Tensor] | None = None,
     ) -> RaggedBatch:
         """The device-side copies of what `segments` says on the host."""
         device = token_ids.device
@@ -228,6 +257,8 @@ class RaggedBatch:
             score_target=target,
             score_segment=torch.repeat_interleave(torch.arange(len(segments)), scores).to(device),
             segments=tuple(segments),
+            row_values=row_values or {},
+            score_values=score_values or {},
         )
 
     # -- sizes, all from the host ------------------------------------------------------------------------------
@@ -252,6 +283,24 @@ class RaggedBatch:
             counts[part.row] += part.length
         return counts
 
+    @property
+    def row_segments(self) -> list[list[int]]:
+        """The segments of each row."""
+        numbers: list[list[int]] = [[] for _ in range(self.rows)]
+        for number, part in enumerate(self.segments):
+            numbers[part.row].append(number)
+        return numbers
+
+    @property
+    def repeated_tokens(self) -> int:
+        """Tokens of the form that repeats each prefix before each segment that shares it."""
+        shared = {part.prefix for part in self.segments}
+        return sum(
+            part.length + (self.segments[part.prefix].length if part.prefix >= 0 else 0)
+            for number, part in enumerate(self.segments)
+            if number not in shared
+        )
+
     # -- change ------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> RaggedBatch:
@@ -263,19 +312,33 @@ class RaggedBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, change: Any) -> RaggedBatch:
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: change(v) for k, v in tensors.items() if isinstance(v, Tensor)})
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
+        for name in ("row_values", "score_values"):
+            changed[name] = {key: change(value) for key, value in values[name].items()}
+        return replace(self, **changed)
+
+    def with_score_values(self, **values: Tensor) -> RaggedBatch:
+        """The same batch with more known of each score, [scores] each."""
+        return replace(self, score_values={**self.score_values, **values})
 
     def unscored(self) -> RaggedBatch:
         """The same tokens with nothing to score: a micro-batch that keeps other ranks company."""
         segments = [part._replace(score_start=0, score_stop=0) for part in self.segments]
-        return self._assemble(self.token_ids, self.position_ids, self.score_index[:0], self.score_target[:0], segments)
+        nothing = {name: value[:0] for name, value in self.score_values.items()}
+        places = self.token_ids, self.position_ids, self.score_index[:0], self.score_target[:0]
+        return self._assemble(*places, segments, self.row_values, nothing)
 
     def select_rows(self, rows: Sequence[int]) -> RaggedBatch:
         """The batch of some rows alone, in ascending order, renumbered from 0."""
-        renumbered = {row: number for number, row in enumerate(sorted(rows))}
-        kept = [number for number, part in enumerate(self.segments) if part.row in renumbered]
+        chosen = set(rows)
+        return self.select_segments([n for n, part in enumerate(self.segments) if part.row in chosen])
+
+    def select_segments(self, kept: Sequence[int]) -> RaggedBatch:
+        """The batch of some segments alone, ascending, with their prefixes among them; rows renumbered from 0."""
         place = {old: new for new, old in enumerate(kept)}
+        rows = sorted({self.segments[old].row for old in kept})
+        renumbered = {row: number for number, row in enumerate(rows)}
         segments: list[Segment] = []
         moved = torch.zeros(len(self.segments), dtype=torch.long)
         token = score = 0
@@ -283,15 +346,9 @@ class RaggedBatch:
             part = self.segments[old]
             count = part.score_stop - part.score_start
             moved[old] = token - part.start
+            prefix = place[part.prefix] if part.prefix >= 0 else -1
             segments.append(
-                Segment(
-                    token,
-                    token + part.length,
-                    place.get(part.prefix, -1),
-                    renumbered[part.row],
-                    score,
-                    score + count,
-                )
+                Segment(token, token + part.length, prefix, renumbered[part.row], score, score + count, part.key)
             )
             token, score = token + part.length, score + count
 
@@ -309,7 +366,39 @@ class RaggedBatch:
             index + moved.to(index.device)[source],
             take(self.score_target, score_spans),
             segments,
+            {name: value[rows] for name, value in self.row_values.items()},
+            {name: take(value, score_spans) for name, value in self.score_values.items()},
         )
+
+    def share_prefixes(self) -> RaggedBatch:
+        """The same scores with each prefix that several rows repeat computed once, for the first of them.
+
+        The last thing to do with a batch: its rows can't be told apart again. A prefix with scores of its own stays.
+        """
+        first: dict[tuple[int, int], int] = {}
+        stands_for: dict[int, int] = {}
+        for number, part in enumerate(self.segments):
+            if part.key and part.score_start == part.score_stop:
+                kept = first.setdefault((part.key, part.length), number)
+                if kept != number:
+                    stands_for[number] = kept
+        if not stands_for:
+            return self
+        device = self.prefix.device
+        distance = torch.zeros(len(self.segments), dtype=torch.long)
+        for number, kept in stands_for.items():
+            distance[number] = self.segments[kept].start - self.segments[number].start
+        own = self.score_segment
+        reads_prefix = self.score_index < self.offsets[own]
+        shift = torch.where(reads_prefix, distance.to(device)[self.prefix[own]], 0)
+        segments = tuple(part._replace(prefix=stands_for.get(part.prefix, part.prefix)) for part in self.segments)
+        joined = replace(
+            self,
+            score_index=self.score_index + shift,
+            prefix=torch.tensor([part.prefix for part in segments], device=device),
+            segments=segments,
+        )
+        return joined.select_segments([n for n in range(len(segments)) if n not in stands_for])
 
     def split(
         self, max_tokens: int | None = None, max_rows: int | None = None, *, pieces: int = 1
@@ -372,6 +461,23 @@ def _balance(tokens: Sequence[int], count: int, max_tokens: int | None, max_rows
     return [sorted(group) for group in groups if group]
 
 
+def _scored_places(labels: Sequence[int], start: int, before: Segment | None) -> tuple[Tensor, Tensor]:
+    """Where the labels of a segment that starts at `start`, after the prefix `before`, are predicted; and they."""
+    target = torch.as_tensor(labels, dtype=torch.long)
+    place = torch.nonzero(target != IGNORE).flatten()
+    if before is None:
+        place = place[place > 0]
+    index = place + (start - 1)
+    if before is not None:
+        index[place == 0] = before.stop - 1
+    return index, target[place]
+
+
+def _joined(values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Each value of all batches, end to end."""
+    return {name: torch.cat([each[name] for each in values]) for name in values[0]}
+
+
 def _validate(batch: RaggedBatch) -> None:
     segments = batch.segments
     if not segments:
@@ -390,6 +496,12 @@ def _validate(batch: RaggedBatch) -> None:
         tensor = getattr(batch, name)
         if tensor.shape != (size,):
             raise ValueError(f"RaggedBatch: `{name}` has shape {tuple(tensor.shape)}, but the segments say ({size},)")
+    for kind, values, size in (("row", batch.row_values, batch.rows), ("score", batch.score_values, batch.scores)):
+        for name, tensor in values.items():
+            if tensor.shape[:1] != (size,):
+                raise ValueError(
+                    f"RaggedBatch: {kind} value {name!r} has shape {tuple(tensor.shape)}, but there are {size} {kind}s"
+                )
     token = score = 0
     row = 0
     for number, part in enumerate(segments):
@@ -404,9 +516,6 @@ def _validate(batch: RaggedBatch) -> None:
         if part.prefix >= 0:
             if part.prefix >= number:
                 raise ValueError(f"{where} has prefix {part.prefix}, which does not stand before it")
-            if segments[part.prefix].prefix >= 0 or segments[part.prefix].row != part.row:
-                raise ValueError(
-                    f"{where} has prefix {part.prefix}, which has a prefix itself or another row "
-                    f"({segments[part.prefix].row} instead of {part.row})"
-                )
+            if segments[part.prefix].prefix >= 0:
+                raise ValueError(f"{where} has prefix {part.prefix}, which has a prefix itself")
         token, score, row = part.stop, part.score_stop, part.row

@@ -1,4 +1,4 @@
-"""How `lowtide sft --help` groups options, the most used first. What is listed nowhere is accepted all the same."""
+"""How `lowtide sft --help` and its like group options. What is listed nowhere is accepted all the same."""
 
 LAYOUT: dict[str, list[str]] = {
     "model and data": [
@@ -38,9 +38,32 @@ LAYOUT: dict[str, list[str]] = {
         "max_grad_norm",
         "optim",
         "loss_type",
+        "loss_weights",
+        "beta",
+        "label_smoothing",
         "label_smoothing_factor",
+        "f_divergence_type",
+        "f_alpha_divergence_coef",
+        "ld_alpha",
+        "use_weighting",
+        "discopop_tau",
+        "desirable_weight",
+        "undesirable_weight",
+        "cpo_alpha",
+        "simpo_gamma",
+        "alpha",
+        "center_rewards_coefficient",
+        "disable_dropout",
         "router_aux_loss_coef",
         "seed",
+    ],
+    "reference": [
+        "ref_model",
+        "precompute_ref_log_probs",
+        "precompute_ref_batch_size",
+        "sync_ref_model",
+        "ref_model_mixup_alpha",
+        "ref_model_sync_steps",
     ],
     "memory and precision": [
         "tokens_per_microbatch",
@@ -49,6 +72,7 @@ LAYOUT: dict[str, list[str]] = {
         "bf16",
         "fp16",
         "padding_free",
+        "prefix_sharing",
         "attn_implementation",
         "token_metrics",
         "memory_report",

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
 import lowtide
+from lowtide.spelling import nearest
 
 METHODS = {
     "sft": "fine-tune a model on texts, conversations or prompts with completions",
+    "dpo": "direct preference optimization: pairs of a chosen and a rejected answer, against a reference",
+    "kto": "Kahneman-Tversky optimization: single answers that are desirable or not, against a reference",
+    "reward": "train a reward model, which scores an answer, on pairs",
+    "orpo": "odds ratio preference optimization: pairs, without a reference",
+    "cpo": "contrastive preference optimization and SimPO: pairs, without a reference",
+    "bco": "binary classifier optimization: single answers that are desirable or not, against a reference",
 }
 """The training methods, which `lowtide.cli.train` runs, and the line of help of each."""
 TOOLS = {
@@ -85,14 +91,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if command is None and not words:
         parser.print_help()
         parser.exit(USER_ERROR)
-    _refuse_unknown(words, parser, *([subparsers.choices[command]] if command else []))
+    _refuse_unknown(words, command, parser, *([subparsers.choices[command]] if command else []))
     return parser.parse_args(words)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` where some known name is close to this one, else nothing."""
-    matches = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def describe(error: BaseException) -> str:
@@ -108,12 +108,14 @@ def _underscored(word: str) -> str:
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
 
 
-def _refuse_unknown(words: Sequence[str], *parsers: argparse.ArgumentParser) -> None:
+def _refuse_unknown(words: Sequence[str], command: str | None, *parsers: argparse.ArgumentParser) -> None:
     """Name an option that no parser has, before argparse complains of what may be missing because of it."""
     known = {option for parser in parsers for option in parser._option_string_actions}
     for option in (word.split("=")[0] for word in words if word.startswith("--")):
         if option not in known:
-            raise UsageError(f"there is no option {option}{nearest(option, known)} (see {parsers[-1].prog} --help)")
+            of_others = import_module("lowtide.trainers.config").whose(option[2:]) if command in METHODS else ""
+            near = "" if of_others else nearest(option, known)
+            raise UsageError(f"there is no option {option}{of_others or near} (see {parsers[-1].prog} --help)")
 
 
 def _complain(message: str, hint: str) -> None:

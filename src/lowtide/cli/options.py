@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from lowtide.cli.main import UsageError, nearest
+from lowtide.cli.main import UsageError
+from lowtide.spelling import nearest
 
 
 @dataclasses.dataclass(frozen=True)

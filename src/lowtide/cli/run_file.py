@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
-from lowtide.cli.main import UsageError, nearest
+from lowtide.cli.main import UsageError
 from lowtide.cli.options import Option
+from lowtide.spelling import nearest
 
 SECRET = frozenset({"hub_token"})
 """Options that no file gets to see."""

@@ -1,4 +1,4 @@
-"""`lowtide sft --model M --dataset D`: a method from options to a saved model.
+"""`lowtide sft --model M --dataset D`, and the other methods: from options to a saved model.
 
 Options are the fields of the method's config class, and few more: model, data and adapters. They come from the
 command line and, beneath it, from a run file (`--config`). All of them are written to the output folder as a run file.
@@ -23,6 +23,7 @@ from lowtide.cli.main import METHODS, UsageError
 from lowtide.cli.options import Option, add_options, options_of, read_options
 from lowtide.cli.run_file import read_run_file, write_run_file
 from lowtide.methods.method import option
+from lowtide.methods.options import ReferenceOptions
 from lowtide.trainers.config import REFUSED
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 T = TypeVar("T")
-TRAINERS = {"sft": ("lowtide.trainers.sft", "SFTConfig", "SFTTrainer")}
-"""For each method the module, the config class and the trainer class."""
+NAMES = {"reward": "Reward"}
+"""The methods whose classes are not named in capitals."""
 RUN_FILE = "run.yaml"
 
 
@@ -102,6 +103,15 @@ class RunOptions:
         return rows, None
 
 
+@dataclasses.dataclass(kw_only=True)
+class ReferenceModel:
+    """Which reference a policy is compared with."""
+
+    ref_model: str | None = option(
+        None, "The reference: a folder, or a name on the hub. None: the model as it is before training."
+    )
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str) -> None:
     """Add a method's subcommand to `lowtide`'s parser."""
     config = _trainer(method)[0]
@@ -153,6 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
             eval_dataset=eval_rows,
             peft_config=adapters.peft_config(),
             quantization_config=adapters.quantization_config(bf16=config.bf16),
+            **{name: values[name] for name in _names(ReferenceModel) & values.keys()},
         )
     if config.should_save:  # what was asked for: the config has filled fields in
         write_run_file(run_file, values, options)
@@ -214,13 +225,13 @@ def _checkpoint(wanted: str | None, output: Path) -> str | None:
 
 
 def _trainer(method: str) -> tuple[type, type]:
-    module, config, trainer = TRAINERS[method]
-    found = import_module(module)
-    return getattr(found, config), getattr(found, trainer)
+    found, name = import_module(f"lowtide.trainers.{method}"), NAMES.get(method, method.upper())
+    return getattr(found, f"{name}Config"), getattr(found, f"{name}Trainer")
 
 
 def _options(config: type) -> dict[str, Option]:
-    return options_of(config) | options_of(RunOptions) | options_of(AdapterOptions)
+    reference = options_of(ReferenceModel) if issubclass(config, ReferenceOptions) else {}
+    return options_of(config) | options_of(RunOptions) | reference | options_of(AdapterOptions)
 
 
 def _names(config: type) -> set[str]:

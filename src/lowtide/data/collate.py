@@ -16,6 +16,7 @@ builds no key-value cache; so these batches switch the cache off, and the isolat
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +30,8 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.ragged import IGNORE, RaggedBatch
 
 Row = Mapping[str, Any]
+REFERENCE_COLUMN = "ref_logprobs"
+"""The column of a reference's log-probabilities, of all scores of a row."""
 
 
 class RaggedCollator:
@@ -36,6 +39,59 @@ class RaggedCollator:
 
     def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
         return RaggedBatch.from_rows(rows)
+
+
+@dataclass(frozen=True)
+class CompletionCollator:
+    """Prepared rows of a prompt and its completions to a `RaggedBatch`; a prompt is computed once for all of them."""
+
+    completions: tuple[str, ...]
+    """The columns of the completions, in the order of their segments."""
+    sharing: bool = True
+    """False repeats the prompt in front of each completion; the scores are the same."""
+    scores_prompt: bool = False
+    """Also score the prompt, in the first completion's context."""
+    reads_last: bool = False
+    """One score a completion, read at its last token, as a reward is."""
+    values: tuple[str, ...] = ()
+    """Columns that become row values."""
+
+    def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
+        token_ids, labels, prefix, owner, flags = [], [], [], [], []
+
+        def add(number: int, prompt: list[int], tokens: list[int], scored_prompt: bool, before: int) -> None:
+            mask = prompt if scored_prompt else [IGNORE] * len(prompt)
+            token_ids.append([*prompt, *tokens])
+            labels.append([*mask, *tokens])
+            prefix.append(before)
+            owner.append(number)
+            flags.extend([True] * max(len(prompt) - 1, 0) * scored_prompt)
+            flags.extend([False] * (len(tokens) - (before < 0 and not prompt)))
+
+        for number, row in enumerate(rows):
+            prompt = row["prompt_ids"]
+            before = -1
+            if self.sharing and prompt:
+                add(number, prompt, [], self.scores_prompt, -1)
+                before = len(token_ids) - 1
+            for place, name in enumerate(self.completions):
+                repeated = [] if before >= 0 else prompt
+                add(number, repeated, row[name], self.scores_prompt and place == 0, before)
+        score_values = {"of_prompt": torch.tensor(flags)} if self.scores_prompt else {}
+        if REFERENCE_COLUMN in rows[0]:
+            known = [value for row in rows for value in row[REFERENCE_COLUMN]]
+            score_values["reference"] = torch.tensor(known, dtype=torch.float32)
+        lengths = torch.tensor([[len(row[name]) for name in self.completions] for row in rows])
+        columns = {name: torch.tensor([row[name] for row in rows]) for name in self.values if name in rows[0]}
+        return RaggedBatch.from_segments(
+            token_ids,
+            labels,
+            prefix=prefix,
+            row=owner,
+            read_last=self.reads_last,
+            row_values={"lengths": lengths, **columns},
+            score_values=score_values,
+        )
 
 
 def ragged_from_collated(batch: Mapping[str, Any]) -> RaggedBatch:

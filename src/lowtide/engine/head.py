@@ -1,4 +1,4 @@
-"""A causal model's own forward, which returns log-probabilities when it is given scores.
+"""A model's own forward, which returns log-probabilities, or a reward model's values, when it is given scores.
 
 Wrappers such as DDP see one ordinary forward call; nothing outside has to reach into the model. What the model does
 between its hidden states and its logits (scaling, soft-capping, an adapter on the head) is read from its config and
@@ -11,8 +11,9 @@ import functools
 import sys
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -54,7 +55,7 @@ class ScoreOutput(ModelOutput):
     """What the forward of a model with the fused head returns when it is given scores."""
 
     logprobs: Tensor
-    """[scores]"""
+    """[scores]; a reward model's values, which are no log-probabilities, stand here too."""
     loss: Tensor | None = None
     """[]: `factor` times the sum of the losses, where `Scores.loss` is known score by score."""
     entropies: Tensor | None = None
@@ -63,29 +64,32 @@ class ScoreOutput(ModelOutput):
     """[scores]"""
     top1: Tensor | None = None
     """[scores], bool"""
+    collisions: Tensor | None = None
+    """[scores]"""
     aux_loss: Tensor | None = None
     """[]"""
 
     @property
     def stats(self) -> TokenStats:
-        return TokenStats(self.logprobs, self.entropies, self.mean_logprobs, self.top1)
+        return TokenStats(self.logprobs, self.entropies, self.mean_logprobs, self.top1, self.collisions)
 
 
 def install_head(model: PreTrainedModel) -> None:
     """Lets `model(..., scores=Scores(...))` return a `ScoreOutput`; without scores nothing changes.
 
     Args:
-        model: a causal language model, not wrapped by PEFT or others (adapters inside it are fine).
+        model: a causal language model or a reward model, not wrapped by PEFT or others (adapters inside are fine).
 
     Raises:
         ValueError: the model has no head to speak of, or one that cannot be fused; names the model type.
     """
-    if model.get_output_embeddings() is None or _body(model) is model:
+    if _body(model) is model or (model.get_output_embeddings() is None and not is_reward_model(model)):
         raise ValueError(
             f"{type(model).__name__} (model type {model.config.model_type}) has no language-modelling head: "
             "load it with AutoModelForCausalLM"
         )
-    _head_terms(model, None)
+    if not is_reward_model(model):
+        _head_terms(model, None)
     if "scores" not in getattr(model.forward, "__lowtide__", ()):
         inner = model.forward
 
@@ -97,11 +101,19 @@ def install_head(model: PreTrainedModel) -> None:
         model.forward = types.MethodType(forward, model)
 
 
+def is_reward_model(model: nn.Module) -> bool:
+    """Whether a model reads one value off its hidden states: sequence classification with one label."""
+    return hasattr(model, "score") and getattr(getattr(model, "config", None), "num_labels", None) == 1
+
+
 def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> ScoreOutput:
     if scores.aux_loss:
         kwargs["output_router_logits"] = True
     outputs = _body(model)(*args, **kwargs, use_cache=False)
     hidden = outputs[0].flatten(0, -2)
+    if is_reward_model(model):
+        values = cast(Any, model).score(hidden.index_select(0, scores.index)).squeeze(-1)
+        return ScoreOutput(values.to(torch.promote_types(values.dtype, torch.float32)))
     terms, bias = _head_terms(model, hidden)
     shared = {
         "bias": bias,
@@ -114,7 +126,7 @@ def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs:
     else:
         loss, stats = linear_loss(terms, scores.index, scores.target, scores.loss, factor=scores.factor, **shared)
     aux = _load_balancing_loss(model, outputs, kwargs.get("attention_mask")) if scores.aux_loss else None
-    return ScoreOutput(stats.logprobs, loss, stats.entropies, stats.mean_logprobs, stats.top1, aux)
+    return ScoreOutput(stats.logprobs, loss, stats.entropies, stats.mean_logprobs, stats.top1, stats.collisions, aux)
 
 
 def _body(model: PreTrainedModel) -> nn.Module:

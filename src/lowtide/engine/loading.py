@@ -6,13 +6,22 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 
-def load_model(name: str, *, trust_remote_code: bool = False, **init: Any) -> PreTrainedModel:
+def load_model(name: str, *, trust_remote_code: bool = False, rewards: bool = False, **init: Any) -> PreTrainedModel:
     """A causal language model by hub name or path, in float32 unless `dtype` says otherwise.
+
+    Args:
+        rewards: a model of one value a row in its place, whose head is new where the weights have none.
 
     Raises:
         ValueError: the dtype is unknown, or there is no such model; names what was asked for.
@@ -23,7 +32,9 @@ def load_model(name: str, *, trust_remote_code: bool = False, **init: Any) -> Pr
             raise ValueError(f"model_init_kwargs: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         dtype = DTYPES[dtype]
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code, **init)
+        kind: Any = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
+        init = {"num_labels": 1, **init} if rewards else init
+        return kind.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code, **init)
     except OSError as error:
         raise ValueError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
 

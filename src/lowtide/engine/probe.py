@@ -9,6 +9,7 @@ numbers move with its neighbour, segments see each other, and the model runs pad
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model, embedding_weight, install, score
+from lowtide.engine.head import is_reward_model
 from lowtide.ragged import RaggedBatch
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
@@ -64,13 +66,14 @@ def probe(model: nn.Module) -> Probe:
     tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
     first, second, more = _rows(weight.shape[0])
     other = [*reversed(first)]
-    plain = RaggedBatch.from_segments([first, second, [*second, *more]]).to(weight.device)
-    shared = RaggedBatch.from_segments(
-        [first, second, more, [*second, *more][1:]], prefix=[-1, -1, 1, -1], row=[0, 1, 1, 2]
-    ).to(weight.device)
-    changed = RaggedBatch.from_segments([other, second, [*second, *more]]).to(weight.device)
+    reward = is_reward_model(inner)
+    lay = functools.partial(RaggedBatch.from_segments, read_last=reward)
+    plain = lay([first, second, [*second, *more]]).to(weight.device)
+    shared = lay([first, second, more, [*second, *more][1:]], prefix=[-1, -1, 1, -1], row=[0, 1, 1, 2])
+    shared = shared.to(weight.device)
+    changed = lay([other, second, [*second, *more]]).to(weight.device)
     with _inference(model):
-        expected = _dense(model, plain)
+        expected = _dense_values(model, plain) if reward else _dense(model, plain)
         install(model, padding_free=False)
         padded = score(model, plain, padding_free=False).logprobs
         head_error = _difference(padded, expected)
@@ -84,11 +87,11 @@ def probe(model: nn.Module) -> Probe:
         try:
             ragged = score(model, plain).logprobs
             ragged_error = _difference(ragged, expected)
-            after = len(first) - 1
+            after = plain.segments[1].score_start
             leak = (score(model, changed).logprobs[after:] - ragged[after:]).abs().max().item()
-            sharing = score(model, shared).logprobs
-            start = len(first) - 1 + len(second) - 1
-            prefix_error = _difference(sharing[start : start + len(more)], expected[-len(more) :])
+            start, stop = shared.segments[2].score_start, shared.segments[2].score_stop
+            sharing = score(model, shared).logprobs[start:stop]
+            prefix_error = _difference(sharing, expected[-len(sharing) :])
         except (TypeError, ValueError, RuntimeError):  # a model that cannot even take the ragged inputs
             ragged_error = leak = prefix_error = float("inf")
     leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16])
@@ -110,6 +113,12 @@ def _dense(model: nn.Module, batch: RaggedBatch) -> Tensor:
         logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
         found.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0])
     return torch.cat(found)
+
+
+def _dense_values(model: nn.Module, batch: RaggedBatch) -> Tensor:
+    """A reward model's own values, one row at a time."""
+    rows = [batch.token_ids[None, part.start : part.stop] for part in batch.segments]
+    return torch.cat([model(input_ids=ids, use_cache=False).logits[0].float() for ids in rows])
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -10,7 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, Want
+from torch import Tensor
+
+from lowtide.objectives.outcome import Counts, Outcome
+from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, TokenStats, Want
+from lowtide.ragged import RaggedBatch
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -20,8 +24,12 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
+Scorer = Callable[[RaggedBatch], Tensor]
+"""From a batch to its log-probabilities [scores], without gradient."""
+
+
 @dataclass(frozen=True)
-class Objective:
+class TokenObjective:
     """A loss that is a sum over scores, divided by their number in the whole batch of an optimizer step."""
 
     loss: ScoreLoss
@@ -29,6 +37,34 @@ class Objective:
     """The statistics that the loss or the metrics need."""
     aux_coefficient: float = 0.0
     """Weight of the load-balancing loss of a mixture of experts; 0 leaves it out."""
+
+    def counts(self, batch: RaggedBatch) -> Counts:
+        return {"scores": batch.scores}
+
+
+@dataclass(frozen=True)
+class RowObjective:
+    """A loss of rows: their scores are read into statistics of rows, [rows] each, and these into the loss.
+
+    The statistics are a dataclass of tensors, so that those of several micro-batches, or ranks, can be joined.
+    """
+
+    read: Callable[[RaggedBatch, TokenStats, Tensor | None], Any]
+    """From a batch, what is known of its scores, and the reference's log-probabilities [scores], to statistics."""
+    loss: Callable[[Any, Counts], Outcome]
+    counts: Callable[[RaggedBatch], Counts]
+    """The denominators, counted before the batch is split, and added up over ranks."""
+    want: Want = NOTHING_MORE
+    aux_coefficient: float = 0.0
+    needs_reference: bool = False
+    whole: bool = False
+    """The loss is no sum over rows: it has to see the whole batch of an optimizer step at once."""
+    baseline: Callable[[RaggedBatch, Scorer, Scorer], tuple[RaggedBatch, Counts]] | None = None
+    """Statistics of the whole batch that the loss needs first, from the policy's and the reference's scores; and
+    the batch to train on."""
+
+
+Objective = TokenObjective | RowObjective
 
 
 @dataclass(frozen=True)

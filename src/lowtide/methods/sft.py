@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lowtide.methods.method import Method, Objective, option
+from lowtide.methods.method import Method, TokenObjective, option
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
 
@@ -85,12 +85,12 @@ class SFTOptions:
         return isinstance(self.dataset_kwargs, Mapping) and bool(self.dataset_kwargs.get("skip_prepare_dataset"))
 
 
-def objective(options: SFTOptions, *, aux_coefficient: float = 0.0) -> Objective:
+def objective(options: SFTOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:
     """The loss of the options, and what it and the metrics need to know of each token."""
     smoothing = options.label_smoothing_factor
     loss = smoothed_nll(smoothing) if smoothing else LOSSES[options.loss_type]
     want = Want(entropies=options.token_metrics, mean_logprobs=smoothing > 0, top1=options.token_metrics)
-    return Objective(loss, want, aux_coefficient)
+    return TokenObjective(loss, want, aux_coefficient)
 
 
 SFT = Method("sft", "supervised fine-tuning", SFTOptions, objective)

@@ -51,6 +51,8 @@ class TokenStats:
     """Mean log-probability over the vocabulary, which label smoothing wants."""
     top1: Bool[Tensor, " scores"] | None = None
     """Whether no token is more likely than the target. Without gradient."""
+    collisions: Float[Tensor, " scores"] | None = None
+    """Log-probability that two draws are the same token, the log of the sum of squares. Without gradient."""
 
 
 PLAIN = Projection()
@@ -77,19 +79,13 @@ def linear_logprobs(
         terms: whose products make the logits; hidden states of all tokens.
         index: the token whose hidden state predicts each score.
         target: the token predicted there.
-        want: statistics beyond the log-probabilities; all but `top1` carry gradients.
+        want: statistics beyond the log-probabilities; all but `top1` and `collisions` carry gradients.
         accumulate: add the gradient of a weight that is a leaf straight into its `.grad` in backward, instead of
             handing it to autograd, which would hold it a second time.
         chunk: scores at a time; by default as many as fit the device's workspace.
     """
     spec = _Spec(projection, want, accumulate, chunk)
-    logprobs, entropies, means, top1 = _LinearLogprobs.apply(spec, index, target, bias, *_flat(terms))
-    return TokenStats(
-        logprobs,
-        entropies if want.entropies else None,
-        means if want.mean_logprobs else None,
-        top1 if want.top1 else None,
-    )
+    return _wanted(want, *_LinearLogprobs.apply(spec, index, target, bias, *_flat(terms)))
 
 
 def linear_loss(
@@ -117,13 +113,7 @@ def linear_loss(
     """
     spec = _Spec(projection, want, accumulate, chunk, torch.is_grad_enabled())
     total, *stats = _LinearLoss.apply(spec, loss, factor, index, target, bias, *_flat(terms))
-    logprobs, entropies, means, top1 = stats
-    return total, TokenStats(
-        logprobs,
-        entropies if want.entropies else None,
-        means if want.mean_logprobs else None,
-        top1 if want.top1 else None,
-    )
+    return total, _wanted(want, *stats)
 
 
 # -- inside ------------------------------------------------------------------------------------------------------
@@ -136,6 +126,18 @@ class _Spec(NamedTuple):
     chunk: int | None
     grad: bool = True
     """Whether gradients are wanted at all, which the inside of an autograd function cannot see."""
+
+
+def _wanted(
+    want: Want, logprobs: Tensor, entropies: Tensor, means: Tensor, top1: Tensor, collisions: Tensor
+) -> TokenStats:
+    return TokenStats(
+        logprobs,
+        entropies if want.entropies else None,
+        means if want.mean_logprobs else None,
+        top1 if want.top1 else None,
+        collisions if want.collisions else None,
+    )
 
 
 def _flat(terms: Sequence[Term]) -> list[Tensor]:
@@ -155,13 +157,13 @@ class _Head:
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.dtype
         self.terms = [Term(x, weight.to(dtype)) for x, weight in terms]
         self.bias, self.index, self.target = bias, index, target
-        self.projection, self.dtype = spec.projection, dtype
+        self.projection, self.want, self.dtype = spec.projection, spec.want, dtype
         vocab = terms[0].weight.shape[0]
         row_bytes = vocab * (dtype.itemsize if device == "cuda" else max(dtype.itemsize, 4))
         self.chunk = spec.chunk or max(16, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // row_bytes)
         self.block = self.chunk if device != "cpu" else max(1, BLOCK_BYTES // row_bytes)
         self.scratch = None
-        if device == "cpu" and (spec.want.entropies or spec.projection.softcap is not None):
+        if device == "cpu" and (spec.want.entropies or spec.want.collisions or spec.projection.softcap is not None):
             self.scratch = torch.empty(2, self.block, vocab, dtype=torch.promote_types(dtype, torch.float32))
 
     def chunks(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
@@ -185,7 +187,7 @@ class _Head:
         for start in range(0, logits.shape[0], self.block):
             part = logits[start : start + self.block]
             scores = slice(span.start + start, span.start + start + part.shape[0])
-            yield scores, rows_of(part, self.target[scores], self.projection, self.scratch)
+            yield scores, rows_of(part, self.target[scores], self.projection, self.want, self.scratch)
 
 
 class _Gradients:
@@ -247,17 +249,19 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(index.device.type, enabled=False):
             for span, _, logits in head.chunks():
                 columns += [rows.stats(spec.want, keep=False) for _, rows in head.blocks(span, logits)]
-        logprobs, entropies, means, top1, lse = _joined(columns, terms[0].x)
+        logprobs, entropies, means, top1, lse, collisions = _joined(columns, terms[0].x)
         ctx.spec, ctx.dtype = spec, head.dtype
         ctx.save_for_backward(index, target, bias, lse, entropies, *flat)
-        ctx.mark_non_differentiable(top1)
-        return logprobs, entropies, means, top1
+        ctx.set_materialize_grads(False)  # statistics that are only looked at cost nothing in backward
+        ctx.mark_non_differentiable(top1, collisions)
+        return logprobs, entropies, means, top1, collisions
 
     @staticmethod
     def backward(ctx, *grads):
-        of_logprobs, of_entropies, of_means, _ = grads
+        of_logprobs, of_entropies, of_means, *_ = grads
         index, target, bias, lse, entropies, *flat = ctx.saved_tensors
         terms, spec = _pairs(flat), ctx.spec
+        of_logprobs = torch.zeros_like(lse) if of_logprobs is None else of_logprobs
         sinks = _sinks(terms, spec.accumulate)
         with torch.autocast(index.device.type, dtype=ctx.dtype, enabled=ctx.dtype != terms[0].x.dtype):
             head = _Head(spec, index, target, bias, terms)
@@ -265,13 +269,13 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(index.device.type, enabled=False):
             for span, xs, logits in head.chunks():
                 for part, rows in head.blocks(span, logits):
-                    rows.restore(lse[part], keep=spec.want.entropies)
+                    rows.restore(lse[part], keep=of_entropies is not None)
                     slopes = Slopes(
                         of_logprobs[part],
-                        of_entropies[part] if spec.want.entropies else None,
-                        of_means[part] if spec.want.mean_logprobs else None,
+                        None if of_entropies is None else of_entropies[part],
+                        None if of_means is None else of_means[part],
                     )
-                    rows.gradient(slopes, entropies[part] if spec.want.entropies else entropies)
+                    rows.gradient(slopes, entropies if of_entropies is None else entropies[part])
                 gradients.add(span, xs, logits)
         return None, None, None, gradients.bias, *_returned(gradients, sinks)
 
@@ -300,9 +304,9 @@ class _LinearLoss(torch.autograd.Function):
         ctx.weights = [t.weight for t in terms]
         ctx.sinks, ctx.accumulate = sinks, spec.accumulate
         ctx.gradients = gradients
-        logprobs, entropies, means, top1, _ = _joined(columns, terms[0].x)
-        ctx.mark_non_differentiable(logprobs, entropies, means, top1)
-        return total, logprobs, entropies, means, top1
+        logprobs, entropies, means, top1, _, collisions = _joined(columns, terms[0].x)
+        ctx.mark_non_differentiable(logprobs, entropies, means, top1, collisions)
+        return total, logprobs, entropies, means, top1, collisions
 
     @staticmethod
     def backward(ctx, *grads):
@@ -345,4 +349,4 @@ def _joined(columns: Sequence[RowStats], like: Tensor) -> RowStats:
     if columns:
         return RowStats(*(torch.cat(column) for column in zip(*columns, strict=True)))
     empty = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
-    return RowStats(empty, empty.clone(), empty.clone(), empty.bool(), empty.clone())
+    return RowStats(empty, empty.clone(), empty.clone(), empty.bool(), empty.clone(), empty.clone())

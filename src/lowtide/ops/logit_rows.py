@@ -35,6 +35,7 @@ class Want(NamedTuple):
     entropies: bool = False
     mean_logprobs: bool = False
     top1: bool = False
+    collisions: bool = False
 
 
 class RowStats(NamedTuple):
@@ -46,6 +47,8 @@ class RowStats(NamedTuple):
     top1: Tensor
     lse: Tensor
     """Log-sum-exp of the logits, from which the rows can be restored."""
+    collisions: Tensor
+    """Log of the sum of squared probabilities."""
 
 
 class Slopes(NamedTuple):
@@ -94,7 +97,12 @@ class TorchRows:
             empty if mean is None else (mean - lse).squeeze(-1),
             (chosen >= top).squeeze(-1) if want.top1 else empty.bool(),
             lse.squeeze(-1),
+            (self._square_sum().log() - 2 * log_total).squeeze(-1) if want.collisions else empty,
         )
+
+    def _square_sum(self) -> Tensor:
+        squares = torch.mul(self.x, self.x, out=None if self.scratch is None else self.scratch[1, : len(self.x)])
+        return squares.sum(-1, keepdim=True)
 
     def restore(self, lse: Tensor, keep: bool) -> None:
         """The state after `stats`, from a log-sum-exp [rows] that is known already."""
@@ -141,9 +149,9 @@ class TorchRows:
 Rows: TypeAlias = "TorchRows | TritonRows"
 
 
-def rows_of(logits: Tensor, target: Tensor, projection: Projection, scratch: Tensor | None = None) -> Rows:
+def rows_of(logits: Tensor, target: Tensor, projection: Projection, want: Want, scratch: Tensor | None = None) -> Rows:
     """The rows of `logits` [rows, vocab], on the kernels where they can serve: CUDA, at most float32, Triton there."""
-    if logits.is_cuda and logits.dtype != torch.float64 and has_triton():
+    if logits.is_cuda and logits.dtype != torch.float64 and not want.collisions and has_triton():
         from lowtide.ops.triton_rows import TritonRows
 
         return TritonRows(logits, target, projection)

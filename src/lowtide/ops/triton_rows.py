@@ -40,9 +40,16 @@ class TritonRows:
             return torch.empty(rows if wanted else 0, dtype=dtype, device=self.logits.device)
 
         stats = RowStats(
-            column(), column(want.entropies), column(want.mean_logprobs), column(want.top1, torch.uint8), column()
+            column(),
+            column(want.entropies),
+            column(want.mean_logprobs),
+            column(want.top1, torch.uint8),
+            column(),
+            column(False),
         )
-        self._launch(_stats_kernel, (rows,), *stats, ENTROPY=want.entropies, MEAN=want.mean_logprobs, TOP1=want.top1)
+        self._launch(
+            _stats_kernel, (rows,), *stats[:5], ENTROPY=want.entropies, MEAN=want.mean_logprobs, TOP1=want.top1
+        )
         self.lse = stats.lse
         return stats._replace(top1=stats.top1.view(torch.bool))
 

@@ -27,8 +27,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, de
 from lowtide.data.collate import ragged_from_collated
 from lowtide.engine.diagnose import find_nonfinite
 from lowtide.methods import Objective
+from lowtide.methods.method import Scorer
+from lowtide.metrics import Totals
 from lowtide.ragged import RaggedBatch
-from lowtide.step import Limits, Totals, evaluate_batch, train_step
+from lowtide.step import Limits, Models, evaluate_batch, train_step
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.progress import RichProgress
@@ -47,9 +49,18 @@ class LowtideTrainer(Trainer):
     model: Any
     optimizer: Any
 
-    def __init__(self, *, objective: Objective, padding_free: bool, callbacks: list | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *,
+        objective: Objective,
+        padding_free: bool,
+        reference: Scorer | None = None,
+        callbacks: list | None = None,
+        **kwargs: Any,
+    ):
         self.objective = objective
         self.padding_free = padding_free
+        self.reference = reference
         self._train_totals = Totals()
         self._tokens_seen = 0.0
         self.seconds_in_steps = 0.0
@@ -91,11 +102,10 @@ class LowtideTrainer(Trainer):
             self.optimizer.train()  # schedule-free optimizers
         with self.compute_loss_context_manager():
             loss = train_step(
-                model,
+                Models(model, self.reference, self.padding_free),
                 inputs,
                 self.objective,
                 limits=self._limits,
-                padding_free=self.padding_free,
                 accumulate=self.accelerator.scaler is None,
                 backward=self.accelerator.backward,
                 no_sync=functools.partial(self.accelerator.no_sync, model),
@@ -137,8 +147,12 @@ class LowtideTrainer(Trainer):
             sums = self._train_totals.read(self.args.device)
             self._train_totals = Totals()
             self._tokens_seen += sums.get("tokens", 0)
-            logs.update(metrics_of(sums), num_tokens=self._tokens_seen)
+            logs.update(self.metrics_of(sums), num_tokens=self._tokens_seen)
         super().log(logs, start_time)
+
+    def metrics_of(self, sums: dict[str, float]) -> dict[str, float]:
+        """The metrics, under TRL's names, of what was added up."""
+        return {name: value for name, value in sums.items() if name not in ("tokens", "scores", "rows")}
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -155,7 +169,7 @@ class LowtideTrainer(Trainer):
         `compute_metrics` gets the log-probs of the targets as `predictions` and the targets as `label_ids`, both
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
-        model = self._evaluation_model()
+        models = Models(self._evaluation_model(), self.reference, self.padding_free)
         totals, kept, rows = Totals(), Predictions(), 0
         for inputs in dataloader:
             batch = self._as_ragged(inputs)
@@ -165,17 +179,14 @@ class LowtideTrainer(Trainer):
                 continue
             batch = batch if count == batch.rows else batch.select_rows(range(count))
             with self.compute_loss_context_manager():
-                results = evaluate_batch(
-                    model, batch, self.objective, totals, limits=self._eval_limits, padding_free=self.padding_free
-                )
+                results = evaluate_batch(models, batch, self.objective, totals, limits=self._eval_limits)
             rows += batch.rows
             if self.compute_metrics is not None:
                 kept.take_in(results)
         totals.add(rows=rows)
         sums = totals.read(self.args.device)
-        metrics: dict[str, Any] = metrics_of(sums)
-        metrics["loss"] = sums.get("loss", 0.0) / max(sums.get("scores", 0), 1)
-        metrics["loss"] += self.objective.aux_coefficient * metrics.get("aux_loss", 0.0)
+        metrics: dict[str, Any] = self.metrics_of(sums)
+        metrics["loss"] = sums.get("loss", 0.0) + self.objective.aux_coefficient * metrics.get("aux_loss", 0.0)
         logprobs, targets = cast(Any, kept.gathered())
         if self.compute_metrics is not None:
             metrics.update(self.compute_metrics(EvalPrediction(predictions=logprobs, label_ids=targets)))
@@ -244,16 +255,3 @@ class LowtideTrainer(Trainer):
             yield
         finally:
             del self._get_output_dir
-
-
-def metrics_of(sums: dict[str, float]) -> dict[str, float]:
-    """Means a scored token, under TRL's names, of the sums that there are."""
-    scores = max(sums.get("scores", 0), 1)
-    metrics = {}
-    if "entropy" in sums:
-        metrics["entropy"] = sums["entropy"] / scores
-    if "top1" in sums:
-        metrics["mean_token_accuracy"] = sums["top1"] / scores
-    if "aux_loss" in sums:
-        metrics["aux_loss"] = sums["aux_loss"] / max(sums["tokens"], 1)
-    return metrics

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import TrainingArguments
 
+from lowtide.methods import METHODS
 from lowtide.methods.method import option
+from lowtide.spelling import nearest
 
 REFUSED: dict[str, str] = {
     "label_names": "labels are found by their column, `labels`",
@@ -64,6 +66,18 @@ class TrainingConfig(TrainingArguments):
     pad_to_multiple_of: int | str | None = option(None, "Refused: there is no padding.")
     pad_token: str | None = option(None, "Refused: there is no padding.")
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuses options that there are not, before `__init__` would in fewer words.
+
+        Raises:
+            TypeError: naming the option, the nearest one, and the method that has it.
+        """
+        own = {each.name for each in fields(cls) if each.init}
+        for name in kwargs:
+            if name not in own:
+                raise TypeError(f"{cls.__name__} has no option {name!r}{whose(name)}{nearest(name, own)}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.pad_to_multiple_of == "auto":
             self.pad_to_multiple_of = None
@@ -108,6 +122,12 @@ class TrainingConfig(TrainingArguments):
         plain = self.to_dict()
         defaults = type(self)(output_dir=self.output_dir).to_dict()
         return {name: value for name, value in plain.items() if value != defaults.get(name)}
+
+
+def whose(name: str) -> str:
+    """`: it is of ...`, the methods that have an option of this name; empty if there is none."""
+    methods = [title for title, each in METHODS.items() if name in {field.name for field in fields(each.options)}]
+    return f": it is of {', '.join(methods)}" if methods else ""
 
 
 def has_bf16(use_cpu: bool) -> bool:

@@ -7,8 +7,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from lowtide.engine.head import ScoreOutput
+from lowtide.metrics import distributed
 from lowtide.ragged import RaggedBatch
-from lowtide.step import distributed
 
 
 def real_rows(accelerator: Accelerator, rows: int, batch_size: int) -> int:

@@ -20,7 +20,7 @@ from lowtide.trainers.config import cpu_has_bf16
 from lowtide.trainers.setup import Engine
 
 if TYPE_CHECKING:
-    from lowtide.trainers.sft import SFTTrainer
+    from lowtide.trainers.method import MethodTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def bytes_text(count: float) -> str:
 class StartReport(TrainerCallback):
     """Prints the start-up report and the ledger before the first step, and writes the memory report after the last."""
 
-    def __init__(self, trainer: SFTTrainer, engine: Engine) -> None:
+    def __init__(self, trainer: MethodTrainer, engine: Engine) -> None:
         self.trainer, self.engine = trainer, engine
         self.states = predict_states(trainer.model, str(getattr(trainer.args.optim, "value", trainer.args.optim)))
 
@@ -84,6 +84,7 @@ class StartReport(TrainerCallback):
                 f"{bytes_text(self.states.total)} = weights {bytes_text(self.states.weights)} + gradients "
                 f"{bytes_text(self.states.gradients)}{optimizer}",
             ),
+            *self.trainer.report_lines(),
         ]
 
     def _precision(self, trained: list) -> str:

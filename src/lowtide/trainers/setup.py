@@ -56,6 +56,21 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     return Engine(False, reason, found)
 
 
+def check_prefixes(engine: Engine, wanted: bool) -> bool:
+    """Whether prompts are computed once: where it is wanted, and the model was proved to be able to.
+
+    On the padded path rows are repeated whole in any case.
+    """
+    if not wanted or not engine.padding_free:
+        return wanted
+    if not engine.found.shares_prefixes:
+        logger.warning(
+            f"prompts are repeated: this model's log-probs after a shared prompt differ by "
+            f"{engine.found.prefix_error:.2g} nats from those after its own"
+        )
+    return engine.found.shares_prefixes
+
+
 def router_coefficient(model: PreTrainedModel, wanted: float | None) -> float:
     """The weight of the load-balancing loss: the option's, or the model's own.
 

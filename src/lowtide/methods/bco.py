@@ -1,0 +1,74 @@
+"""Binary classifier optimization (arXiv 2404.04656): a logistic classifier whose logit is the implicit reward.
+
+Its shift is the running mean of all rewards seen so far, this batch's among them, so the whole batch has to be seen
+before its loss is known. The paper's density ratio for prompts from two distributions is not here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from lowtide.methods.method import Method, RowObjective, option
+from lowtide.methods.options import CompletionOptions, ReferenceOptions
+from lowtide.methods.unpaired import read_unpaired, row_counts, unpaired_metrics
+from lowtide.objectives.kto import Unpaired, bco
+from lowtide.objectives.outcome import Counts, Mean, Outcome
+from lowtide.ops.linear_logprobs import Want
+
+
+@dataclass(kw_only=True)
+class BCOOptions(CompletionOptions, ReferenceOptions):
+    """The options of binary classifier optimization, under TRL's names and with its defaults."""
+
+    beta: float = option(0.1, "How closely the policy keeps to the reference.")
+    desirable_weight: float = option(1.0, "Weight of the losses of desirable rows.")
+    undesirable_weight: float = option(1.0, "Weight of the losses of undesirable rows.")
+
+    def check(self) -> None:
+        """Refuses what cannot work, naming the option and the way out."""
+        self.check_reference()
+
+
+@dataclass
+class RunningMean:
+    """The mean of all that was seen so far."""
+
+    total: float = 0.0
+    count: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def take_in(self, values: torch.Tensor) -> None:
+        self.total += values.detach().double().sum().item()
+        self.count += values.numel()
+
+
+def loss(rows: Unpaired, counts: Counts, *, options: BCOOptions, running: RunningMean) -> Outcome:
+    """The weighted losses of the rows of the whole batch. Where gradients are taken, the running mean goes on."""
+    if torch.is_grad_enabled():
+        running.take_in(options.beta * rows.ratio)
+    weights = torch.where(rows.desirable, options.desirable_weight, options.undesirable_weight)
+    losses = bco(rows, options.beta, running.value) * weights.to(rows.policy.dtype)
+    means = {**unpaired_metrics(rows, options.beta), "delta": Mean(torch.tensor(running.value), 1.0)}
+    return Outcome(losses.sum() / counts["rows"], means)
+
+
+def objective(options: BCOOptions, *, aux_coefficient: float = 0.0, running: RunningMean | None = None) -> RowObjective:
+    """The loss of the options over single completions; `running` is kept by the caller who checkpoints it."""
+    return RowObjective(
+        read=read_unpaired,
+        loss=functools.partial(loss, options=options, running=running or RunningMean()),
+        counts=row_counts,
+        want=Want(entropies=options.token_metrics),
+        aux_coefficient=aux_coefficient,
+        needs_reference=True,
+        whole=True,
+    )
+
+
+BCO = Method("bco", "binary classifier optimization", BCOOptions, objective)

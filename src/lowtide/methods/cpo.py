@@ -1,0 +1,59 @@
+"""Contrastive preference optimization (arXiv 2401.08417), SimPO (2405.14734), and the two together. No reference."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from lowtide.methods.method import Method, RowObjective, option
+from lowtide.methods.options import CompletionOptions, in_table
+from lowtide.methods.preference import ReadPairs, pair_counts, pair_metrics, pair_want, per_token, read_pairs
+from lowtide.objectives.outcome import Counts, Mean, Outcome
+from lowtide.objectives.reference_free import LOSSES, PER_TOKEN, SMOOTHED, alpha_reward
+
+
+@dataclass(kw_only=True)
+class CPOOptions(CompletionOptions):
+    """The options of contrastive preference optimization, under TRL's names and with its defaults."""
+
+    loss_type: str = option("sigmoid", "The contrast: CPO's, a hinge, IPO's, or SimPO's.", choices=[*LOSSES])
+    beta: float = option(0.1, "Temperature of the contrast.")
+    label_smoothing: float = option(0.0, "Share of flipped labels (sigmoid, simpo).")
+    cpo_alpha: float = option(1.0, "Weight of the chosen completions' negative log-likelihood; 0 for plain SimPO.")
+    simpo_gamma: float = option(0.5, "Target margin of loss_type='simpo'.")
+    alpha: float = option(0.0, "Shape of AlphaPO's reward (arXiv 2501.03884); 0 is the log-probability.")
+
+    def check(self) -> None:
+        """Refuses what cannot work, naming the option and the way out."""
+        in_table("loss_type", self.loss_type, LOSSES)
+        if self.label_smoothing and self.loss_type not in SMOOTHED:
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} is read by {', '.join(sorted(SMOOTHED))} only; "
+                f"loss_type={self.loss_type!r} would ignore it: set it to 0"
+            )
+
+
+def loss(pairs: ReadPairs, counts: Counts, *, options: CPOOptions) -> Outcome:
+    """The contrast, a mean over pairs, and `cpo_alpha` times the negative log-likelihood, a mean over tokens."""
+    pairs = per_token(pairs) if options.loss_type in PER_TOKEN else pairs
+    chosen, rejected = (alpha_reward(logps, options.alpha) for logps in (pairs.chosen, pairs.rejected))
+    total = LOSSES[options.loss_type](chosen - rejected, options).sum() / counts["pairs"]
+    means = dict(pair_metrics(pairs, options.beta * chosen, options.beta * rejected))
+    if options.cpo_alpha:
+        total = total + options.cpo_alpha * pairs.nll.sum() / counts["nll_tokens"]
+        means["nll_loss"] = Mean(pairs.nll.detach().sum(), pairs.nll_tokens.sum())
+    return Outcome(total, means)
+
+
+def objective(options: CPOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
+    """The loss of the options over pairs."""
+    return RowObjective(
+        read=read_pairs,
+        loss=functools.partial(loss, options=options),
+        counts=pair_counts,
+        want=pair_want(options.token_metrics),
+        aux_coefficient=aux_coefficient,
+    )
+
+
+CPO = Method("cpo", "contrastive preference optimization", CPOOptions, objective)

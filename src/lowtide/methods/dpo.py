@@ -1,0 +1,115 @@
+"""Direct preference optimization and its relatives (arXiv 2305.18290): pairs, a reference, one of many losses."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from lowtide.methods.method import Method, RowObjective, option
+from lowtide.methods.options import CompletionOptions, ReferenceOptions, in_table
+from lowtide.methods.preference import ReadPairs, pair_counts, pair_metrics, pair_want, read_pairs
+from lowtide.objectives.outcome import Counts, Outcome
+from lowtide.objectives.preference import DIVERGENCES, DIVERGENT, LOSSES, SMOOTHED, WHOLE
+
+SFT_LOSS = "sft"
+"""The loss type that is the negative log-likelihood a token of the chosen completions."""
+
+
+@dataclass(kw_only=True)
+class DPOOptions(CompletionOptions, ReferenceOptions):
+    """The options of direct preference optimization, under TRL's names and with its defaults."""
+
+    loss_type: list[str] | str = option(
+        ["sigmoid"], "One loss, or several whose weighted sum is taken.", choices=[*LOSSES, SFT_LOSS]
+    )
+    loss_weights: list[float] | None = option(None, "Weight of each of several losses. None: 1 each.")
+    beta: float = option(0.1, "How closely the policy keeps to the reference; tau of IPO.")
+    label_smoothing: float = option(0.0, "Share of flipped labels (robust), or epsilon (exo_pair, aot).")
+    f_divergence_type: str = option("reverse_kl", "What keeps the policy to the reference.", choices=[*DIVERGENCES])
+    f_alpha_divergence_coef: float = option(0.5, "Alpha of f_divergence_type='alpha_divergence'.")
+    ld_alpha: float | None = option(
+        None, "Weight of tokens beyond the shorter completion's length, 0 to 1 (LD-DPO). None leaves them whole."
+    )
+    use_weighting: bool = option(False, "Weight each pair by how likely its completions are to the policy (WPO).")
+    discopop_tau: float = option(0.05, "Temperature of loss_type='discopop'.")
+
+    @property
+    def loss_types(self) -> list[str]:
+        return [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+
+    def check(self) -> None:
+        """Refuses what cannot work, naming the option and the way out.
+
+        Raises:
+            ValueError: an option has no such value, or two options exclude each other.
+        """
+        self.check_reference()
+        if self.loss_weights is not None:
+            self.loss_weights = [float(weight) for weight in self.loss_weights]
+        chosen = set(self.loss_types)
+        if not chosen:
+            raise ValueError("loss_type is empty: name at least one loss")
+        for name in chosen:
+            in_table("loss_type", name, [*LOSSES, SFT_LOSS])
+        in_table("f_divergence_type", self.f_divergence_type, DIVERGENCES)
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_types):
+            raise ValueError(
+                f"loss_weights has {len(self.loss_weights)} weights for the {len(self.loss_types)} losses of "
+                f"loss_type={self.loss_types}: give one for each"
+            )
+        if self.f_divergence_type != "reverse_kl" and not chosen <= DIVERGENT | {SFT_LOSS}:
+            raise ValueError(
+                f"f_divergence_type={self.f_divergence_type!r} is of losses of the score difference "
+                f"({', '.join(sorted(DIVERGENT))}); {', '.join(sorted(chosen - DIVERGENT))} has none: "
+                "set it back to 'reverse_kl'"
+            )
+        if self.label_smoothing and not chosen & SMOOTHED:
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} is read by {', '.join(sorted(SMOOTHED))} only; "
+                f"loss_type={self.loss_types} would ignore it: choose 'robust' for smoothed DPO, or set it to 0"
+            )
+        if "robust" in chosen and not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing={self.label_smoothing} must lie in [0, 0.5) for loss_type='robust'")
+        if "exo_pair" in chosen and not 0 < self.label_smoothing < 1:
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} must lie between 0 and 1 for loss_type='exo_pair'; its paper "
+                "takes 0.001"
+            )
+        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
+            raise ValueError(f"ld_alpha={self.ld_alpha} must lie in [0, 1]")
+        unweighted = chosen & (WHOLE | {SFT_LOSS})
+        if self.use_weighting and unweighted:
+            raise ValueError(
+                f"use_weighting=True weights the loss of each pair, which {', '.join(sorted(unweighted))} has not: "
+                "leave one out"
+            )
+
+
+def loss(pairs: ReadPairs, counts: Counts, *, options: DPOOptions) -> Outcome:
+    """The weighted sum of the losses, each a mean over its pairs, or tokens, in the whole batch."""
+    total = pairs.chosen.new_zeros(())
+    weights = options.loss_weights or [1.0] * len(options.loss_types)
+    for name, weight in zip(options.loss_types, weights, strict=True):
+        if name == SFT_LOSS:
+            total = total + weight * pairs.nll.sum() / counts["nll_tokens"]
+        else:
+            losses = LOSSES[name](pairs, options)
+            losses = losses if pairs.weights is None else losses * pairs.weights
+            total = total + weight * losses.sum() / counts["pairs"]
+    return Outcome(total, pair_metrics(pairs, options.beta * pairs.chosen_ratio, options.beta * pairs.rejected_ratio))
+
+
+def objective(options: DPOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
+    """The losses of the options over pairs."""
+    return RowObjective(
+        read=functools.partial(read_pairs, ld_alpha=options.ld_alpha, weighted=options.use_weighting),
+        loss=functools.partial(loss, options=options),
+        counts=pair_counts,
+        want=pair_want(options.token_metrics, collisions=options.use_weighting),
+        aux_coefficient=aux_coefficient,
+        needs_reference=True,
+        whole=bool(WHOLE & set(options.loss_types)),
+    )
+
+
+DPO = Method("dpo", "direct preference optimization", DPOOptions, objective)

@@ -1,0 +1,77 @@
+"""Kahneman-Tversky optimization (arXiv 2402.01306): single completions, desirable or not, against a baseline.
+
+The baseline is the mean log-ratio of mismatched pairs, a prompt with another row's completion. It is a statistic of
+the whole batch of an optimizer step, over all ranks, and computed before the batch is split.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from lowtide.methods.method import Method, RowObjective, Scorer, option
+from lowtide.methods.options import CompletionOptions, ReferenceOptions, in_table
+from lowtide.methods.unpaired import read_unpaired, row_counts, unpaired_metrics
+from lowtide.objectives.kto import LOSSES, Unpaired
+from lowtide.objectives.outcome import Counts, Mean, Outcome
+from lowtide.ops.linear_logprobs import Want
+from lowtide.ragged import RaggedBatch
+
+BASELINE = "kto"
+"""The loss type that has a baseline."""
+
+
+@dataclass(kw_only=True)
+class KTOOptions(CompletionOptions, ReferenceOptions):
+    """The options of Kahneman-Tversky optimization, under TRL's names and with its defaults."""
+
+    loss_type: str = option("kto", "KTO's value against a baseline, or APO's without.", choices=[*LOSSES])
+    beta: float = option(0.1, "How closely the policy keeps to the reference.")
+    desirable_weight: float = option(1.0, "Weight of the losses of desirable rows.")
+    undesirable_weight: float = option(1.0, "Weight of the losses of undesirable rows.")
+
+    def check(self) -> None:
+        """Refuses what cannot work, naming the option and the way out."""
+        self.check_reference()
+        in_table("loss_type", self.loss_type, LOSSES)
+        for name in ("desirable_weight", "undesirable_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+
+def loss(rows: Unpaired, counts: Counts, *, options: KTOOptions) -> Outcome:
+    """The weighted losses of the rows, over the rows of the whole batch."""
+    shift = max(counts["kl"] / counts["kl_rows"], 0.0) if "kl" in counts else 0.0
+    weights = torch.where(rows.desirable, options.desirable_weight, options.undesirable_weight)
+    losses = LOSSES[options.loss_type](rows, options.beta, shift) * weights.to(rows.policy.dtype)
+    means = {**unpaired_metrics(rows, options.beta), "kl": Mean(torch.tensor(shift), 1.0)}
+    return Outcome(losses.sum() / counts["rows"], means)
+
+
+def baseline(batch: RaggedBatch, policy: Scorer, reference: Scorer) -> tuple[RaggedBatch, Counts]:
+    """The rows without their mismatched completions, and the log-ratios of these, added up."""
+    ends = [numbers[-2:] for numbers in batch.row_segments]
+    matched, mismatched = {end[0] for end in ends}, {end[1] for end in ends}
+    numbers = range(len(batch.segments))
+    strange = batch.select_segments([n for n in numbers if n not in matched])
+    total = (policy(strange) - reference(strange)).double().sum()
+    own = batch.select_segments([n for n in numbers if n not in mismatched])
+    return own, {"kl": total.item(), "kl_rows": batch.rows}
+
+
+def objective(options: KTOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
+    """The loss of the options over single completions."""
+    return RowObjective(
+        read=read_unpaired,
+        loss=functools.partial(loss, options=options),
+        counts=row_counts,
+        want=Want(entropies=options.token_metrics),
+        aux_coefficient=aux_coefficient,
+        needs_reference=True,
+        baseline=baseline if options.loss_type == BASELINE else None,
+    )
+
+
+KTO = Method("kto", "Kahneman-Tversky optimization", KTOOptions, objective)

@@ -1,0 +1,86 @@
+"""Reward modelling: one value a row, read at its last token, higher for the chosen answer than for the rejected."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lowtide.methods.completions import completion_segments
+from lowtide.methods.method import Method, RowObjective, option
+from lowtide.objectives.outcome import Counts, Outcome, mean_of
+from lowtide.objectives.reward import bradley_terry
+from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.ragged import RaggedBatch
+
+MARGIN = "margin"
+"""Row value: by how much the chosen answer is to be better."""
+
+
+@dataclass(kw_only=True)
+class RewardOptions:
+    """The options of reward modelling, under TRL's names and with its defaults."""
+
+    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
+    chat_template_path: str | None = option(None, "Chat template: a Jinja file, or a tokenizer's folder or hub name.")
+    eos_token: str | None = option(None, "Token that ends a text, in place of the tokenizer's own.")
+    max_length: int | None = option(1024, "Pairs with a longer side are left out, and counted. None is no limit.")
+    prefix_sharing: bool = option(
+        True, "Compute what both sides begin with once. False repeats it; the numbers are equal."
+    )
+    disable_dropout: bool = option(True, "Train without dropout.")
+    center_rewards_coefficient: float | None = option(
+        None, "Coefficient that keeps rewards around zero (arXiv 2312.09244); the paper takes 0.01."
+    )
+
+    def check(self) -> None:
+        """Refuses what cannot work."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The values of some pairs, [pairs] each."""
+
+    chosen: Float[Tensor, " pairs"]
+    rejected: Float[Tensor, " pairs"]
+    margin: Float[Tensor, " pairs"] | None
+
+
+def read_rewards(batch: RaggedBatch, stats: TokenStats, reference: Tensor | None) -> Rewards:
+    """The values of the two completions of each row."""
+    chosen, rejected = completion_segments(batch, 2)
+    values = stats.logprobs.new_zeros(len(batch.segments)).index_add(0, batch.score_segment, stats.logprobs)
+    return Rewards(values[chosen], values[rejected], batch.row_values.get(MARGIN))
+
+
+def loss(rewards: Rewards, counts: Counts, *, options: RewardOptions) -> Outcome:
+    """The Bradley-Terry loss, over the pairs of the whole batch."""
+    chosen, rejected = rewards.chosen, rewards.rejected
+    losses = bradley_terry(chosen, rejected, rewards.margin, options.center_rewards_coefficient)
+    everything = torch.cat([chosen, rejected]).detach()
+    return Outcome(
+        losses.sum() / counts["pairs"],
+        {
+            "accuracy": mean_of((chosen > rejected).float()),
+            "margin": mean_of(chosen - rejected),
+            "mean_reward": mean_of(everything),
+        },
+        lows={"min_reward": everything.min()},
+        highs={"max_reward": everything.max()},
+    )
+
+
+def counts(batch: RaggedBatch) -> Counts:
+    """The pairs of a batch."""
+    return {"pairs": batch.rows}
+
+
+def objective(options: RewardOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
+    """The loss of the options over pairs of values."""
+    return RowObjective(read=read_rewards, loss=functools.partial(loss, options=options), counts=counts)
+
+
+REWARD = Method("reward", "reward modelling", RewardOptions, objective)

@@ -1,0 +1,91 @@
+"""Metrics that micro-batches and ranks add up: means as sums and counts, smallest and largest values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowtide.engine.head import ScoreOutput
+from lowtide.objectives.outcome import Outcome
+from lowtide.ragged import RaggedBatch
+
+
+def distributed() -> bool:
+    """Whether several ranks train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@dataclass
+class Totals:
+    """What has been added up since the last reading; on the device until somebody reads it."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    """[2] each: a sum and a count."""
+    lows: dict[str, Tensor] = field(default_factory=dict)
+    highs: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, **values: Tensor | float) -> None:
+        """Adds to sums."""
+        for name, value in values.items():
+            _fold(self.sums, name, _number(value), torch.add)
+
+    def add_mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Adds a sum of `count` values to a mean."""
+        total, count = _number(total), _number(count)
+        _fold(self.means, name, torch.stack([total, count.to(total.device)]), torch.add)
+
+    def take_in(self, output: ScoreOutput, batch: RaggedBatch) -> None:
+        """What one micro-batch adds to the metrics; one without scores keeps other ranks company."""
+        if batch.scores == 0:
+            return
+        self.add(tokens=batch.repeated_tokens, scores=batch.scores)
+        if output.entropies is not None:
+            self.add_mean("entropy", output.entropies.sum(), batch.scores)
+        if output.aux_loss is not None:
+            self.add_mean("aux_loss", output.aux_loss * batch.tokens, batch.tokens)
+        if output.loss is not None and output.top1 is not None:
+            self.add_mean("mean_token_accuracy", output.top1.sum(), batch.scores)
+
+    def take_outcome(self, outcome: Outcome) -> None:
+        """The metrics that an objective over rows found."""
+        for name, mean in outcome.means.items():
+            self.add_mean(name, mean.total, mean.count)
+        for name, value in outcome.lows.items():
+            _fold(self.lows, name, _number(value), torch.minimum)
+        for name, value in outcome.highs.items():
+            _fold(self.highs, name, _number(value), torch.maximum)
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        """Sums, means, smallest and largest values over all ranks, by name; a mean of nothing is left out."""
+        sums = _reduced(self.sums, device, dist.ReduceOp.SUM)
+        means = _reduced(self.means, device, dist.ReduceOp.SUM)
+        lows = _reduced(self.lows, device, dist.ReduceOp.MIN)
+        highs = _reduced(self.highs, device, dist.ReduceOp.MAX)
+        found = {name: value for name, (value,) in (sums | lows | highs).items()}
+        return found | {name: total / count for name, (total, count) in means.items() if count}
+
+
+def _number(value: Tensor | float) -> Tensor:
+    value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+    return value.double()
+
+
+def _fold(held: dict[str, Tensor], name: str, value: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+    before = held.get(name)
+    held[name] = value if before is None else join(before, value.to(before.device))
+
+
+def _reduced(values: dict[str, Tensor], device: torch.device, operation: dist.ReduceOp.RedOpType) -> dict[str, list]:
+    if not values:
+        return {}
+    names = sorted(values)
+    stacked = torch.stack([torch.atleast_1d(values[name].to(device)) for name in names])
+    stacked = stacked.float() if device.type == "mps" else stacked
+    if distributed():
+        dist.all_reduce(stacked, operation)
+    return dict(zip(names, stacked.tolist(), strict=True))

@@ -1,0 +1,109 @@
+"""What a user hands a trainer, made ready: config, model and tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from lowtide.data.chat import adopt_chat_template
+from lowtide.data.ledger import Ledger
+from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.loading import check_tokenizer, load_model, load_tokenizer
+from lowtide.trainers.config import TrainingConfig
+
+Config = TypeVar("Config", bound=TrainingConfig)
+
+
+def config_of(kind: type[Config], args: TrainingArguments | None, model: Any, title: str) -> Config:
+    """The options as the trainer's own kind: a plain `TrainingArguments` gets the others' defaults."""
+    if isinstance(args, kind):
+        return args
+    if args is None:
+        name = model_name(model) or "model"
+        return kind(output_dir=f"{name.split('/')[-1]}-{title}")
+    if isinstance(args, TrainingConfig):
+        raise ValueError(
+            f"args is a {type(args).__name__}, which is of another trainer: this one takes a {kind.__name__}"
+        )
+    plain = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainingArguments) if f.init}
+    return kind(**plain)
+
+
+def model_name(model: Any) -> str:
+    """A model's hub name or path; empty if it has none."""
+    return model if isinstance(model, str) else getattr(causal_model(model).config, "_name_or_path", "")
+
+
+def load_inputs(
+    model: Any,
+    args: TrainingConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    quantization_config: Any,
+    *,
+    has_adapters: bool,
+    rewards: bool = False,
+) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
+    """The model and its tokenizer, loaded where they are given by name.
+
+    Args:
+        has_adapters: whether adapters will be put on the model, which leave its embeddings as they are.
+        rewards: whether the model is to give one value a row, in place of log-probabilities.
+
+    Raises:
+        ValueError: they cannot be loaded, or do not belong together.
+    """
+    init = dict(cast(dict, args.model_init_kwargs) or {})
+    if not isinstance(model, str):
+        for given, what in ((init, "model_init_kwargs"), (quantization_config, "quantization_config")):
+            if given:
+                raise ValueError(f"{what} came with a model that is loaded already: pass the model's name, or drop it")
+    name = model_name(model)
+    needs_tokenizer = not getattr(args, "skips_preparation", False)
+    if tokenizer is None and needs_tokenizer:
+        if not name:
+            raise ValueError("a model without a name needs its tokenizer: pass it as `processing_class`")
+        tokenizer = load_tokenizer(name, trust_remote_code=args.trust_remote_code, revision=init.get("revision"))
+    if isinstance(model, str):
+        if quantization_config is not None:
+            init["quantization_config"] = quantization_config
+        model = load_model(model, trust_remote_code=args.trust_remote_code, rewards=rewards, **init)
+    if tokenizer is not None:
+        tokenizer = cast(PreTrainedTokenizerBase, getattr(tokenizer, "tokenizer", tokenizer))  # a processor's
+        template = getattr(args, "chat_template_path", None)
+        if template is not None:
+            _adopt_template(template, tokenizer, model, has_adapters=has_adapters)
+        check_tokenizer(tokenizer, embedding_weight(model).shape[0])
+    return model, tokenizer
+
+
+def _adopt_template(path: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module, *, has_adapters: bool) -> None:
+    """The chat template of another tokenizer, with the tokens that it writes: they get embeddings of their own."""
+    added = adopt_chat_template(tokenizer, path)
+    inner = causal_model(model)
+    if added and has_adapters:
+        raise ValueError(
+            f"chat_template_path={path!r} brings {len(added)} new tokens ({added[0]!r}, ...), whose embeddings "
+            "adapters would leave untrained: use a .jinja file that writes known tokens, or train all weights"
+        )
+    if added and len(tokenizer) > embedding_weight(model).shape[0]:
+        inner.resize_token_embeddings(len(tokenizer))
+    inner.config.get_text_config().eos_token_id = tokenizer.eos_token_id
+
+
+def check_budget(args: TrainingConfig, ledger: Ledger | None, bin_tokens: int | None = None) -> None:
+    """One row goes through the model whole, so the token budget must hold the longest.
+
+    Raises:
+        ValueError: it does not; says how many tokens it needs.
+    """
+    if args.tokens_per_microbatch is None or ledger is None:
+        return
+    longest = bin_tokens or ledger.longest_row
+    if longest > args.tokens_per_microbatch:
+        raise ValueError(
+            f"tokens_per_microbatch={args.tokens_per_microbatch} is below the longest row, {longest} tokens, which "
+            f"goes through the model whole: raise it to at least {longest}, or lower max_length"
+        )

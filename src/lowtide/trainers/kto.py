@@ -1,0 +1,31 @@
+"""Kahneman-Tversky optimization: `KTOConfig` and `KTOTrainer`, with TRL's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.methods.kto import BASELINE, KTO, KTOOptions
+from lowtide.trainers.completions import CompletionConfig, UnpairedTrainer
+
+
+@dataclass
+class KTOConfig(KTOOptions, CompletionConfig):
+    """Options of Kahneman-Tversky optimization: `KTOOptions`, `TrainingConfig` and `TrainingArguments`."""
+
+    train_sampling_strategy: str = "sequential"
+
+
+class KTOTrainer(UnpairedTrainer):
+    """Trains a policy on single completions that are desirable or not (arXiv 2402.01306).
+
+    The arguments are those of `ReferenceTrainer`; rows are described in `docs/kto.md`.
+    """
+
+    method, config = KTO, KTOConfig
+
+    @property
+    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The completion, and the mismatched one where the loss has a baseline."""
+        args: Any = self.args
+        return ("completion_ids", "kl_completion_ids") if args.loss_type == BASELINE else ("completion_ids",)

@@ -1,0 +1,174 @@
+"""What the trainers of all methods do at construction; each of them is a method, a config and its data.
+
+In order: options, model and tokenizer, adapters, data with its ledger, the engine proved on the model, the
+reference where the method has one, the objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+
+from lowtide.data.collate import RaggedCollator
+from lowtide.data.ledger import Ledger
+from lowtide.engine.forward import causal_model
+from lowtide.engine.loading import adapt
+from lowtide.methods.method import Method, Objective, Scorer
+from lowtide.trainers.base import LowtideTrainer
+from lowtide.trainers.config import TrainingConfig
+from lowtide.trainers.inputs import check_budget, config_of, load_inputs
+from lowtide.trainers.report import StartReport
+from lowtide.trainers.setup import Engine, install_engine, router_coefficient
+
+Prepared = tuple[Any, Ledger | None]
+
+
+class MethodTrainer(LowtideTrainer):
+    """A trainer of one method.
+
+    Args:
+        model: a name, a path, a `PreTrainedModel` or a `PeftModel`.
+        args: the options; a plain `TrainingArguments` gets the others' defaults.
+        data_collator: from prepared rows to a `RaggedBatch`; by default the method's own.
+        train_dataset: rows in any format of the method's page in the docs; a stream needs `max_steps`.
+        eval_dataset: one, or several by name.
+        processing_class: the tokenizer; by default the model's own.
+        compute_metrics: gets `EvalPrediction(predictions=log-probs [scores], label_ids=tokens [scores])`.
+        quantization_config: for a model given by name.
+        peft_config: adapters to put on the model.
+
+    Raises:
+        ValueError: anything that cannot work, before the first step, with what to do.
+    """
+
+    method: ClassVar[Method]
+    config: ClassVar[type[TrainingConfig]]
+    rewards: ClassVar[bool] = False
+    """Whether the model gives one value a row."""
+    ledger: Ledger | None
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | nn.Module,
+        args: TrainingArguments | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        args = config_of(self.config, args, model, self.method.name.upper())
+        set_seed(args.seed)
+        model, self.tokenizer = load_inputs(
+            model,
+            args,
+            processing_class,
+            quantization_config,
+            has_adapters=peft_config is not None,
+            rewards=self.rewards,
+        )
+        if peft_config is not None:
+            model = adapt(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
+        if getattr(args, "disable_dropout", False):
+            disable_dropout(model)
+        self.args = args
+        self.check_model(model)
+        if train_dataset is None and args.do_train:
+            raise ValueError(f"{type(self).__name__} needs a `train_dataset`")
+        self.ledger = None
+        if train_dataset is not None:
+            train_dataset, self.ledger = self._prepared(train_dataset, "train")
+            check_budget(args, self.ledger, self.bin_tokens(args))
+        if eval_dataset is not None:
+            eval_dataset = self._prepared_for_evaluation(eval_dataset)
+        engine = install_engine(model, args)
+        aux = router_coefficient(causal_model(model), getattr(args, "router_aux_loss_coef", None))
+        super().__init__(
+            objective=self.make_objective(args, aux),
+            padding_free=engine.padding_free,
+            reference=self.make_reference(model, engine),
+            model=model,
+            args=args,
+            data_collator=data_collator or self.collator(args, engine),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=self.tokenizer,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
+        self.add_callback(StartReport(self, engine))
+
+    # -- what a method's trainer says of itself ----------------------------------------------------------------------
+
+    def prepare(self, dataset: Dataset | IterableDataset, name: str) -> Prepared:
+        """Rows to token rows, with their ledger; `name` is "train", or of an evaluation set."""
+        raise NotImplementedError
+
+    def collator(self, args: Any, engine: Engine) -> Callable:
+        """From prepared rows to a `RaggedBatch`."""
+        return RaggedCollator()
+
+    def make_objective(self, args: Any, aux_coefficient: float) -> Objective:
+        """The method's objective under the options."""
+        return self.method.objective(args, aux_coefficient=aux_coefficient)
+
+    def make_reference(self, model: nn.Module, engine: Engine) -> Scorer | None:
+        """The reference's log-probabilities of a micro-batch, for a method that has one."""
+        return None
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuses a model that the method cannot train."""
+
+    def bin_tokens(self, args: Any) -> int | None:
+        """The tokens of a packed row, where rows are packed."""
+        return None
+
+    def report_lines(self) -> list[tuple[str, str]]:
+        """What the method adds to the start-up report, as (name, text)."""
+        return []
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    def _prepared(self, dataset: Any, name: str) -> Prepared:
+        if getattr(self.args, "skips_preparation", False):
+            return dataset, None
+        if not isinstance(dataset, Dataset | IterableDataset):
+            raise ValueError(f"the {name} dataset is a {type(dataset).__name__}; give a datasets.Dataset or a stream")
+        if isinstance(dataset, IterableDataset) and name == "train" and self.args.max_steps < 1:
+            raise ValueError("a streamed train_dataset has no length: set `max_steps`")
+        with self.args.main_process_first(desc=f"preparing the {name} dataset"):
+            return self.prepare(dataset, name)
+
+    def _prepared_for_evaluation(self, dataset: Any) -> Any:
+        """One dataset, or several by name, prepared for evaluation."""
+        if isinstance(dataset, Mapping):
+            return {name: self._prepared(each, name)[0] for name, each in dataset.items()}
+        return self._prepared(dataset, "eval")[0]
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the Trainer's; a dataset handed in here may be unprepared."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._prepared_for_evaluation(eval_dataset)
+        return super().evaluate(cast(Any, eval_dataset), *args, **kwargs)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout of a model to 0, those that attention reads off its config or modules too."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "attn_dropout", "resid_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

@@ -1,0 +1,156 @@
+"""The reference's log-probabilities, computed before training and kept as a column of the dataset.
+
+They are computed over the batches of the run's first epoch, cut as the step will cut them, so that a run of one
+epoch sees bit by bit what it would have computed by itself; later epochs see the same to rounding. The result is
+cached under a fingerprint of weights, data and everything else that the numbers depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset, concatenate_datasets, is_caching_enabled
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from lowtide.data.collate import REFERENCE_COLUMN
+from lowtide.data.fingerprint import cache_file, combine
+from lowtide.metrics import distributed
+from lowtide.ragged import RaggedBatch
+from lowtide.step import Limits, score_in_parts
+
+if TYPE_CHECKING:
+    from lowtide.trainers.completions import ReferenceTrainer
+
+NUMBER = "number"
+"""Row value: the row's number in its dataset."""
+
+
+class Precomputed:
+    """In place of a reference, where every batch has to know its log-probabilities already."""
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        raise ValueError(
+            "a row came without the reference's log-probabilities: precompute_ref_log_probs=True computes them for "
+            "the datasets that the trainer is made with. Pass this one there as `eval_dataset`"
+        )
+
+
+def precompute(trainer: ReferenceTrainer) -> None:
+    """Gives the datasets of a trainer the column of the reference's log-probabilities.
+
+    Raises:
+        ValueError: a dataset is a stream, whose rows are not known beforehand.
+    """
+    weights = weights_fingerprint(trainer)
+    if trainer.train_dataset is not None:
+        trainer.train_dataset = _with_column(trainer, trainer.train_dataset, "train", weights)
+    held_out: Any = trainer.eval_dataset
+    if isinstance(held_out, dict):
+        trainer.eval_dataset = {name: _with_column(trainer, each, name, weights) for name, each in held_out.items()}
+    elif held_out is not None:
+        trainer.eval_dataset = _with_column(trainer, held_out, "eval", weights)
+
+
+def _with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: str) -> Dataset:
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"precompute_ref_log_probs=True needs the rows of the {name} dataset beforehand, and it is a "
+            f"{type(dataset).__name__}: set it to False, or load the dataset whole"
+        )
+    args: Any = trainer.args
+    training = name == "train"
+    rows = args.precompute_ref_batch_size or (
+        args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+    )
+    limits = Limits(rows, args.tokens_per_microbatch)
+    order = (args.seed, args.data_seed, args.world_size, args.gradient_accumulation_steps, args.train_batch_size)
+    precision = (args.bf16, args.fp16, str(args.device), torch.__version__)
+    path = cache_file(
+        combine(weights, dataset._fingerprint, limits, training and order, precision, trainer.data_collator)
+    )
+    if not (Path(path).exists() and is_caching_enabled()):
+        values = _compute(trainer, dataset, limits, training, name)
+        if args.process_index == 0:
+            _write(values, path)
+        trainer.accelerator.wait_for_everyone()
+    return concatenate_datasets([dataset, Dataset.from_file(path)], axis=1)
+
+
+@torch.no_grad()
+def _compute(trainer: ReferenceTrainer, dataset: Dataset, limits: Limits, training: bool, name: str) -> list:
+    """The log-probabilities of all scores of each row, in the dataset's order."""
+    assert trainer.reference is not None
+    numbered = dataset.add_column(NUMBER, np.arange(len(dataset)))  # type: ignore[call-arg]
+    found: list[np.ndarray | None] = [None] * len(dataset)
+    random_state = torch.get_rng_state()
+    size = trainer.args.gradient_accumulation_steps if training else 1
+    for attempt in range(2):  # the second for rows that the first epoch leaves out
+        missing = [number for number, value in enumerate(found) if value is None]
+        if not missing:
+            break
+        loader = _loader(trainer, numbered if attempt == 0 else numbered.select(missing), training and attempt == 0)
+        steps = range(-(-len(loader) // size))
+        iterator = iter(loader)
+        quiet = trainer.args.disable_tqdm or trainer.args.process_index > 0
+        console = Console(stderr=True, quiet=quiet)
+        for _ in track(steps, f"reference log-probs of {name}", console=console, disable=quiet):
+            batches = [trainer._as_ragged(inputs) for _, inputs in zip(range(size), iterator, strict=False)]
+            batch = RaggedBatch.concat(batches)
+            values = score_in_parts(batch, limits, trainer.reference).float().cpu().numpy()
+            for number, value in _by_row(batch, values):
+                found[number] = value
+    torch.set_rng_state(random_state)
+    assert all(value is not None for value in found)
+    return found
+
+
+def _loader(trainer: ReferenceTrainer, dataset: Dataset, training: bool) -> Any:
+    if not training:
+        return trainer.get_eval_dataloader(dataset)  # type: ignore[arg-type]
+    own, trainer.train_dataset = trainer.train_dataset, dataset
+    try:
+        return trainer.get_train_dataloader()
+    finally:
+        trainer.train_dataset = own
+
+
+def _by_row(batch: RaggedBatch, values: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(number in the dataset, values of its scores) of each row, on all ranks."""
+    numbers = batch.row_values[NUMBER].tolist()
+    spans = [
+        (batch.segments[of_row[0]].score_start, batch.segments[of_row[-1]].score_stop) for of_row in batch.row_segments
+    ]
+    mine = [(number, values[start:stop]) for number, (start, stop) in zip(numbers, spans, strict=True)]
+    return gather_object(mine) if distributed() else mine
+
+
+def _write(values: list[np.ndarray], path: str) -> None:
+    """Writes beside, then renames, so that a killed start leaves no half of a cache."""
+    offsets = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(values)))
+    table = pa.table({REFERENCE_COLUMN: column})
+    staging = Path(f"{path}.{hash(path) & 0xFFFF:04x}.saving")
+    with pa.OSFile(str(staging), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    staging.rename(path)
+
+
+def weights_fingerprint(trainer: ReferenceTrainer) -> str:
+    """One fingerprint of the reference's weights, and of which model they are in."""
+    model: Any = getattr(trainer.reference, "model", None)
+    assert isinstance(model, nn.Module)
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)
+    return combine(digest.hexdigest(), type(model).__name__, type(trainer.reference).__name__)

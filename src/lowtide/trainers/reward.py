@@ -1,0 +1,57 @@
+"""Reward modelling: `RewardConfig` and `RewardTrainer`, with TRL's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+
+from lowtide.data.preference import prepare_pairs
+from lowtide.engine.forward import causal_model
+from lowtide.engine.head import is_reward_model
+from lowtide.methods.reward import REWARD, RewardOptions
+from lowtide.trainers.completions import CompletionConfig, CompletionTrainer
+from lowtide.trainers.method import Prepared
+
+
+@dataclass
+class RewardConfig(RewardOptions, CompletionConfig):
+    """Options of reward modelling: `RewardOptions`, `TrainingConfig` and `TrainingArguments`."""
+
+    learning_rate: float = 1e-4
+
+
+class RewardTrainer(CompletionTrainer):
+    """Trains a model that gives one value a row, higher for what people chose (arXiv 2203.02155).
+
+    The arguments are those of `MethodTrainer`; a model given by name gets a value head in place of its own. Rows are
+    described in `docs/reward.md`.
+    """
+
+    method, config, rewards = REWARD, RewardConfig, True
+    values = ("margin",)
+
+    def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
+        inner: Any = causal_model(model)
+        if not is_reward_model(inner):
+            labels = getattr(inner.config, "num_labels", None)
+            found = f"{labels} labels" if hasattr(inner, "score") else "no `score` head"
+            raise ValueError(
+                f"{type(inner).__name__} has {found}; a reward model gives one value: load it with "
+                "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1), or pass its name"
+            )
+
+    def prepare(self, dataset: Dataset | IterableDataset, name: str) -> Prepared:
+        assert self.tokenizer is not None
+        return prepare_pairs(
+            dataset,
+            self.tokenizer,
+            self.data_options(),
+            batch_size=self.args.per_device_train_batch_size,
+            name=name,
+            whole=True,
+            margins=True,
+        )

@@ -1,0 +1,125 @@
+"""KTO and BCO: baselines and running means of the whole batch, exact under any cut."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_pair_methods import (
+    CUTS,
+    assert_equal,
+    dense,
+    dense_logprobs,
+    gradients,
+    policy_and_reference,
+)
+from test_pair_methods import rows as pairs
+
+from lowtide.data.collate import CompletionCollator
+from lowtide.engine.reference import FrozenModel
+from lowtide.methods.bco import BCO, BCOOptions, RunningMean
+from lowtide.methods.kto import KTO, KTOOptions
+from lowtide.metrics import Totals
+from lowtide.step import Limits, Models, evaluate_batch, train_step
+
+
+def rows(labels: str = "10010110") -> list[dict]:
+    made = []
+    for number, (row, label) in enumerate(zip(pairs(), labels, strict=True)):
+        strange = pairs()[number - 1]["chosen_ids"]
+        made.append(
+            {
+                "prompt_ids": row["prompt_ids"],
+                "completion_ids": row["chosen_ids"],
+                "kl_completion_ids": strange,
+                "label": label == "1",
+            }
+        )
+    return made
+
+
+def dense_ratios(made, column: str):
+    policy, other = policy_and_reference()
+    plain, theirs = dense(policy), dense(other)
+    ratios = []
+    for row in made:
+        start = len(row["prompt_ids"]) - 1
+        with torch.no_grad():
+            referred = dense_logprobs(theirs, row["prompt_ids"], row[column])[start:].sum()
+        ratios.append(dense_logprobs(plain, row["prompt_ids"], row[column])[start:].sum() - referred)
+    return plain, torch.stack(ratios)
+
+
+def run(objective, made, limits, sharing, columns=("completion_ids", "kl_completion_ids")):
+    policy, other = policy_and_reference()
+    policy = copy.deepcopy(policy)
+    batch = CompletionCollator(columns, sharing=sharing, values=("label",))(made)
+    totals = Totals()
+    models = Models(policy, FrozenModel(other, padding_free=True))
+    loss = train_step(models, batch, objective, limits=limits, totals=totals)
+    return loss.item(), gradients(policy), totals.read(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("labels", ["10010110", "11111111", "00000000"])
+@pytest.mark.parametrize("sharing", [True, False])
+def test_ktos_baseline_is_of_the_whole_batch(sharing, labels):
+    made = rows(labels)
+    plain, ratios = dense_ratios(made, "completion_ids")
+    _, strange = dense_ratios(made, "kl_completion_ids")
+    baseline = strange.detach().mean().clamp(min=0)
+    desirable = torch.tensor([row["label"] for row in made])
+    value = torch.where(desirable, torch.sigmoid(0.3 * (ratios - baseline)), torch.sigmoid(0.3 * (baseline - ratios)))
+    expected = (torch.where(desirable, 1.5, 0.5) * (1 - value)).mean()
+    expected.backward()
+    options = KTOOptions(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    for limits in CUTS:
+        loss, ours, metrics = run(KTO.objective(options), made, limits, sharing)
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert metrics["kl"] == pytest.approx(baseline.item(), rel=1e-6)
+        assert ("rewards/chosen" in metrics) == desirable.any().item()
+        if desirable.any():
+            assert metrics["rewards/chosen"] == pytest.approx(0.3 * ratios[desirable].mean().item(), rel=1e-6)
+        assert_equal(ours, gradients(plain))
+
+
+def test_apo_zero_unpaired_has_no_baseline():
+    made = rows()
+    plain, ratios = dense_ratios(made, "completion_ids")
+    desirable = torch.tensor([row["label"] for row in made])
+    expected = torch.where(desirable, 1 - torch.sigmoid(0.1 * ratios), torch.sigmoid(0.1 * ratios)).mean()
+    expected.backward()
+    objective = KTO.objective(KTOOptions(loss_type="apo_zero_unpaired"))
+    loss, ours, _ = run(objective, made, Limits(rows=3), True, ("completion_ids",))
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert_equal(ours, gradients(plain))
+
+
+def test_bcos_running_mean_goes_on_from_batch_to_batch():
+    made = rows()
+    plain, ratios = dense_ratios(made, "completion_ids")
+    desirable = torch.tensor([row["label"] for row in made])
+    rewards = 0.1 * ratios
+    mean = torch.cat([torch.tensor([2.0, 3.0]), rewards.detach()]).mean()
+    expected = -torch.where(desirable, F.logsigmoid(rewards - mean), F.logsigmoid(mean - rewards)).mean()
+    expected.backward()
+    for limits in CUTS:
+        running = RunningMean()
+        running.take_in(torch.tensor([2.0, 3.0]))
+        objective = BCO.objective(BCOOptions(), running=running)
+        loss, ours, _ = run(objective, made, limits, True, ("completion_ids",))
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert running.count == 10
+        assert_equal(ours, gradients(plain))
+
+
+def test_evaluation_leaves_bcos_running_mean_alone():
+    policy, other = policy_and_reference()
+    running = RunningMean()
+    objective = BCO.objective(BCOOptions(), running=running)
+    batch = CompletionCollator(("completion_ids",), values=("label",))(rows())
+    totals = Totals()
+    evaluate_batch(Models(policy, FrozenModel(other, padding_free=True)), batch, objective, totals)
+    assert running.count == 0
+    assert totals.read(torch.device("cpu"))["loss"] > 0

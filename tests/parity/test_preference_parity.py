@@ -1,0 +1,208 @@
+"""lowtide's preference and reward trainers against TRL 1.16's: 20 steps from the same weights, on the same rows.
+
+TRL pads, repeats prompts and runs a second model as the reference; so this compares prefix sharing, the ragged path,
+the reference and every loss with the plain computation inside a real run.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from parity_world import MODELS, assistant, build_model, sums, tokenizer, user
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
+lowtide = pytest.importorskip("lowtide")
+cpo = pytest.importorskip("trl.experimental.cpo")
+orpo = pytest.importorskip("trl.experimental.orpo")
+
+STEPS = 20
+COMMON = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 3e-4,
+    "lr_scheduler_type": "constant",
+    "train_sampling_strategy": "sequential",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+}
+THEIRS = {"dpo": trl, "kto": trl, "reward": trl, "orpo": orpo, "cpo": cpo}
+NAMES = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "orpo": "ORPO", "cpo": "CPO"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train; `flags` go to both libraries, `ours` to lowtide alone."""
+
+    method: str = "dpo"
+    format: str = "explicit"
+    flags: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    model: str = "llama"
+    rows: int = 40
+
+
+def loss(*names: str, **flags: Any) -> Case:
+    return Case(flags={"loss_type": list(names), **flags})
+
+
+CASES = {
+    **{name: loss(name) for name in ("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero")},
+    **{name: loss(name) for name in ("apo_down", "discopop", "sft", "sigmoid_norm", "aot", "aot_unpaired")},
+    "exo_pair": loss("exo_pair", label_smoothing=0.05),
+    "robust": loss("robust", label_smoothing=0.1),
+    "aot, smoothed": loss("aot", label_smoothing=0.1),
+    "three losses": loss("sigmoid", "bco_pair", "sft", loss_weights=[0.8, 0.2, 1.0]),
+    "forward_kl": loss("sigmoid", f_divergence_type="forward_kl"),
+    "js_divergence": loss("hinge", f_divergence_type="js_divergence"),
+    "alpha_divergence": loss("sigmoid", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.7),
+    "ld_alpha": loss("sigmoid", ld_alpha=0.4),
+    "wpo": loss("sigmoid", use_weighting=True),
+    "sync_ref_model": loss("sigmoid", sync_ref_model=True, ref_model_sync_steps=5, ref_model_mixup_alpha=0.5),
+    "dpo, implicit prompts": Case(format="implicit"),
+    "dpo, conversations": Case(format="explicit chat"),
+    "dpo, conversations, implicit prompts": Case(format="implicit chat"),
+    "dpo, lora": Case(lora=True, flags={"learning_rate": 3e-3}),
+    "dpo, cut": Case(flags={"max_length": 70}),
+    "dpo, padded by us": Case(ours={"padding_free": False}),
+    "dpo, prompts repeated": Case(ours={"prefix_sharing": False}),
+    "dpo within a token budget": Case(ours={"tokens_per_microbatch": 400}),
+    "dpo, accumulated": Case(flags={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+    "dpo, reference precomputed": Case(ours={"precompute_ref_log_probs": True}),
+    "dpo, tied head": Case(model="tied"),
+    "dpo, nothing checkpointed": Case(flags={"gradient_checkpointing": False}),
+    "kto": Case("kto"),
+    "kto, weighted": Case("kto", flags={"desirable_weight": 1.3, "undesirable_weight": 0.7, "beta": 0.3}),
+    "kto, apo_zero_unpaired": Case("kto", flags={"loss_type": "apo_zero_unpaired"}),
+    "kto, from pairs": Case("kto", "explicit"),
+    "kto, conversations": Case("kto", "unpaired chat"),
+    "kto, lora": Case("kto", "unpaired", lora=True, flags={"learning_rate": 3e-3}),
+    "kto, batch of two": Case("kto", "unpaired", flags={"per_device_train_batch_size": 2}),
+    "kto, reference precomputed": Case("kto", "unpaired", ours={"precompute_ref_log_probs": True}),
+    "reward": Case("reward"),
+    "reward, implicit prompts": Case("reward", "implicit"),
+    "reward, conversations": Case("reward", "implicit chat"),
+    "reward, margins": Case("reward", "margins"),
+    "reward, centred": Case("reward", flags={"center_rewards_coefficient": 0.01}),
+    "reward, lora": Case("reward", lora=True, flags={"learning_rate": 3e-3}),
+    "reward, long sides left out": Case("reward", flags={"max_length": 70}),
+    "orpo": Case("orpo", flags={"max_length": 1024}),
+    "orpo, conversations": Case("orpo", "explicit chat"),
+    "orpo, lora": Case("orpo", lora=True, flags={"learning_rate": 3e-3}),
+    "cpo": Case("cpo"),
+    "cpo, hinge": Case("cpo", flags={"loss_type": "hinge"}),
+    "cpo, ipo": Case("cpo", flags={"loss_type": "ipo"}),
+    "cpo, simpo": Case("cpo", flags={"loss_type": "simpo", "cpo_alpha": 0.0}),
+    "cpo, cpo-simpo": Case("cpo", flags={"loss_type": "simpo", "cpo_alpha": 0.5, "label_smoothing": 0.1}),
+    "cpo, alphapo": Case("cpo", flags={"loss_type": "simpo", "alpha": 0.1}),
+}
+
+
+def pair(question: str, answer: str) -> tuple[str, str, str]:
+    """A prompt, its answer, and a worse one: other digits, and the last step missing."""
+    wrong = answer.translate(str.maketrans("0123456789", "5678901234"))
+    return question, f" {answer}", f" {wrong.rsplit('. ', 1)[0]}"
+
+
+FORMATS = {
+    "explicit": lambda q, c, r: {"prompt": q, "chosen": c, "rejected": r},
+    "margins": lambda q, c, r: {"prompt": q, "chosen": c, "rejected": r, "margin": len(c) / 100},
+    "implicit": lambda q, c, r: {"chosen": q + c, "rejected": q + r},
+    "explicit chat": lambda q, c, r: {"prompt": [user(q)], "chosen": [assistant(c)], "rejected": [assistant(r)]},
+    "implicit chat": lambda q, c, r: {"chosen": [user(q), assistant(c)], "rejected": [user(q), assistant(r)]},
+}
+
+
+def rows_of(format: str, count: int) -> list[dict[str, Any]]:
+    pairs = [pair(question, answer) for question, answer in sums(count)]
+    if not format.startswith("unpaired"):
+        return [FORMATS[format](*each) for each in pairs]
+    rows = []
+    for number, (question, chosen, rejected) in enumerate(pairs):
+        good = number % 3 != 1
+        completion = chosen if good else rejected
+        chat = format.endswith("chat")
+        prompt: Any = [user(question)] if chat else question
+        rows.append({"prompt": prompt, "completion": [assistant(completion)] if chat else completion, "label": good})
+    return rows
+
+
+def model_for(case: Case):
+    if case.method != "reward":
+        return build_model(case.model)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**MODELS[case.model], num_labels=1, pad_token_id=tokenizer().pad_token_id)
+    return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+
+
+def build_trainer(library: Any, case: Case, output_dir: Any, more: dict[str, Any] | None = None) -> Any:
+    name = NAMES[case.method]
+    own = dict(COMMON)
+    if library in (cpo, orpo):
+        own["max_length"] = 1024
+    config = getattr(library, f"{name}Config")(output_dir=str(output_dir), **own | case.flags | (more or {}))
+    format = case.format if case.method != "kto" or case.format != "explicit" else "unpaired"
+    if case.method == "kto" and case is CASES["kto, from pairs"]:
+        format = "explicit"
+    model = model_for(case)
+    arguments: dict[str, Any] = {}
+    precomputes = (more or {}).get("precompute_ref_log_probs")
+    if case.method in ("dpo", "kto") and not case.lora and not (library is lowtide and precomputes):
+        arguments["ref_model"] = copy.deepcopy(model)
+    if case.lora:
+        target = ["q_proj", "v_proj", "down_proj"]
+        save = {"modules_to_save": ["score"], "task_type": "SEQ_CLS"} if case.method == "reward" else {}
+        torch.manual_seed(1)
+        arguments["peft_config"] = LoraConfig(r=4, target_modules=target, **save)
+    return getattr(library, f"{name}Trainer")(
+        model=model,
+        args=config,
+        train_dataset=Dataset.from_list(rows_of(format, case.rows)),
+        processing_class=tokenizer(),
+        **arguments,
+    )
+
+
+def train(trainer: Any) -> dict[str, torch.Tensor]:
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    names = set.intersection(*(set(entry) for entry in logs))
+    return {name: torch.tensor([float(entry[name]) for entry in logs]) for name in names}
+
+
+COMPARED = (
+    *("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl"),
+    *("nll_loss", "log_odds_ratio", "log_odds_chosen", "accuracy", "margin"),
+    *("min_reward", "mean_reward", "max_reward", "entropy", "mean_token_accuracy", "num_tokens"),
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_steps_agree_with_trl(name, tmp_path):
+    case = CASES[name]
+    theirs = build_trainer(THEIRS[case.method], case, tmp_path)
+    ours = build_trainer(lowtide, case, tmp_path, case.ours)
+    ours.model.load_state_dict(theirs.model.state_dict())
+    expected, actual = train(theirs), train(ours)
+    assert len(actual["loss"]) == len(expected["loss"]) == STEPS
+    scale = expected["loss"].abs().mean().item()
+    torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=1e-5 * scale)
+    torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=2e-3, atol=1e-6)
+    assert expected["grad_norm"].max() > 0
+    if "gradient_accumulation_steps" in case.flags:
+        return  # TRL's metrics are means of the micro-batches' then
+    for metric in set(COMPARED) & expected.keys() & actual.keys():
+        size = expected[metric].abs().max().item()
+        message = lambda text, metric=metric: f"{metric}: {text}"  # noqa: E731
+        torch.testing.assert_close(actual[metric], expected[metric], rtol=1e-3, atol=2e-4 * size + 1e-6, msg=message)

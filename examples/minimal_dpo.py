@@ -46,7 +46,13 @@ def completions(logprobs: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
 torch.manual_seed(0)
 rng = random.Random(0)
 config = Qwen3Config(
-    vocab_size=12, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16
+    vocab_size=12,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
 )
 model = AutoModelForCausalLM.from_config(config)
 install(model)

@@ -92,10 +92,12 @@ def install_head(model: PreTrainedModel) -> None:
         _head_terms(model, None)
     if "scores" not in getattr(model.forward, "__lowtide__", ()):
         inner = model.forward
+        # Unbound, so that a copy of the model calls its own.
+        plain = inner.__func__ if getattr(inner, "__self__", None) is model else lambda _, *a, **k: inner(*a, **k)
 
         @functools.wraps(inner)
         def forward(self: PreTrainedModel, *args: Any, scores: Scores | None = None, **kwargs: Any) -> Any:
-            return inner(*args, **kwargs) if scores is None else _forward_scores(self, scores, args, kwargs)
+            return plain(self, *args, **kwargs) if scores is None else _forward_scores(self, scores, args, kwargs)
 
         forward.__lowtide__ = ("scores",)  # type: ignore[attr-defined]
         model.forward = types.MethodType(forward, model)

@@ -12,7 +12,7 @@ from datasets import Features, List, Value
 from jaxtyping import Bool, Int
 
 from lowtide.data.notes import CUT_AWAY, CUT_PART, NOTES
-from lowtide.data.sides import EncodedSides, prompt_lengths, share_prompts
+from lowtide.data.sides import EncodedSides, merged_prompts, prompt_lengths, share_prompts
 from lowtide.data.token_rows import TokenRows, list_column
 from lowtide.data.truncation import Truncation, kept_ranges
 
@@ -125,14 +125,13 @@ def _noted(
     for name, side, start, length in zip(token_columns(parts), [kept[0], *kept], starts, after, strict=True):
         part = side.cut(start, start + np.where(is_kept, length, 0))
         columns[name] = list_column(part.token_ids, part.offsets)
-    merged = np.logical_or.reduce([side.merged for side in whole])
     return pa.table(
         {
             **columns,
             "scored": pa.array(scored, pa.int32()),
             "cut": pa.array(np.add.reduce(cut), pa.int32()),
             "dropped": pa.array(dropped, pa.int8()),
-            "merged": pa.array(merged & is_kept, pa.bool_()),
+            "merged": pa.array(merged_prompts(whole[0]) & is_kept, pa.bool_()),
             **{CUT_PART + part: pa.array(count, pa.int32()) for part, count in zip(parts, cut, strict=True)},
         }
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.chat import ChatEncoder
@@ -82,7 +82,7 @@ class SideEncoder:
         samples = list(zip(*(row.sides for row in rows), strict=True))
         token_ids = [self.encoder.encode(side, place) for side in samples]
         if self.whole or _is_implicit(rows[0].sides[0]):
-            lengths = [self._common_lengths(*token_ids, place)] * len(samples)
+            lengths = [self._common_lengths(token_ids[0], token_ids[1], place)] * len(samples)
             prompt_lengths = lengths[0]
         else:
             self._check_prompts(rows, place)
@@ -152,10 +152,15 @@ def _is_implicit(sample: Sample) -> bool:
 def share_prompts(sides: Sequence[TokenRows]) -> list[TokenRows]:
     """The same rows with one prompt length a row: up to the earliest boundary of the sides."""
     prompts = np.minimum.reduce([prompt_lengths(side) for side in sides])
-    merged = np.logical_or.reduce([side.merged for side in sides])
+    merged = np.logical_or.reduce([merged_prompts(side) for side in sides])
     return [TokenRows(side.token_ids, side.labels, side.offsets, prompts, merged) for side in sides]
 
 
 def prompt_lengths(side: TokenRows) -> Int[np.ndarray, " rows"]:
     assert side.prompt_lengths is not None
     return side.prompt_lengths
+
+
+def merged_prompts(side: TokenRows) -> Bool[np.ndarray, " rows"]:
+    assert side.merged is not None
+    return side.merged

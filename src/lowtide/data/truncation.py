@@ -2,8 +2,9 @@
 
 Every limit keeps one contiguous range of a row: `max_prompt_length` keeps the end of the prompt and
 `max_completion_length` the start of the completion, which meet; then `max_length` keeps the start or the end of
-what is left. So truncation is two integers a row, computed for all rows at once. The names are TRL's. Completions that share a
-prompt keep the same of it, where TRL, keeping the end, cuts each side for itself.
+what is left. So truncation is two integers a row, computed for all rows at once. The names are TRL's.
+
+Completions that share a prompt keep the same of it, where TRL, keeping the end, cuts each side for itself.
 """
 
 from collections.abc import Sequence

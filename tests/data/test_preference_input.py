@@ -84,7 +84,9 @@ def test_columns_of_neither_kind_are_named(tokenizer):
 
 def test_a_dataset_of_equal_sides_has_nothing_to_train_on(tokenizer):
     rows = Dataset.from_list([GOOD | {"rejected": "72"}, GOOD | {"chosen": "24"}])
-    with pytest.raises(ValueError, match="every row was dropped .chosen equals rejected: 2.. Look at the completions"):
+    with pytest.raises(
+        ValueError, match=r"every row was dropped \(chosen equals rejected: 2\)\. Look at the completions"
+    ):
         prepare_pairs(rows, tokenizer, PreferenceOptions(), batch_size=2)
 
 

@@ -23,7 +23,7 @@ TOOLED = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if brief %}Briefly: {% endif %}{% endif %}"
 )
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TOOLS = [{"name": "add"}]
 
 
 def message(role, content):
@@ -66,7 +66,7 @@ PAIRS = {
 }
 LABELLED = {
     "texts": [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(TEXTS)],
-    "conversations": [{"prompt": r["prompt"], "completion": r["rejected"], "label": r is TALKS[0]} for r in TALKS],
+    "conversations": [{"prompt": r["prompt"], "completion": r["rejected"], "label": r is TALKS[0]} for r in TALKS * 2],
     "pairs of texts": TEXTS,
     "pairs of conversations": TALKS,
     "implicit pairs": IMPLICIT_TALKS,

@@ -1,7 +1,10 @@
 """Preferences prepared: what the ledger counts, the cache, streams and KL completions."""
 
+import io
+
 import pytest
 from datasets import Dataset, IterableDataset
+from rich.console import Console
 
 from lowtide.data.kl_completions import previous_in_block
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
@@ -44,7 +47,12 @@ def test_the_ledger_counts_a_shared_prompt_once(tokenizer):
     assert ledger.tokens_dropped == 6 + 14 + 3
     assert ledger.padding_avoided == pytest.approx(1 - 24 / (4 * 9 + 2 * 4))
     assert ledger.to_dict()["cut_by_part"] == {"prompt": 0, "chosen": 2, "rejected": 0}
-    assert "prompt 0, chosen 2, rejected 0" in ledger.summary()
+    assert "2 cut from 1 row (prompt 0, chosen 2, rejected 0)" in ledger.summary()
+    shown = Console(width=80, record=True, file=io.StringIO())
+    shown.print(ledger)
+    text = " ".join(shown.export_text().split())
+    assert "from 1 row; prompt 0, chosen 2, rejected 0" in text
+    assert "of what padded batches of 2 pairs, each prompt twice, would compute" in text
 
 
 def test_whole_pairs_share_what_both_sides_begin_with(tokenizer):

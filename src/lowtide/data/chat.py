@@ -49,6 +49,10 @@ class ChatEncoder:
         """The token ids of each conversation, and of the header of an assistant's turn after it if asked."""
         return self._apply(chats, place, add_generation_prompt=generation_prompt)["input_ids"]
 
+    def encode_prompts(self, chats: Sequence[ChatSample], place: RowPlace) -> list[list[int]]:
+        """The token ids of each conversation's prompt, up to where the assistant's answer begins."""
+        return self.encode([chat.until(chat.prompt_messages or 0) for chat in chats], place, generation_prompt=True)
+
     def encode_with_turns(
         self, chats: Sequence[ChatSample], place: RowPlace
     ) -> tuple[list[list[int]], list[list[int]]]:

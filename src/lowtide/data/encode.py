@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.chat import ChatEncoder
 from lowtide.data.formats import ChatSample, RowFormat, RowPlace, Sample, TextSample, TokenSample
 from lowtide.data.options import PrepareOptions
+from lowtide.data.text import TextEncoder
 from lowtide.data.token_rows import IGNORED, TokenRows, flatten
 from lowtide.data.tokenized import encode_tokenized
 
@@ -32,7 +33,7 @@ class RowEncoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        row_format: RowFormat,
+        row_format: RowFormat[Sample],
         options: PrepareOptions,
         first_row: Mapping[str, Any],
         source: str,
@@ -42,15 +43,10 @@ class RowEncoder:
         self.options = options
         self.source = source
         self.vocab_size = options.vocab_size or len(tokenizer)
-        first = self._read({column: [value] for column, value in first_row.items()}, RowPlace(source, [0]))[0]
+        first = row_format.read_batch({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
         self.kind = first.kind
         options.check_for(first, source)
-        self.eos_token = str(tokenizer.eos_token)
-        if isinstance(first, TextSample) and tokenizer.eos_token is None:
-            raise ValueError(
-                "the tokenizer has no end token, and a text must end with one so that the model learns to stop. "
-                "Set eos_token to a token of its vocabulary."
-            )
+        self.text = TextEncoder(tokenizer) if isinstance(first, TextSample) else None
         self.chat = ChatEncoder(tokenizer, options.chat_template) if isinstance(first, ChatSample) else None
         self._encode = {
             TokenSample: self._encode_tokenized,
@@ -65,7 +61,7 @@ class RowEncoder:
             ValueError: a row that can't be used; the message names it.
         """
         place = RowPlace(self.source, numbers)
-        samples = self._read(batch, place)
+        samples = self.format.read_batch(batch, place)
         for index, sample in enumerate(samples):
             if sample.kind != self.kind:
                 raise place.error(index, f"this is a {sample.kind}, and the dataset's first row a {self.kind}.")
@@ -73,25 +69,15 @@ class RowEncoder:
         check_vocabulary(rows, self.vocab_size, place)
         return rows
 
-    def _read(self, batch: Mapping[str, Sequence[Any]], place: RowPlace) -> list[Sample]:
-        names = self.format.columns or tuple(batch)
-        samples = []
-        for index, values in enumerate(zip(*(batch[name] for name in names), strict=True)):
-            try:
-                samples.append(self.format.read(dict(zip(names, values, strict=True))))
-            except ValueError as error:
-                raise place.error(index, error) from error
-        return samples
-
     def _encode_tokenized(self, samples: Sequence[TokenSample], place: RowPlace) -> TokenRows:
         return encode_tokenized(samples, place, mask_prompts=self.options.completion_only_loss is not False)
 
     def _encode_texts(self, samples: Sequence[TextSample], place: RowPlace) -> TokenRows:
-        texts = [(sample.prompt or "") + self._ended(sample.text) for sample in samples]
-        token_ids = self._tokenize(texts)
+        assert self.text is not None
+        token_ids = self.text.encode(samples, place)
         if samples[0].prompt is None:
             return _rows(*flatten(token_ids))
-        return self._after_prompts(self._tokenize([sample.prompt or "" for sample in samples]), token_ids)
+        return self._after_prompts(self.text.encode_prompts(samples, place), token_ids)
 
     def _encode_chats(self, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
         assert self.chat is not None
@@ -103,8 +89,7 @@ class RowEncoder:
             token_ids = self.chat.encode(samples, place)
         if samples[0].prompt_messages is None:
             return _rows(*flatten(token_ids), scored)
-        openings = [sample.until(sample.prompt_messages or 0) for sample in samples]
-        return self._after_prompts(self.chat.encode(openings, place, generation_prompt=True), token_ids, scored)
+        return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids, scored)
 
     def _after_prompts(
         self,
@@ -121,13 +106,6 @@ class RowEncoder:
             scored = scored & (position >= np.repeat(lengths, np.diff(offsets)))
         return _rows(token_ids, offsets, scored, lengths, merged)
 
-    def _ended(self, text: str) -> str:
-        return text if text.endswith(self.eos_token) else text + self.eos_token
-
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        encoded = self.tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-        return encoded["input_ids"]
-
 
 def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens both begin with."""
@@ -138,19 +116,30 @@ def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 def check_vocabulary(rows: TokenRows, vocab_size: int, place: RowPlace) -> None:
     """Refuse token ids and labels that the model does not know."""
-    for name, ids in (("input_ids", rows.token_ids), ("labels", rows.labels)):
-        lowest = IGNORED if name == "labels" else 0
-        if len(ids) == 0 or (ids.max() < vocab_size and ids.min() >= 0):
-            continue
-        outside = (ids >= vocab_size) | ((ids < 0) & (ids != lowest))
-        if not outside.any():
-            continue
-        token = int(outside.argmax())
-        raise place.error(
-            int(np.searchsorted(rows.offsets, token, side="right")) - 1,
-            f"{name} holds {int(ids[token])}, outside the vocabulary of {vocab_size} ids (0 to {vocab_size - 1}). "
-            "Is the tokenizer the model's own?",
-        )
+    check_ids("input_ids", rows.token_ids, rows.offsets, vocab_size, place)
+    check_ids("labels", rows.labels, rows.offsets, vocab_size, place, lowest=IGNORED)
+
+
+def check_ids(
+    name: str,
+    ids: Int[np.ndarray, " tokens"],
+    offsets: Int[np.ndarray, " rows+1"],
+    vocab_size: int,
+    place: RowPlace,
+    lowest: int = 0,
+) -> None:
+    """Refuse ids that are neither in the vocabulary nor `lowest`."""
+    if len(ids) == 0 or (ids.max() < vocab_size and ids.min() >= 0):
+        return
+    outside = (ids >= vocab_size) | ((ids < 0) & (ids != lowest))
+    if not outside.any():
+        return
+    token = int(outside.argmax())
+    raise place.error(
+        int(np.searchsorted(offsets, token, side="right")) - 1,
+        f"{name} holds {int(ids[token])}, outside the vocabulary of {vocab_size} ids (0 to {vocab_size - 1}). "
+        "Is the tokenizer the model's own?",
+    )
 
 
 def _rows(

@@ -23,7 +23,7 @@ from datasets.fingerprint import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.options import PrepareOptions
+from lowtide.data.options import TokenOptions
 from lowtide.data.truncation import Truncation
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ NEUTRAL = (
 
 
 def rows_fingerprint(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions, truncation: Truncation
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, options: TokenOptions, truncation: Truncation
 ) -> str:
     """The fingerprint of a dataset's prepared rows, before they are shuffled or packed."""
     values = {
@@ -52,7 +52,7 @@ def rows_fingerprint(
         dataset._fingerprint,
         tokenizer_fingerprint(tokenizer),
         json.dumps(values, sort_keys=True),
-        function_fingerprint(options.formatting_func),
+        function_fingerprint(getattr(options, "formatting_func", None)),
         truncation,
     )
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lowtide.data.conversation import Message, check_messages, check_roles, describe, quoted
 
@@ -50,12 +50,14 @@ class ChatSample:
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """One row that is tokenized already; what is given beside `input_ids` has its length."""
+    """One row that is tokenized already; the masks and labels given beside `input_ids` have its length."""
 
     input_ids: Sequence[int]
     labels: Sequence[int] | None = None
     completion_mask: Sequence[int] | None = None
     assistant_masks: Sequence[int] | None = None
+    prompt_tokens: int | None = None
+    """How many of them are the prompt, where the row gives its prompt apart."""
 
     @property
     def kind(self) -> str:
@@ -65,13 +67,33 @@ class TokenSample:
 Sample = TextSample | ChatSample | TokenSample
 
 
-@dataclass(frozen=True, slots=True)
-class RowFormat:
+Read = TypeVar("Read")
+FormatLine = tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Mapping[str, Any]], Read]]
+"""Name, columns needed, columns also read, and reader."""
+
+
+@dataclass(frozen=True)
+class RowFormat(Generic[Read]):
     """How the rows of one dataset are read. `columns` is what `read` looks at; empty means every column."""
 
     name: str
     columns: tuple[str, ...]
-    read: Callable[[Mapping[str, Any]], Sample]
+    read: Callable[[Mapping[str, Any]], Read]
+
+    def read_batch(self, batch: Mapping[str, Sequence[Any]], place: "RowPlace") -> list[Read]:
+        """Read a batch of columns.
+
+        Raises:
+            ValueError: a row that can't be used; the message names it.
+        """
+        names = self.columns or tuple(batch)
+        samples = []
+        for index, values in enumerate(zip(*(batch[name] for name in names), strict=True)):
+            try:
+                samples.append(self.read(dict(zip(names, values, strict=True))))
+            except ValueError as error:
+                raise place.error(index, error) from error
+        return samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +113,7 @@ def detect_format(
     text_field: str = "text",
     formatting_func: Callable[[Mapping[str, Any]], Any] | None = None,
     source: str = "the dataset",
-) -> RowFormat:
+) -> RowFormat[Sample]:
     """Choose the format of a dataset by its columns.
 
     Raises:
@@ -102,9 +124,9 @@ def detect_format(
         formatting_func = None  # tokenized rows have nothing left to format
     if formatting_func is not None:
         return RowFormat("formatting_func", (), partial(read_formatted, formatting_func))
-    for name, required, optional, read in FORMATS:
-        if present.issuperset(required):
-            return RowFormat(name, (*required, *(column for column in optional if column in present)), read)
+    row_format = match_format(columns, FORMATS)
+    if row_format is not None:
+        return row_format
     if text_field in present:
         return RowFormat("text", (text_field,), partial(read_text, text_field))
     raise ValueError(
@@ -114,12 +136,20 @@ def detect_format(
     )
 
 
+def match_format(columns: Sequence[str], formats: Sequence[FormatLine[Read]]) -> RowFormat[Read] | None:
+    """The first of the formats whose columns are all there."""
+    for name, required, optional, read in formats:
+        if set(required).issubset(columns):
+            return RowFormat(name, (*required, *(column for column in optional if column in columns)), read)
+    return None
+
+
 def read_text(text_field: str, row: Mapping[str, Any]) -> Sample:
-    return TextSample(_text(row.get(text_field), text_field))
+    return TextSample(text_of(row.get(text_field), text_field))
 
 
 def read_messages(column: str, row: Mapping[str, Any]) -> Sample:
-    return ChatSample(check_roles(check_messages(row.get(column), column)), **_template_inputs(row))
+    return ChatSample(check_roles(check_messages(row.get(column), column)), **template_inputs(row))
 
 
 def read_prompt_completion(row: Mapping[str, Any]) -> Sample:
@@ -130,10 +160,10 @@ def read_prompt_completion(row: Mapping[str, Any]) -> Sample:
             "both lists of messages."
         )
     if not isinstance(prompt, list):
-        return TextSample(_text(completion, "completion"), prompt=_text(prompt, "prompt"))
+        return TextSample(text_of(completion, "completion"), prompt=text_of(prompt, "prompt"))
     opening = check_messages(prompt, "prompt")
     messages = check_roles(opening + check_messages(completion, "completion"))
-    return ChatSample(messages, len(opening), **_template_inputs(row))
+    return ChatSample(messages, len(opening), **template_inputs(row))
 
 
 def read_tokens(row: Mapping[str, Any]) -> TokenSample:
@@ -185,16 +215,16 @@ def _made(formatting_func: Callable[[Mapping[str, Any]], Any], row: Mapping[str,
 
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
-FORMATS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Mapping[str, Any]], Sample]], ...] = (
+FORMATS: tuple[FormatLine[Sample], ...] = (
     ("input_ids", ("input_ids",), ("labels", "completion_mask", "assistant_masks"), read_tokens),
     ("prompt-completion", ("prompt", "completion"), TEMPLATE_COLUMNS, read_prompt_completion),
     ("messages", ("messages",), TEMPLATE_COLUMNS, partial(read_messages, "messages")),
     ("conversations", ("conversations",), TEMPLATE_COLUMNS, partial(read_messages, "conversations")),
 )
-"""Name, columns needed, columns also read, and reader. Rows that fit none of these are texts."""
+"""In order of precedence. Rows that fit none of these are texts."""
 
 
-def _template_inputs(row: Mapping[str, Any]) -> dict[str, Any]:
+def template_inputs(row: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that the chat template is given: `tools` (JSON or a list) and `chat_template_kwargs`."""
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -207,7 +237,7 @@ def _template_inputs(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": tools or None, "template_kwargs": kwargs}
 
 
-def _text(value: Any, name: str) -> str:
+def text_of(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name!r} is {describe(value)}; it must be a string.")
     return value

@@ -48,16 +48,25 @@ class Ledger:
     """Rows after packing; None if there was none."""
     packing_fill: float | None = None
     """The share of the packed rows' capacity that holds tokens."""
+    cut_by_part: Mapping[str, int] | None = None
+    """For preference rows: `tokens_cut` by part ("prompt", "chosen", "rejected", "completion"). None for others.
+
+    Such a row's prompt is counted once, however many completions share it; `padding_avoided` compares with batches
+    that repeat it.
+    """
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"rows_dropped": dict(self.rows_dropped)}
+        values = asdict(self) | {"rows_dropped": dict(self.rows_dropped)}
+        if self.cut_by_part is None:
+            del values["cut_by_part"]
+        return values
 
     def summary(self) -> str:
         """The ledger in one line, for logs."""
         parts = [
             f"{self.name}: {_rows(self.rows)}",
             f"{self.tokens:,} tokens, {self.scored_tokens:,} scored ({_share(self.scored_tokens, self.tokens)})",
-            f"{self.tokens_cut:,} cut from {_rows(self.rows_cut)}",
+            f"{self.tokens_cut:,} cut from {_rows(self.rows_cut)}{self._parts_cut(' ({})')}",
             f"{sum(self.rows_dropped.values()):,} rows dropped",
             f"longest row {self.longest_row:,}",
             f"{self.padding_avoided:.1%} padding avoided at batch size {self.batch_size}",
@@ -93,6 +102,7 @@ class Ledger:
                 "cut",
                 f"{self.tokens_cut:,}",
                 f"{_share(self.tokens_cut, everything)} of all tokens, from {_rows(self.rows_cut)}"
+                f"{self._parts_cut('; {}')}"
                 if self.tokens_cut
                 else "no row is longer than the limits",
             ),
@@ -100,7 +110,7 @@ class Ledger:
             (
                 "padding avoided",
                 f"{self.padding_avoided:.1%}",
-                f"of what padded batches of {self.batch_size} would compute",
+                f"of what padded batches of {self.batch_size}{self._repeated()} would compute",
             ),
         ]
         if self.packing_fill is not None:
@@ -108,18 +118,37 @@ class Ledger:
             lines.append(("packed rows", f"{self.packed_rows:,}", note))
         return lines
 
+    def _parts_cut(self, form: str) -> str:
+        if not self.tokens_cut or self.cut_by_part is None:
+            return ""
+        return form.format(", ".join(f"{part} {count:,}" for part, count in self.cut_by_part.items()))
+
+    def _repeated(self) -> str:
+        """What a padded batch has more of than its rows."""
+        return " pairs, each prompt twice," if len(self.cut_by_part or ()) > 2 else ""
+
     def _why_dropped(self) -> str:
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in self.rows_dropped.items())
         return f"{reasons}; {self.tokens_dropped:,} tokens in them" if reasons else "every row has a scored token"
 
 
-def padding_share(lengths: Int[np.ndarray, " rows"], batch_size: int) -> float:
-    """The share of padding in padded batches of `batch_size` consecutive rows, each as long as its longest row."""
+def padding_share(
+    lengths: Int[np.ndarray, " rows"],
+    batch_size: int,
+    *,
+    longest: Int[np.ndarray, " rows"] | None = None,
+    sequences: int = 1,
+) -> float:
+    """The share of padding in padded batches of `batch_size` consecutive rows, each as long as its longest row.
+
+    Where a padded run makes several `sequences` of one row, `longest` is the longest of them, and what they repeat
+    counts as padding.
+    """
     if len(lengths) == 0 or not lengths.any():
         return 0.0
     starts = np.arange(0, len(lengths), batch_size)
-    sizes = np.diff(np.append(starts, len(lengths)))
-    padded = int(np.maximum.reduceat(lengths, starts).astype(np.int64) @ sizes)
+    sizes = sequences * np.diff(np.append(starts, len(lengths)))
+    padded = int(np.maximum.reduceat(lengths if longest is None else longest, starts).astype(np.int64) @ sizes)
     return 1.0 - int(lengths.sum(dtype=np.int64)) / padded
 
 

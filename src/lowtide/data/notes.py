@@ -6,6 +6,7 @@ length of each row that is trained on, and, if there are others, its number: fou
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 from jaxtyping import Bool, Int
 
+from lowtide.data.ledger import Ledger
 from lowtide.data.mapped import mapped_files, release_pages
 from lowtide.data.token_rows import TokenRows, list_column
 
@@ -22,6 +24,8 @@ DROP_REASONS = ("kept", "no tokens", "no scored token", CUT_AWAY)
 
 TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 NOTES = {"scored": Value("int32"), "cut": Value("int32"), "dropped": Value("int8"), "merged": Value("bool")}
+CUT_PART = "cut_"
+"""How the columns begin that note `cut` for each part of a row that has several."""
 NOTED_FEATURES = Features({**TOKEN_FEATURES, **NOTES})
 
 
@@ -29,8 +33,8 @@ NOTED_FEATURES = Features({**TOKEN_FEATURES, **NOTES})
 class Statistics:
     """The notes on all rows of a prepared dataset, added up."""
 
-    lengths: Int[np.ndarray, " kept"]
-    """The tokens of each row that is trained on."""
+    part_lengths: Int[np.ndarray, "parts kept"]
+    """The tokens of each row that is trained on, in each of its columns of tokens."""
     numbers: Int[np.ndarray, " kept"] | None
     """The numbers of these rows; None if they are all."""
     scored: int
@@ -40,6 +44,36 @@ class Statistics:
     tokens_dropped: int
     merged: int
     """Rows whose prompt and completion merge tokens where they meet."""
+    cut_by_part: dict[str, int] | None = None
+    """`tokens_cut` by the part of the row that lost them; None for rows of one part."""
+
+    @property
+    def kept(self) -> int:
+        """How many rows are trained on."""
+        return self.part_lengths.shape[1]
+
+    @property
+    def lengths(self) -> Int[np.ndarray, " kept"]:
+        """The tokens of each row that is trained on."""
+        return self.part_lengths.sum(axis=0, dtype=np.int32)
+
+    def ledger(self, *, name: str, batch_size: int, padding_avoided: float) -> Ledger:
+        """The ledger of these rows."""
+        lengths = self.lengths
+        return Ledger(
+            name=name,
+            rows=self.kept,
+            tokens=int(lengths.sum(dtype=np.int64)),
+            scored_tokens=self.scored,
+            tokens_cut=self.tokens_cut,
+            rows_cut=self.rows_cut,
+            rows_dropped=self.rows_dropped,
+            tokens_dropped=self.tokens_dropped,
+            longest_row=int(lengths.max()),
+            batch_size=batch_size,
+            padding_avoided=padding_avoided,
+            cut_by_part=self.cut_by_part,
+        )
 
 
 def noted_table(whole: TokenRows, kept: TokenRows) -> pa.Table:
@@ -62,36 +96,42 @@ def noted_table(whole: TokenRows, kept: TokenRows) -> pa.Table:
     )
 
 
-def add_up(prepared: Dataset) -> Statistics:
-    """Add up the notes of a prepared dataset."""
+def add_up(
+    prepared: Dataset, parts: Sequence[str] = ("input_ids",), reasons: Sequence[str] = DROP_REASONS
+) -> Statistics:
+    """Add up the notes of a prepared dataset, whose tokens are in the columns `parts`."""
     table, files = prepared.data.table, mapped_files(prepared)
-    lengths, numbers = (np.empty(table.num_rows, dtype=np.int32) for _ in range(2))
+    lengths = np.empty((len(parts), table.num_rows), dtype=np.int32)
+    numbers = np.empty(table.num_rows, dtype=np.int32)
+    cut_parts = [column for column in table.column_names if column.startswith(CUT_PART)]
     count = 0
     sums: Counter[str] = Counter()
-    reasons = np.zeros(len(DROP_REASONS), dtype=np.int64)
+    dropped = np.zeros(len(reasons), dtype=np.int64)
     first = 0
     for batch in table.to_batches():
-        notes = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in NOTES}
+        notes = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in (*NOTES, *cut_parts)}
         is_kept: Bool[np.ndarray, " rows"] = notes["dropped"] == 0
-        sums["scored"] += int(notes["scored"][is_kept].sum())
-        sums["cut"] += int(notes["cut"][is_kept].sum(dtype=np.int64))
         sums["rows_cut"] += int(np.count_nonzero(notes["cut"][is_kept]))
         sums["dropped"] += int(notes["cut"][~is_kept].sum(dtype=np.int64))
         sums["merged"] += int(np.count_nonzero(notes["merged"]))
-        reasons += np.bincount(notes["dropped"], minlength=len(reasons))
+        for name in ("scored", "cut", *cut_parts):
+            sums[name] += int(notes[name][is_kept].sum(dtype=np.int64))
+        dropped += np.bincount(notes["dropped"], minlength=len(dropped))
         here = np.flatnonzero(is_kept)
-        lengths[count : count + len(here)] = np.diff(batch.column("input_ids").offsets.to_numpy())[here]
+        for index, part in enumerate(parts):
+            lengths[index, count : count + len(here)] = np.diff(batch.column(part).offsets.to_numpy())[here]
         numbers[count : count + len(here)] = first + here
         count += len(here)
         first += batch.num_rows
         release_pages(files)
     return Statistics(
-        lengths=lengths[:count],
+        part_lengths=lengths[:, :count],
         numbers=numbers[:count] if count < first else None,
         scored=sums["scored"],
         tokens_cut=sums["cut"],
         rows_cut=sums["rows_cut"],
-        rows_dropped={reason: int(count) for reason, count in zip(DROP_REASONS[1:], reasons[1:], strict=True) if count},
+        rows_dropped={reason: int(count) for reason, count in zip(reasons[1:], dropped[1:], strict=True) if count},
         tokens_dropped=sums["dropped"],
         merged=sums["merged"],
+        cut_by_part={column.removeprefix(CUT_PART): sums[column] for column in cut_parts} or None,
     )

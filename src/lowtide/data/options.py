@@ -10,35 +10,21 @@ from lowtide.data.truncation import Truncation, TruncationMode
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
-    """The options of `prepare`, under TRL's names where it has them."""
+class TokenOptions:
+    """What preparing rows of any kind depends on, under TRL's names where it has them."""
 
-    dataset_text_field: str = "text"
-    """The column that holds the text of plain-text rows."""
-    formatting_func: Callable[[Mapping[str, Any]], Any] | None = None
-    """Called with one row, returns its text or its messages."""
     chat_template: str | None = None
     """A Jinja template that replaces the tokenizer's own."""
-    assistant_only_loss: bool = False
-    """Score only what the assistant says; for conversations."""
-    completion_only_loss: bool | None = None
-    """Score only completions. None: where rows have a prompt and a completion, or a `completion_mask`."""
     eos_token: str | None = None
     """The token that ends a text, in place of the tokenizer's own."""
     max_length: int | None = 1024
-    """The most tokens in a row, and the capacity of a bin when packing. None is no limit."""
+    """The most tokens in a row (of preferences: in a prompt and one completion). None is no limit."""
     truncation_mode: TruncationMode = "keep_start"
     """Which end of a row `max_length` keeps."""
     max_prompt_length: int | None = None
     """The most tokens of a prompt; its end is kept."""
     max_completion_length: int | None = None
     """The most tokens of a completion; its start is kept."""
-    packing_strategy: Strategy = "bfd"
-    """How rows are put into bins when packing."""
-    shuffle: bool = False
-    """Shuffle the rows, before packing and after."""
-    seed: int = 42
-    """The seed of the shuffle."""
     vocab_size: int | None = None
     """How many token ids the model knows; ids beyond are refused. None: as many as the tokenizer has."""
     num_proc: int | None = None
@@ -46,10 +32,47 @@ class PrepareOptions:
     source: str | None = None
     """What error messages call the dataset: a file, say. Does not change the result."""
     fingerprint: str = ""
-    """Anything else that the result depends on, such as state that `formatting_func` reads from elsewhere."""
+    """Anything else that the result depends on, such as state that a formatting function reads from elsewhere."""
 
     def __post_init__(self) -> None:
         assert self.truncation  # checks the limits
+
+    @property
+    def truncation(self) -> Truncation:
+        return Truncation(
+            max_length=self.max_length,
+            mode=self.truncation_mode,
+            max_prompt_length=self.max_prompt_length,
+            max_completion_length=self.max_completion_length,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceOptions(TokenOptions):
+    """The options of `prepare_pairs` and `prepare_unpaired`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions(TokenOptions):
+    """The options of `prepare`. When packing, `max_length` is also the capacity of a bin."""
+
+    dataset_text_field: str = "text"
+    """The column that holds the text of plain-text rows."""
+    formatting_func: Callable[[Mapping[str, Any]], Any] | None = None
+    """Called with one row, returns its text or its messages."""
+    assistant_only_loss: bool = False
+    """Score only what the assistant says; for conversations."""
+    completion_only_loss: bool | None = None
+    """Score only completions. None: where rows have a prompt and a completion, or a `completion_mask`."""
+    packing_strategy: Strategy = "bfd"
+    """How rows are put into bins when packing."""
+    shuffle: bool = False
+    """Shuffle the rows, before packing and after."""
+    seed: int = 42
+    """The seed of the shuffle."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.packing_strategy not in get_args(Strategy):
             raise ValueError(
                 f"packing_strategy is {self.packing_strategy!r}; it must be one of {', '.join(get_args(Strategy))}."
@@ -81,15 +104,6 @@ class PrepareOptions:
             raise ValueError(
                 f"max_prompt_length and max_completion_length need 'prompt' and 'completion', {what}. Use max_length."
             )
-
-    @property
-    def truncation(self) -> Truncation:
-        return Truncation(
-            max_length=self.max_length,
-            mode=self.truncation_mode,
-            max_prompt_length=self.max_prompt_length,
-            max_completion_length=self.max_completion_length,
-        )
 
     def truncation_for(self, *, packing: bool) -> Truncation:
         """The limits on a row, which leave its overflow to a packing strategy that keeps it."""

@@ -1,11 +1,9 @@
 """A dataset of rows to a dataset of token ids and labels, and the ledger of what became of its tokens.
 
-Preparation is one `datasets.map`, cached as Arrow under a fingerprint of everything that it depends on, and read
-back memory-mapped, so that neither a million rows nor a second start costs memory or time. Packing is planned over
-the lengths of the whole dataset, and its result is cached the same way.
+Preparation is one cached map (see `cached_map`). Packing is planned over the lengths of the whole dataset, and its
+result is cached the same way.
 """
 
-import copy
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -19,11 +17,12 @@ from datasets import Dataset, IterableDataset
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.data.cached_map import map_cached, reading, warn_merged, with_end_token
 from lowtide.data.encode import RowEncoder
 from lowtide.data.fingerprint import VERSION, cache_file, combine, rows_fingerprint
 from lowtide.data.formats import detect_format
 from lowtide.data.ledger import Ledger, padding_share
-from lowtide.data.mapped import mapped_files, release_pages
+from lowtide.data.mapped import mapped_files
 from lowtide.data.notes import CUT_AWAY, NOTED_FEATURES, TOKEN_FEATURES, Statistics, add_up, noted_table
 from lowtide.data.options import PrepareOptions
 from lowtide.data.packed import PACKED_FEATURES, RowReader, drop_unscored, write_packed
@@ -34,9 +33,6 @@ from lowtide.data.truncation import Truncation, truncate
 __all__ = ["PrepareOptions", "prepare"]
 
 logger = logging.getLogger(__name__)
-
-BATCH_BYTES = 2 << 20
-MOST_ROWS = 10_000
 
 
 def prepare(
@@ -67,14 +63,8 @@ def prepare(
     """
     if packing and options.max_length is None:
         raise ValueError("packing needs max_length, the number of tokens in a bin; it is None.")
-    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-        raise ValueError(
-            f"the {name} dataset has a transform (with_transform or set_transform), which would be run once and "
-            "kept. Apply it with map() first, or skip preparation and let it return input_ids and labels."
-        )
     source = options.source or f"the {name} dataset"
-    try:
-        first_row = _first_row(dataset, source)
+    with reading(dataset, name, source, "input_ids and labels") as first_row:
         preparer = _preparer(tokenizer, options, first_row, source, packing=packing)
         rows = dataset.with_format(None)
         if preparer.encoder.format.columns:
@@ -82,23 +72,18 @@ def prepare(
         if isinstance(rows, IterableDataset):
             return prepare_stream(rows, preparer, options, packing=packing), None
         return _prepare_cached(rows, preparer, options, batch_size=batch_size, packing=packing, name=name)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} holds text that is not UTF-8 ({error}). Convert it first.") from error
 
 
 @dataclass(frozen=True)
 class _Preparer:
-    """Prepares a batch of rows: what `datasets.map` calls, in this process or in another."""
+    """Prepares a batch of rows."""
 
     encoder: RowEncoder
     truncation: Truncation
-    files: tuple[str, ...] = ()
-    """The files that the rows are mapped from."""
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
         whole = self.encoder(batch, numbers)
         kept, _ = truncate(whole, self.truncation)
-        release_pages(self.files)
         return noted_table(whole, kept)
 
 
@@ -110,11 +95,6 @@ def _preparer(
     *,
     packing: bool,
 ) -> _Preparer:
-    if options.eos_token is not None and options.eos_token != tokenizer.eos_token:
-        if options.eos_token not in tokenizer.get_vocab():
-            raise ValueError(f"eos_token {options.eos_token!r} is not in the tokenizer's vocabulary.")
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.eos_token = options.eos_token
     if "seq_lengths" in first_row:
         raise ValueError(
             f"{source} is packed already (it has 'seq_lengths'). Give the rows as they were before packing, or skip "
@@ -128,7 +108,7 @@ def _preparer(
         formatting_func=options.formatting_func,
         source=source,
     )
-    encoder = RowEncoder(tokenizer, row_format, options, first_row, source)
+    encoder = RowEncoder(with_end_token(tokenizer, options.eos_token), row_format, options, first_row, source)
     return _Preparer(encoder, options.truncation_for(packing=packing))
 
 
@@ -136,19 +116,8 @@ def _prepare_cached(
     rows: Dataset, preparer: _Preparer, options: PrepareOptions, *, batch_size: int, packing: bool, name: str
 ) -> tuple[Dataset, Ledger]:
     fingerprint = rows_fingerprint(rows, preparer.encoder.tokenizer, options, preparer.truncation)
-    batch_rows = _rows_in_a_batch(rows)
-    prepared = rows.map(
-        replace(preparer, files=mapped_files(rows)),
-        batched=True,
-        batch_size=batch_rows,
-        writer_batch_size=batch_rows,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        features=NOTED_FEATURES,
-        num_proc=options.num_proc,
-        new_fingerprint=fingerprint,
-        cache_file_name=cache_file(fingerprint),
-        desc=f"Preparing {name}",
+    prepared = map_cached(
+        rows, preparer, features=NOTED_FEATURES, fingerprint=fingerprint, num_proc=options.num_proc, name=name
     )
     statistics = add_up(prepared)
     _check_statistics(statistics, options, preparer.encoder.source)
@@ -156,19 +125,7 @@ def _prepare_cached(
     if options.shuffle:
         order = np.random.default_rng(options.seed).permutation(len(lengths))  # as `Dataset.shuffle` does
         numbers, lengths = order if numbers is None else numbers[order], lengths[order]
-    ledger = Ledger(
-        name=name,
-        rows=len(lengths),
-        tokens=int(lengths.sum(dtype=np.int64)),
-        scored_tokens=statistics.scored,
-        tokens_cut=statistics.tokens_cut,
-        rows_cut=statistics.rows_cut,
-        rows_dropped=statistics.rows_dropped,
-        tokens_dropped=statistics.tokens_dropped,
-        longest_row=int(lengths.max()),
-        batch_size=batch_size,
-        padding_avoided=padding_share(lengths, batch_size),
-    )
+    ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding_share(lengths, batch_size))
     if packing:
         return _pack_cached(prepared, numbers, lengths, options, ledger)
     if numbers is not None:
@@ -216,14 +173,8 @@ def _pack_cached(
     return packed.select_columns(list(PACKED_FEATURES)), ledger
 
 
-def _rows_in_a_batch(rows: Dataset) -> int:
-    """How many rows are tokenized in one go: tokenizers take some hundred bytes for each token until it is done."""
-    row_bytes = rows.data.nbytes // len(rows.data)
-    return min(max(BATCH_BYTES // max(row_bytes, 1), 1), MOST_ROWS)
-
-
 def _check_statistics(statistics: Statistics, options: PrepareOptions, source: str) -> None:
-    if len(statistics.lengths) == 0:
+    if statistics.kept == 0:
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in statistics.rows_dropped.items())
         way_out = (
             f"Raise max_length (it is {options.max_length}), or change truncation_mode."
@@ -232,19 +183,4 @@ def _check_statistics(statistics: Statistics, options: PrepareOptions, source: s
             "assistant_only_loss."
         )
         raise ValueError(f"{source} has nothing to train on: every row was dropped ({reasons}). {way_out}")
-    if statistics.merged:
-        logger.warning(
-            "%s: in %s of %s rows the prompt's last tokens merge with the completion's first. The completion is "
-            "scored from where the tokens differ, after a context that generation will not see; end the prompt on "
-            "a token boundary.",
-            source,
-            f"{statistics.merged:,}",
-            f"{len(statistics.lengths):,}",
-        )
-
-
-def _first_row(dataset: Dataset | IterableDataset, source: str) -> dict[str, Any]:
-    row = next(iter(dataset.with_format(None)), None)
-    if row is None:
-        raise ValueError(f"{source} has no rows.")
-    return dict(row)
+    warn_merged(source, statistics.merged, statistics.kept)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import IterableDataset
+from datasets import Features, IterableDataset
 
 from lowtide.data.notes import TOKEN_FEATURES
 from lowtide.data.options import PrepareOptions
@@ -24,6 +24,30 @@ STREAM_BUFFER = 10_000
 Batch = Mapping[str, Sequence[Any]]
 
 
+def map_stream(
+    rows: IterableDataset, preparer: Callable[[Batch, Sequence[int]], pa.Table], features: Features
+) -> IterableDataset:
+    """The columns `features` of the rows that are kept; `preparer` makes noted rows of a batch."""
+    return rows.map(
+        partial(_prepare_batch, preparer=preparer, columns=list(features)),
+        batched=True,
+        with_indices=True,
+        remove_columns=rows.column_names or list(next(iter(rows))),
+        features=features,
+    )
+
+
+def _prepare_batch(
+    batch: Batch,
+    numbers: Sequence[int],
+    preparer: Callable[[Batch, Sequence[int]], pa.Table],
+    columns: list[str],
+) -> dict[str, list[Any]]:
+    table = preparer(batch, numbers)
+    kept = pa.array(table["dropped"].to_numpy() == 0)
+    return table.filter(kept).select(columns).to_pydict()
+
+
 def prepare_stream(
     rows: IterableDataset,
     preparer: Callable[[Batch, Sequence[int]], pa.Table],
@@ -32,13 +56,7 @@ def prepare_stream(
     packing: bool,
 ) -> IterableDataset:
     """Prepare a stream of rows; `preparer` makes noted rows of a batch."""
-    prepared = rows.map(
-        partial(_prepare_batch, preparer=preparer),
-        batched=True,
-        with_indices=True,
-        remove_columns=rows.column_names or list(next(iter(rows))),
-        features=TOKEN_FEATURES,
-    )
+    prepared = map_stream(rows, preparer, TOKEN_FEATURES)
     if options.shuffle:
         prepared = prepared.shuffle(seed=options.seed, buffer_size=STREAM_BUFFER)
     if not packing:
@@ -51,14 +69,6 @@ def prepare_stream(
         features=PACKED_FEATURES,
     )
     return packed.shuffle(seed=options.seed) if options.shuffle else packed
-
-
-def _prepare_batch(
-    batch: Batch, numbers: Sequence[int], preparer: Callable[[Batch, Sequence[int]], pa.Table]
-) -> dict[str, list[Any]]:
-    table = preparer(batch, numbers)
-    kept = pa.array(table["dropped"].to_numpy() == 0)
-    return table.filter(kept).select(list(TOKEN_FEATURES)).to_pydict()
 
 
 def _pack_buffer(batch: Batch, capacity: int | None, strategy: Strategy) -> dict[str, list[Any]]:

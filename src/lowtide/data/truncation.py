@@ -3,8 +3,11 @@
 Every limit keeps one contiguous range of a row: `max_prompt_length` keeps the end of the prompt and
 `max_completion_length` the start of the completion, which meet; then `max_length` keeps the start or the end of
 what is left. So truncation is two integers a row, computed for all rows at once. The names are TRL's.
+
+Completions that share a prompt keep the same of it, where TRL, keeping the end, cuts each side for itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -66,3 +69,15 @@ def truncate(rows: TokenRows, truncation: Truncation) -> tuple[TokenRows, Int[np
     """Cut rows to the limits; gives the rows and how many tokens each lost."""
     start, stop = kept_range(rows.lengths, rows.prompt_lengths, truncation)
     return rows.cut(start, stop), rows.lengths - (stop - start)
+
+
+def kept_ranges(
+    lengths: Sequence[Int[np.ndarray, " rows"]], prompt_lengths: Int[np.ndarray, " rows"], truncation: Truncation
+) -> list[tuple[Int[np.ndarray, " rows"], Int[np.ndarray, " rows"]]]:
+    """The range that each side of a row keeps, where the sides share a prompt and keep the same of it.
+
+    The side that can keep the least of the prompt decides; one whose completion alone is too long keeps no prompt.
+    """
+    ranges = [kept_range(side, prompt_lengths, truncation) for side in lengths]
+    prompt_start = np.minimum(np.maximum.reduce([start for start, _ in ranges]), prompt_lengths)
+    return [(np.maximum(start, prompt_start), stop) for start, stop in ranges]

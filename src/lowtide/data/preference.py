@@ -1,0 +1,235 @@
+"""Preferences to token ids: pairs for DPO, ORPO, CPO and reward models, labelled completions for KTO.
+
+The prompt of a row is a column of its own, so that it can be computed once however many completions follow it. The
+tokens are those of TRL 1.16 (`DPOTrainer`, `KTOTrainer`, `RewardTrainer`); where they are not, `preference_formats`,
+`sides`, `truncation` and `kl_completions` say so. Also, TRL trains on pairs whose sides are the same, which we drop:
+their margin is zero whatever the model does. Caching and the ledger are those of supervised fine-tuning.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features, IterableDataset, Value
+from jaxtyping import Int
+from transformers import PreTrainedTokenizerBase
+
+from lowtide.data.cached_map import Preparer, map_cached, reading, warn_merged, with_end_token
+from lowtide.data.fingerprint import VERSION, combine, rows_fingerprint
+from lowtide.data.kl_completions import KL_FEATURE, add_kl_completions, add_kl_to_stream
+from lowtide.data.ledger import Ledger, padding_share
+from lowtide.data.notes import CUT_AWAY, Statistics, add_up
+from lowtide.data.options import PreferenceOptions
+from lowtide.data.preference_formats import detect_pairs, detect_unpaired
+from lowtide.data.preference_rows import (
+    PAIR_PARTS,
+    REASONS,
+    TOO_LONG,
+    UNPAIRED_PARTS,
+    WHOLE_COMPLETION,
+    noted_features,
+    pair_table,
+    token_columns,
+    unpaired_table,
+    whole_pair_table,
+)
+from lowtide.data.sides import SideEncoder
+from lowtide.data.stream import map_stream
+
+__all__ = ["PreferenceOptions", "prepare_pairs", "prepare_unpaired"]
+
+logger = logging.getLogger(__name__)
+
+PAIRS_AT_A_TIME = 1000
+"""Pairs are taken apart in runs of so many, all chosen before all rejected, as by TRL's `unpair_preference_dataset`."""
+
+
+def prepare_pairs(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    options: PreferenceOptions,
+    *,
+    batch_size: int,
+    name: str = "train",
+    whole: bool = False,
+    margins: bool = False,
+) -> tuple[Dataset | IterableDataset, Ledger | None]:
+    """Prepare pairs of a chosen and a rejected completion.
+
+    Args:
+        dataset: Rows in any of the formats of pairs in `lowtide.data.preference_formats`.
+        tokenizer: The model's tokenizer. It is not changed.
+        options: What the result depends on.
+        batch_size: Pairs in the padded batches that the ledger compares with.
+        name: What the dataset is called in progress bars and in the ledger.
+        whole: Whether a side is scored as a whole, by a reward model: the prompt is then whatever both sides begin
+            with, and a pair with a side longer than `max_length` is dropped, not cut.
+        margins: Whether the rows' margins are wanted, if they have any.
+
+    Returns:
+        A dataset with the columns `prompt_ids`, `chosen_ids`, `rejected_ids`, and `margin` where wanted and given; and
+        its ledger, or None for a stream.
+
+    Raises:
+        ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
+    """
+    if whole and options.truncation.limits_parts:
+        raise ValueError(
+            "max_prompt_length and max_completion_length cut completions, and a reward model scores them whole. Unset "
+            "both; max_length drops the pairs that are too long."
+        )
+    source = options.source or f"the {name} dataset"
+    with reading(dataset, name, source, "prompt_ids, chosen_ids and rejected_ids") as first_row:
+        row_format = detect_pairs(list(first_row), source, margins=margins)
+        tokenizer = with_end_token(tokenizer, options.eos_token)
+        encoder = SideEncoder(tokenizer, row_format, options, first_row, source, whole=whole)
+        with_margins = "margin" in row_format.columns
+        tabulate = (
+            partial(whole_pair_table, max_length=options.max_length, margins=with_margins)
+            if whole
+            else partial(pair_table, truncation=options.truncation, margins=with_margins)
+        )
+        more = {"margin": Value("float32")} if with_margins else {}
+        features = noted_features(PAIR_PARTS, **more)
+        wanted = [*token_columns(PAIR_PARTS), *more]
+        rows = dataset.with_format(None).select_columns(list(row_format.columns))
+        preparer = _Preparer(encoder, tabulate)
+        if isinstance(rows, IterableDataset):
+            return map_stream(rows, preparer, _only(features, wanted)), None
+        prepared = _map(rows, preparer, options, features, name, kind=("pairs", whole, with_margins))
+    statistics = _added_up(prepared, PAIR_PARTS, options, source)
+    prompt, chosen, rejected = statistics.part_lengths
+    padding = padding_share(statistics.lengths, batch_size, longest=prompt + np.maximum(chosen, rejected), sequences=2)
+    if statistics.numbers is not None:
+        prepared = prepared.select(statistics.numbers)
+    ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding)
+    return prepared.select_columns(wanted), ledger
+
+
+def prepare_unpaired(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    options: PreferenceOptions,
+    *,
+    batch_size: int,
+    name: str = "train",
+    kl_block: int | None = None,
+) -> tuple[Dataset | IterableDataset, Ledger | None]:
+    """Prepare completions that are labelled desirable or not; pairs are taken apart.
+
+    Args:
+        dataset: Labelled rows, or pairs, in any of the formats of `lowtide.data.preference_formats`.
+        tokenizer: The model's tokenizer. It is not changed.
+        options: What the result depends on.
+        batch_size: Rows in the padded batches that the ledger compares with.
+        name: What the dataset is called in progress bars and in the ledger.
+        kl_block: Each row also gets the completion of another row of its block of so many (see `kl_completions`; a
+            block of one row takes it from the block before). None: no such column.
+
+    Returns:
+        A dataset with the columns `prompt_ids`, `completion_ids`, `label`, and `kl_completion_ids` where wanted; and
+        its ledger, or None for a stream.
+
+    Raises:
+        ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
+    """
+    if kl_block is not None and kl_block < 1:
+        raise ValueError(f"kl_block is {kl_block}; it must be at least 1, or None for no KL completions.")
+    source = options.source or f"the {name} dataset"
+    has_kl = kl_block is not None
+    with reading(dataset, name, source, "prompt_ids, completion_ids and label") as first_row:
+        row_format = detect_unpaired(list(first_row), source)
+        tokenizer = with_end_token(tokenizer, options.eos_token)
+        encoder = SideEncoder(tokenizer, row_format, options, first_row, source)
+        more = {"label": Value("bool")} | ({WHOLE_COMPLETION: KL_FEATURE} if has_kl else {})
+        features = noted_features(UNPAIRED_PARTS, **more)
+        wanted = [*token_columns(UNPAIRED_PARTS), *more]
+        rows = dataset.with_format(None).select_columns(list(row_format.columns))
+        preparer = _Preparer(encoder, partial(unpaired_table, truncation=options.truncation, whole_completions=has_kl))
+        if isinstance(rows, IterableDataset):
+            ordered = _InRuns(preparer) if encoder.is_paired else preparer
+            stream = map_stream(rows, ordered, _only(features, wanted))
+            return (stream if kl_block is None else add_kl_to_stream(stream, kl_block, options.max_length)), None
+        prepared = _map(rows, preparer, options, features, name, kind=("unpaired", has_kl))
+    statistics = _added_up(prepared, UNPAIRED_PARTS, options, source)
+    numbers, lengths = statistics.numbers, statistics.lengths
+    if encoder.is_paired:
+        numbers = np.arange(len(prepared)) if numbers is None else numbers
+        order = order_in_runs(numbers)
+        numbers, lengths = numbers[order], lengths[order]
+    ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding_share(lengths, batch_size))
+    fingerprint = combine(VERSION, prepared._fingerprint, "kl", kl_block)
+    chosen = prepared if numbers is None else prepared.select(numbers)
+    _warn_of_labels(chosen, source)
+    chosen = chosen.select_columns(wanted)
+    return chosen if kl_block is None else add_kl_completions(chosen, kl_block, options.max_length, fingerprint), ledger
+
+
+@dataclass(frozen=True)
+class _Preparer:
+    """Prepares a batch of rows."""
+
+    encoder: SideEncoder
+    tabulate: Any
+    """Makes noted rows of encoded ones."""
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
+        return self.tabulate(self.encoder(batch, numbers))
+
+
+@dataclass(frozen=True)
+class _InRuns:
+    """Takes the pairs of a batch apart: all chosen, then all rejected."""
+
+    prepare: Preparer
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
+        table = self.prepare(batch, numbers)
+        return table.take(order_in_runs(np.arange(table.num_rows)))
+
+
+def order_in_runs(numbers: Int[np.ndarray, " rows"]) -> Int[np.ndarray, " rows"]:
+    """The order of rows in runs of pairs, all chosen before all rejected; row 2i is pair i's chosen one, 2i + 1 its
+    rejected one."""
+    runs = numbers // (2 * PAIRS_AT_A_TIME)
+    return np.argsort(2 * runs + numbers % 2, kind="stable")
+
+
+def _map(
+    rows: Dataset, preparer: _Preparer, options: PreferenceOptions, features: Features, name: str, kind: tuple[Any, ...]
+) -> Dataset:
+    fingerprint = combine(*kind, rows_fingerprint(rows, preparer.encoder.tokenizer, options, options.truncation))
+    return map_cached(rows, preparer, features=features, fingerprint=fingerprint, num_proc=options.num_proc, name=name)
+
+
+def _only(features: Features, columns: Sequence[str]) -> Features:
+    return Features({column: features[column] for column in columns})
+
+
+def _added_up(prepared: Dataset, parts: Sequence[str], options: PreferenceOptions, source: str) -> Statistics:
+    statistics = add_up(prepared, token_columns(parts), REASONS)
+    if statistics.kept == 0:
+        reasons = "; ".join(f"{reason}: {count:,}" for reason, count in statistics.rows_dropped.items())
+        way_out = (
+            f"Raise max_length (it is {options.max_length})."
+            if options.max_length is not None and {CUT_AWAY, TOO_LONG} & set(statistics.rows_dropped)
+            else "Look at the completions: each needs at least one token, and those of a pair must differ."
+        )
+        raise ValueError(f"{source} has nothing to train on: every row was dropped ({reasons}). {way_out}")
+    warn_merged(source, statistics.merged, statistics.kept)
+    return statistics
+
+
+def _warn_of_labels(rows: Dataset, source: str) -> None:
+    labels = rows.select_columns(["label"]).with_format("numpy")[:]["label"]
+    if labels.all() or not labels.any():
+        logger.warning(
+            "%s: every row has the label %s. KTO learns from the contrast of desirable and undesirable completions; "
+            "with one kind alone it only moves all of them the same way.",
+            source,
+            bool(labels[0]),
+        )

@@ -1,0 +1,169 @@
+"""Preferences prepared: what the ledger counts, the cache, streams and KL completions."""
+
+import io
+
+import pytest
+from datasets import Dataset, IterableDataset
+from rich.console import Console
+
+from lowtide.data.kl_completions import previous_in_block
+from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+PARTS = ("prompt", "chosen", "rejected")
+IDS = tuple(f"{part}_ids" for part in PARTS)
+
+
+def pairs(*rows):
+    return Dataset.from_list([dict(zip(IDS, map(list, row), strict=True)) for row in rows])
+
+
+def prepared(dataset, tokenizer, batch_size=2, whole=False, margins=False, **options):
+    return prepare_pairs(
+        dataset, tokenizer, PreferenceOptions(**options), batch_size=batch_size, whole=whole, margins=margins
+    )
+
+
+def test_the_ledger_counts_a_shared_prompt_once(tokenizer):
+    rows = pairs(
+        ([1] * 6, [2] * 5, [3] * 2),
+        ([1] * 4, [2] * 2, [3] * 2),
+        ([1] * 2, [5, 6], [5, 6]),
+        ([1] * 12, [2], [3]),
+        ([], [2], [3, 4]),
+        ([1] * 3, [4], [5]),
+    )
+    dataset, ledger = prepared(rows, tokenizer, max_length=9, max_prompt_length=11)
+    assert [tuple(map(len, row.values())) for row in dataset] == [(6, 3, 2), (4, 2, 2), (3, 1, 1)]
+    assert (ledger.rows, ledger.tokens, ledger.scored_tokens, ledger.longest_row) == (3, 24, 11, 11)
+    assert (ledger.tokens_cut, ledger.rows_cut) == (2, 1)
+    assert ledger.cut_by_part == {"prompt": 0, "chosen": 2, "rejected": 0}
+    assert ledger.rows_dropped == {
+        "chosen equals rejected": 1,
+        "no scored token": 1,
+        "no scored token left after truncation": 1,
+    }
+    assert ledger.tokens_dropped == 6 + 14 + 3
+    assert ledger.padding_avoided == pytest.approx(1 - 24 / (4 * 9 + 2 * 4))
+    assert ledger.to_dict()["cut_by_part"] == {"prompt": 0, "chosen": 2, "rejected": 0}
+    assert "2 cut from 1 row (prompt 0, chosen 2, rejected 0)" in ledger.summary()
+    shown = Console(width=80, record=True, file=io.StringIO())
+    shown.print(ledger)
+    text = " ".join(shown.export_text().split())
+    assert "from 1 row; prompt 0, chosen 2, rejected 0" in text
+    assert "of what padded batches of 2 pairs, each prompt twice, would compute" in text
+
+
+def test_whole_pairs_share_what_both_sides_begin_with(tokenizer):
+    rows = Dataset.from_list(
+        [
+            {"chosen_ids": [1, 2, 3, 4], "rejected_ids": [1, 2, 5]},
+            {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 2]},
+            {"chosen_ids": [1, 2], "rejected_ids": [3, 4]},
+            {"chosen_ids": [1] * 9, "rejected_ids": [2]},
+        ]
+    )
+    dataset, ledger = prepared(rows, tokenizer, whole=True, max_length=8)
+    assert [list(row.values()) for row in dataset] == [
+        [[1, 2], [3, 4], [5]],
+        [[1], [2, 3], [2]],
+        [[], [1, 2], [3, 4]],
+    ]
+    assert ledger.rows_dropped == {"longer than max_length": 1}
+    assert ledger.scored_tokens == 6
+    with pytest.raises(ValueError, match="max_prompt_length and max_completion_length cut"):
+        prepared(rows, tokenizer, whole=True, max_prompt_length=3)
+
+
+def test_margins_come_along(tokenizer):
+    rows = Dataset.from_list(
+        [{"prompt": "a ", "chosen": "b", "rejected": "c", "margin": margin} for margin in (0.5, 2.0)]
+    )
+    dataset, _ = prepared(rows, tokenizer, margins=True, whole=True)
+    assert dataset["margin"][:] == [0.5, 2.0]
+    assert "margin" not in prepared(rows, tokenizer, whole=True)[0].column_names
+    assert "margin" not in prepared(rows.remove_columns("margin"), tokenizer, margins=True)[0].column_names
+
+
+TEXTS = [
+    {"prompt": "How many? ", "chosen": "72 clips.", "rejected": "7"},
+    {"prompt": "Half of 48? ", "chosen": "24", "rejected": "I don't know, says the ledger."},
+    {"prompt": "And then? ", "chosen": "12", "rejected": "12"},
+]
+
+
+def test_a_second_start_finds_the_cache(tokenizer, monkeypatch):
+    first, ledger = prepared(Dataset.from_list(TEXTS), tokenizer)
+    labelled, _ = prepare_unpaired(Dataset.from_list(TEXTS), tokenizer, PreferenceOptions(), batch_size=2, kl_block=2)
+    tokenizer("something", padding=False)
+
+    def refuse(*_):
+        raise AssertionError("prepared again")
+
+    monkeypatch.setattr("lowtide.data.preference._Preparer.__call__", refuse)
+    monkeypatch.setattr("lowtide.data.kl_completions.range_index", refuse)
+    again, same_ledger = prepared(Dataset.from_list(TEXTS), tokenizer)
+    assert list(again) == list(first)
+    assert same_ledger == ledger
+    relabelled, _ = prepare_unpaired(Dataset.from_list(TEXTS), tokenizer, PreferenceOptions(), batch_size=2, kl_block=2)
+    assert list(relabelled) == list(labelled)
+    for changed in (
+        {"max_length": 9},
+        {"truncation_mode": "keep_end"},
+        {"whole": True},
+        {"eos_token": "<|endoftext|>"},
+    ):
+        with pytest.raises(AssertionError, match="prepared again"):
+            prepared(Dataset.from_list(TEXTS), tokenizer, **changed)
+
+
+def test_streams_give_the_same_rows(tokenizer):
+    rows = [row | {"prompt": row["prompt"] + str(index)} for index in range(401) for row in TEXTS]
+    dataset = Dataset.from_list(rows)
+    here, _ = prepared(dataset, tokenizer, max_length=20)
+    stream, no_ledger = prepared(dataset.to_iterable_dataset(), tokenizer, max_length=20)
+    assert isinstance(stream, IterableDataset)
+    assert no_ledger is None
+    assert list(stream) == list(here)
+    options = PreferenceOptions(max_length=20)
+    here, _ = prepare_unpaired(dataset, tokenizer, options, batch_size=2, kl_block=7)
+    stream, _ = prepare_unpaired(dataset.to_iterable_dataset(), tokenizer, options, batch_size=2, kl_block=7)
+    assert list(stream) == list(here)
+
+
+def test_processes_do_not_change_the_result(tokenizer):
+    dataset = Dataset.from_list(TEXTS * 4)
+    alone, ledger = prepare_unpaired(dataset, tokenizer, PreferenceOptions(), batch_size=2, kl_block=4)
+    two, same = prepare_unpaired(
+        dataset, tokenizer, PreferenceOptions(num_proc=2, fingerprint="2"), batch_size=2, kl_block=4
+    )
+    assert list(two) == list(alone)
+    assert same == ledger
+
+
+@pytest.mark.parametrize(
+    ("rows", "block", "expected"),
+    [(6, 3, [2, 0, 1, 5, 3, 4]), (5, 2, [1, 0, 3, 2, 3]), (3, 1, [0, 0, 1]), (1, 4, [0]), (2, 4, [1, 0])],
+)
+def test_each_row_gets_the_completion_of_the_one_before_it(rows, block, expected):
+    assert previous_in_block(rows, block).tolist() == expected
+
+
+def test_a_kl_completion_is_cut_to_the_room_after_its_prompt(tokenizer):
+    rows = [
+        {"prompt_ids": [1] * 7, "completion_ids": [2] * 6, "label": True},
+        {"prompt_ids": [1] * 2, "completion_ids": [3] * 9, "label": False},
+    ]
+    dataset, ledger = prepare_unpaired(
+        Dataset.from_list(rows), tokenizer, PreferenceOptions(max_length=8), batch_size=2, kl_block=2
+    )
+    assert dataset["completion_ids"][:] == [[2], [3] * 6]
+    assert dataset["kl_completion_ids"][:] == [[3], [2] * 6]
+    assert ledger.cut_by_part == {"prompt": 0, "completion": 8}
+
+
+def test_labels_that_are_all_the_same_are_warned_of(tokenizer, caplog):
+    rows = [{"prompt": "a ", "completion": "b", "label": True}] * 2
+    prepare_unpaired(Dataset.from_list(rows), tokenizer, PreferenceOptions(), batch_size=2)
+    assert caplog.text.count("every row has the label True") == 1

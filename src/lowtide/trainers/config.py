@@ -36,11 +36,7 @@ class TrainingConfig(TrainingArguments):
         ValueError: at construction, where an option cannot work: the cause, the option, the way out.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "model_init_kwargs",
-        "dataset_kwargs",
-    ]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     model_init_kwargs: dict | str | None = option(
         None, "Arguments of `from_pretrained`, where the model is given by name; `dtype` is float32 if left out."

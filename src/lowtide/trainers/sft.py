@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -22,6 +22,8 @@ from lowtide.trainers.method import MethodTrainer, Prepared
 @dataclass
 class SFTConfig(SFTOptions, TrainingConfig):
     """Options of supervised fine-tuning: those of `SFTOptions`, `TrainingConfig` and `TrainingArguments`."""
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
 
     max_seq_length: int | None = option(None, "The older name of `max_length`.")
 

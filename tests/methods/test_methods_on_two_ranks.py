@@ -1,0 +1,86 @@
+"""Losses that look at the whole batch are the same on two ranks with gloo as on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from test_pair_methods import assert_equal, build, gradients
+from test_pair_methods import rows as pairs
+from test_unpaired_methods import rows as unpaired
+from torch.nn.parallel import DistributedDataParallel
+
+from lowtide.data.collate import CompletionCollator
+from lowtide.engine.reference import FrozenModel
+from lowtide.methods.bco import BCO, BCOOptions
+from lowtide.methods.dpo import DPO, DPOOptions
+from lowtide.methods.kto import KTO, KTOOptions
+from lowtide.methods.reward import REWARD, RewardOptions
+from lowtide.metrics import Totals
+from lowtide.step import Limits, Models, train_step
+
+PAIRS = CompletionCollator(("chosen_ids", "rejected_ids"))
+CASES = {
+    "sigmoid and sft": (DPO.objective(DPOOptions(loss_type=["sigmoid", "sft"])), PAIRS, pairs),
+    "aot": (DPO.objective(DPOOptions(loss_type="aot")), PAIRS, pairs),
+    "aot_unpaired": (DPO.objective(DPOOptions(loss_type="aot_unpaired")), PAIRS, pairs),
+    "kto": (
+        KTO.objective(KTOOptions()),
+        CompletionCollator(("completion_ids", "kl_completion_ids"), values=("label",)),
+        unpaired,
+    ),
+    "bco": (BCO.objective(BCOOptions()), CompletionCollator(("completion_ids",), values=("label",)), unpaired),
+    "reward": (REWARD.objective(RewardOptions()), CompletionCollator(PAIRS.completions, reads_last=True), pairs),
+}
+
+
+def step(name: str, model, rows: list[dict], **more) -> tuple[torch.Tensor, dict[str, float]]:
+    objective, collate, _ = CASES[name]
+    totals = Totals()
+    models = Models(model, FrozenModel(build(1), padding_free=True))
+    loss = train_step(models, collate(rows), objective, totals=totals, **more)
+    return loss, totals.read(torch.device("cpu"))
+
+
+def policy(name: str):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if name == "reward":
+        return build(0, kind=AutoModelForSequenceClassification, num_labels=1)
+    return build(0, kind=AutoModelForCausalLM)
+
+
+def rank_main(rank: int, ranks: int, rendezvous: str, path: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
+    found = {}
+    for name, (_, _, rows) in CASES.items():
+        model = DistributedDataParallel(policy(name))
+        # Unequal shares, so that ranks run unequally many rows and one has to keep the other company.
+        share = rows()[:5] if rank == 0 else rows()[5:]
+        loss, metrics = step(name, model, share, limits=Limits(rows=2), no_sync=model.no_sync)
+        torch.distributed.all_reduce(loss)
+        found[name] = (loss / ranks, metrics, gradients(model.module))
+        torch.distributed.barrier()
+        del model
+    if rank == 0:
+        torch.save(found, path)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(rank_main, (2, f"file://{folder}/rendezvous", f"{folder}/found.pt"), nprocs=2)
+    return torch.load(folder / "found.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_equal_one(name, on_two_ranks):
+    model = policy(name)
+    loss, metrics = step(name, model, CASES[name][2]())
+    found_loss, found_metrics, found = on_two_ranks[name]
+    assert found_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert found_metrics == pytest.approx(metrics, rel=1e-6)
+    assert_equal(found, gradients(model))

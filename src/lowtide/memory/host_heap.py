@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 LARGE = 1 << 30
 """Bytes of weights from which holes are given back; below, they are small beside what the imports hold."""
-TRIM_ABOVE = 40 << 20
+TRIM_ABOVE = 24 << 20
 """Free bytes inside the heap that are worth a trim."""
 MMAP_ABOVE = 32 << 20
 """Bytes from which a tensor is mapped by itself, and leaves no hole; the most that glibc allows."""

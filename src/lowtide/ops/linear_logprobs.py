@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lowtide.ops.logit_rows import Projection, Rows, RowStats, Slopes, Want, rows_of
 
-CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Workspace for a chunk's logits: large enough for an efficient matmul, small beside everything else."""
 BLOCK_BYTES = 1 << 20
 """On a CPU the passes over a chunk's logits go in blocks that stay in the second-level cache."""

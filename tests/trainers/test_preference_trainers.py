@@ -1,0 +1,356 @@
+"""The trainers over prompts and completions: references, precomputed ones, resuming, and bad input."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+import lowtide
+from lowtide import (
+    BCOConfig,
+    BCOTrainer,
+    CPOConfig,
+    CPOTrainer,
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+)
+
+PAIRED = {"dpo": (DPOTrainer, DPOConfig), "orpo": (ORPOTrainer, ORPOConfig), "cpo": (CPOTrainer, CPOConfig)}
+SINGLE = {"kto": (KTOTrainer, KTOConfig), "bco": (BCOTrainer, BCOConfig)}
+ALL = PAIRED | SINGLE | {"reward": (RewardTrainer, RewardConfig)}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_alone = models.BPE({piece: n for n, piece in enumerate(["<eos>", *alphabet])}, [])
+    tokenizer = Tokenizer(bytes_alone)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def rows(count: int = 16) -> list[dict]:
+    return [
+        {
+            "prompt": f"What is {number} + {number % 5}?",
+            "chosen": f" It is {number + number % 5}.",
+            "rejected": f" It may be {number}, who knows?" + " Or not." * (number % 4),
+        }
+        for number in range(count)
+    ]
+
+
+def data(method: str, count: int = 16) -> Dataset:
+    if method in SINGLE:
+        singles = [
+            {"prompt": row["prompt"], "completion": row["chosen" if n % 2 else "rejected"], "label": bool(n % 2)}
+            for n, row in enumerate(rows(count))
+        ]
+        return Dataset.from_list(singles)
+    return Dataset.from_list(rows(count))
+
+
+def build(method: str = "dpo", vocab: int | None = None):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab or len(make_tokenizer()),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.1,
+        num_labels=1,
+    )
+    kind = AutoModelForSequenceClassification if method == "reward" else AutoModelForCausalLM
+    return kind.from_config(config)
+
+
+def trainer(method: str, folder: Path, *, model=None, dataset=None, arguments: dict | None = None, **options):
+    trainer_class, config_class = ALL[method]
+    defaults = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return trainer_class(
+        model=build(method) if model is None else model,
+        args=config_class(**defaults | options),
+        train_dataset=data(method) if dataset is None else dataset,
+        processing_class=make_tokenizer(),
+        **arguments or {},
+    )
+
+
+def weights(of) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in of.model.named_parameters()}
+
+
+def assert_same(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "bco"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_precomputed_reference_gives_the_same_run_bit_by_bit(method, accumulated, tmp_path):
+    found = []
+    for precompute in (False, True):
+        options = {"gradient_accumulation_steps": accumulated, "max_steps": 4 // accumulated}
+        made = trainer(method, tmp_path, precompute_ref_log_probs=precompute, **options)
+        made.train()
+        found.append(weights(made))
+    assert_same(*found)
+
+
+def test_a_precomputed_reference_is_found_again_and_never_when_it_is_stale(tmp_path, monkeypatch):
+    import lowtide.trainers.precompute as module
+
+    computed = []
+    compute = module._compute
+    monkeypatch.setattr(module, "_compute", lambda *a: computed.append(1) or compute(*a))
+    for _ in range(2):
+        made = trainer("dpo", tmp_path, precompute_ref_log_probs=True)
+    assert len(computed) == 1
+    column = made.train_dataset["ref_logprobs"]
+    model = build()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.01)
+    other = trainer("dpo", tmp_path, model=model, precompute_ref_log_probs=True)
+    assert len(computed) == 2, "other weights"
+    assert other.train_dataset["ref_logprobs"][:] != column[:]
+    trainer("dpo", tmp_path, precompute_ref_log_probs=True, max_completion_length=14)
+    assert len(computed) == 3, "other tokens"
+    trainer("dpo", tmp_path, dataset=data("dpo", 12), precompute_ref_log_probs=True)
+    assert len(computed) == 4, "other rows"
+
+
+def test_precomputed_log_probs_are_the_references_own(tmp_path):
+    from lowtide.data.collate import CompletionCollator
+    from lowtide.engine.reference import FrozenModel
+
+    made = trainer("dpo", tmp_path, precompute_ref_log_probs=True)
+    plain = made.train_dataset.remove_columns("ref_logprobs")
+    batch = CompletionCollator(("chosen_ids", "rejected_ids"))([plain[n] for n in range(len(plain))])
+    expected = FrozenModel.of(build(), padding_free=True)(batch)
+    found = torch.tensor([value for row in made.train_dataset["ref_logprobs"] for value in row])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_uses_the_precomputed_reference_too(tmp_path):
+    arguments = {"eval_dataset": data("dpo", 8)}
+    found = []
+    for precompute in (False, True):
+        made = trainer("dpo", tmp_path, precompute_ref_log_probs=precompute, arguments=arguments)
+        made.train()
+        found.append(made.evaluate())
+    assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-6)
+    assert 0 <= found[0]["eval_rewards/accuracies"] <= 1
+    with pytest.raises(ValueError, match="precompute_ref_log_probs=True computes them for the datasets"):
+        made.evaluate(data("dpo", 4))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_reference_of_a_policy_with_adapters_is_the_policy_without(trained, tmp_path):
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if trained:
+        made = trainer("dpo", tmp_path, arguments={"peft_config": lora})
+    else:
+        torch.manual_seed(0)
+        made = trainer("dpo", tmp_path, model=get_peft_model(build(), lora))
+    assert dict(made.report_lines())["reference"] == "the policy with its adapters off; it costs nothing"
+    made.train()
+    assert made.state.log_history[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert abs(made.state.log_history[-2]["rewards/margins"]) > 1e-3
+    from lowtide.engine.reference import FrozenModel
+
+    batch = next(iter(made.get_train_dataloader()))
+    expected = FrozenModel.of(build(), padding_free=True)(batch)
+    torch.testing.assert_close(made.reference(batch), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "bco", "reward", "orpo", "cpo"])
+def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(method, tmp_path):
+    through = trainer(method, tmp_path / "through", save_strategy="steps", save_steps=2)
+    through.train()
+    again = trainer(method, tmp_path / "again", save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "through" / "checkpoint-2"))
+    assert_same(weights(through), weights(again))
+
+
+def test_bcos_running_mean_is_in_the_checkpoint(tmp_path):
+    made = trainer("bco", tmp_path, save_strategy="steps", save_steps=2)
+    made.train()
+    saved = json.loads((tmp_path / "checkpoint-2" / "running_mean.json").read_text())
+    assert saved["count"] == 8
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_each_trainer_learns_and_reports(method, tmp_path):
+    arguments = {"eval_dataset": data(method, 8)}
+    made = trainer(method, tmp_path, arguments=arguments, max_steps=12)
+    made.train()
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    assert sum(losses[-4:]) < sum(losses[:4])
+    names = {"accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens"}
+    if method != "reward":
+        names = {"rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "entropy", "num_tokens"}
+    assert names <= set(made.state.log_history[0])
+    assert made.evaluate()["eval_loss"] > 0
+
+
+def test_a_moving_reference_goes_to_the_policy(tmp_path):
+    model = build()
+    made = trainer(
+        "dpo",
+        tmp_path,
+        model=model,
+        sync_ref_model=True,
+        ref_model_sync_steps=2,
+        ref_model_mixup_alpha=1.0,
+        max_steps=2,
+    )
+    made.train()
+    theirs = dict(made.reference.model.named_parameters())
+    assert all(torch.equal(p, theirs[name]) for name, p in model.named_parameters())
+
+
+def test_a_frozen_copy_stays_as_it_was(tmp_path):
+    model = build()
+    before = copy.deepcopy(model)
+    made = trainer("dpo", tmp_path, model=model)
+    made.train()
+    for (name, p), q in zip(before.named_parameters(), made.reference.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    assert "frozen copy" in dict(made.report_lines())["reference"]
+
+
+BAD = {
+    "another vocabulary": (
+        "dpo",
+        {"arguments": {"ref_model": build(vocab=77)}},
+        r"ref_model .* vocabulary of 77 tokens and the model one of",
+    ),
+    "labels that are no booleans": (
+        "kto",
+        {"dataset": Dataset.from_list([{"prompt": "a b", "completion": " c d", "label": "yes"}] * 4)},
+        r"row 0 .*label",
+    ),
+    "no common prefix": (
+        "dpo",
+        {"dataset": Dataset.from_list([{"chosen": "yes it is", "rejected": "no"}] * 4)},
+        r"row 0 .*(common|begin)",
+    ),
+    "a margin that is no number": (
+        "reward",
+        {"dataset": Dataset.from_list([{**row, "margin": "big"} for row in rows(4)])},
+        r"row 0 .*margin",
+    ),
+    "all sides equal": (
+        "dpo",
+        {"dataset": Dataset.from_list([{"prompt": "a", "chosen": " b", "rejected": " b"}] * 4)},
+        r"nothing to train on.*chosen equals rejected",
+    ),
+    "a moving reference with adapters": (
+        "dpo",
+        {"sync_ref_model": True, "arguments": {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}},
+        r"sync_ref_model=True .* pass a `ref_model`",
+    ),
+    "a moving and a precomputed reference": (
+        "dpo",
+        {"sync_ref_model": True, "precompute_ref_log_probs": True},
+        r"sync_ref_model=True .*precompute_ref_log_probs=True",
+    ),
+    "an unknown loss": ("dpo", {"loss_type": "sigmoidal"}, r"loss_type='sigmoidal' is not one of .*sigmoid"),
+    "smoothing that nothing reads": ("dpo", {"label_smoothing": 0.1}, r"label_smoothing=0.1 is read by .*robust"),
+    "weights for other losses": ("dpo", {"loss_weights": [1.0, 2.0]}, r"loss_weights has 2 weights for the 1 losses"),
+    "a divergence that nothing reads": (
+        "dpo",
+        {"loss_type": "nca_pair", "f_divergence_type": "forward_kl"},
+        r"f_divergence_type='forward_kl' .*nca_pair",
+    ),
+    "weighting of a loss without pairs": (
+        "dpo",
+        {"loss_type": "aot", "use_weighting": True},
+        r"use_weighting=True .*aot",
+    ),
+    "exo_pair without smoothing": ("dpo", {"loss_type": "exo_pair"}, r"label_smoothing=0.0 .*exo_pair"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_message(name, tmp_path):
+    method, options, message = BAD[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        trainer(method, tmp_path, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_model_itself_is_no_reference(tmp_path):
+    model = build()
+    with pytest.raises(ValueError, match="ref_model is the model that is trained"):
+        trainer("dpo", tmp_path, model=model, arguments={"ref_model": model})
+
+
+def test_a_reward_model_has_one_label(tmp_path):
+    config = LlamaConfig(vocab_size=300, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_labels=3)
+    with pytest.raises(ValueError, match=r"3 labels; a reward model gives one value"):
+        trainer("reward", tmp_path, model=AutoModelForSequenceClassification.from_config(config))
+    with pytest.raises(ValueError, match=r"no `score` head; a reward model gives one value"):
+        trainer("reward", tmp_path, model=build())
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (DPOConfig, {"assistant_only_loss": True}, "DPOConfig has no option 'assistant_only_loss': it is of sft"),
+        (RewardConfig, {"beta": 0.1}, "RewardConfig has no option 'beta': it is of dpo, kto"),
+        (KTOConfig, {"desirable_weigth": 1}, "no option 'desirable_weigth'; did you mean 'desirable_weight'"),
+    ],
+)
+def test_options_of_other_trainers_are_refused_with_whose_they_are(config, options, message, tmp_path):
+    with pytest.raises(TypeError, match=message):
+        config(output_dir=str(tmp_path), **options)
+
+
+def test_labels_that_are_all_the_same_are_said(tmp_path, caplog):
+    same = Dataset.from_list([{"prompt": "a b", "completion": f" c {n}", "label": True} for n in range(8)])
+    with caplog.at_level(logging.WARNING):
+        trainer("kto", tmp_path, dataset=same)
+    assert "label" in caplog.text
+
+
+def test_every_public_trainer_is_covered_here():
+    trainers = {name for name in lowtide.__all__ if name.endswith("Trainer")}
+    assert {each.__name__ for each, _ in ALL.values()} | {"SFTTrainer"} == trainers

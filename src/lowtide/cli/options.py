@@ -18,6 +18,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from lowtide.cli.main import UsageError
 from lowtide.spelling import nearest
 
+MOST_CHOICES = 5
+"""With more, an option's help lists them, and not its usage."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:
@@ -124,17 +127,21 @@ def plain(value: Any) -> Any:
 
 def _help(option: Option) -> str:
     text = option.help if len(option.help) < 120 else option.help.split(". ")[0]
+    if len(option.choices) > MOST_CHOICES:
+        text += f" Of {', '.join(option.choices)}."
     return text if option.default in (None, "", []) else f"{text} [{_text(option.default)}]"
 
 
 def _metavar(option: Option) -> str:
-    if option.choices and len(option.choices) <= 5:
+    if option.choices and len(option.choices) <= MOST_CHOICES:
         return "{" + ",".join(option.choices) + "}"
     kind = next(kind for kind in WORDS if kind in option.kinds)
     return {int: "N", float: "X", bool: "BOOL", dict: "JSON", list: "NAME"}.get(kind, "TEXT")
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

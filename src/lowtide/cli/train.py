@@ -24,7 +24,6 @@ from lowtide.cli.options import Option, add_options, options_of, read_options
 from lowtide.cli.run_file import read_run_file, write_run_file
 from lowtide.methods.method import option
 from lowtide.methods.options import ReferenceOptions
-from lowtide.trainers.config import REFUSED
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -114,7 +113,7 @@ class ReferenceModel:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str) -> None:
     """Add a method's subcommand to `lowtide`'s parser."""
-    config = _trainer(method)[0]
+    config: Any = _trainer(method)[0]
     options = _options(config)
     parser = subparsers.add_parser(
         method,
@@ -126,10 +125,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="a run file: YAML with options, such as an earlier run's"
     )
-    left = {name: each for name, each in options.items() if name not in REFUSED}
+    left = {name: each for name, each in options.items() if name not in config.refused}
     for title, names in LAYOUT.items():
         add_options(parser.add_argument_group(title), [left.pop(name) for name in names if name in left])
-    add_options(parser, [each for name, each in options.items() if name in left or name in REFUSED], shown=False)
+    add_options(parser, [each for name, each in options.items() if name in left or name in config.refused], shown=False)
     parser.epilog = "Also accepted, as transformers.TrainingArguments documents them: " + ", ".join(left)
     parser.set_defaults(run=run, method=method, options=options)
 

@@ -86,9 +86,8 @@ class TorchRows:
         lse = top + log_total
         entropy = empty
         if want.entropies:
-            products = torch.mul(
-                self.x, self.shifted, out=None if self.scratch is None else self.scratch[1, : len(self.x)]
-            )
+            assert self.shifted is not None
+            products = torch.mul(self.x, self.shifted, out=self._scratch())
             entropy = (log_total - products.sum(-1, keepdim=True) / total).squeeze(-1)
         self.top, self.total, self.log_total = top, total, log_total
         return RowStats(
@@ -101,8 +100,11 @@ class TorchRows:
         )
 
     def _square_sum(self) -> Tensor:
-        squares = torch.mul(self.x, self.x, out=None if self.scratch is None else self.scratch[1, : len(self.x)])
-        return squares.sum(-1, keepdim=True)
+        return torch.mul(self.x, self.x, out=self._scratch()).sum(-1, keepdim=True)
+
+    def _scratch(self) -> Tensor | None:
+        """Where a product of two blocks goes."""
+        return None if self.scratch is None else self.scratch[1, : len(self.x)]
 
     def restore(self, lse: Tensor, keep: bool) -> None:
         """The state after `stats`, from a log-sum-exp [rows] that is known already."""

@@ -15,7 +15,7 @@ from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_un
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.loading import load_model
 from lowtide.engine.reference import AdapterOff, FrozenModel
-from lowtide.methods.method import Scorer
+from lowtide.methods.method import Scorer, option
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.inputs import model_name
 from lowtide.trainers.method import MethodTrainer, Prepared, disable_dropout
@@ -28,7 +28,13 @@ from lowtide.trainers.setup import Engine, check_prefixes
 class CompletionConfig(TrainingConfig):
     """What the configs of these trainers have in common beyond `TrainingConfig`."""
 
-    learning_rate: float = 1e-6
+    refused: ClassVar[dict[str, str]] = {
+        **TrainingConfig.refused,
+        "label_smoothing_factor": "it smooths the targets of supervised fine-tuning; preferences have label_smoothing",
+        "neftune_noise_alpha": "its noise would differ between the policy and its reference; it is of sft",
+    }
+
+    learning_rate: float = option(1e-6, "The initial learning rate.")
 
     def __post_init__(self) -> None:
         self.check()

@@ -38,6 +38,9 @@ class TrainingConfig(TrainingArguments):
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
+    refused: ClassVar[dict[str, str]] = REFUSED
+    """Options that this config has from `TrainingArguments` and refuses, and why."""
+
     model_init_kwargs: dict | str | None = option(
         None, "Arguments of `from_pretrained`, where the model is given by name; `dtype` is float32 if left out."
     )
@@ -78,7 +81,7 @@ class TrainingConfig(TrainingArguments):
         if self.pad_to_multiple_of == "auto":
             self.pad_to_multiple_of = None
         defaults = {field.name: field.default for field in fields(self)}
-        for name, reason in REFUSED.items():
+        for name, reason in self.refused.items():
             if getattr(self, name, None) and getattr(self, name) != defaults.get(name):
                 raise ValueError(f"{type(self).__name__}: {name}={getattr(self, name)!r} is refused: {reason}")
         if self.neftune_noise_alpha is not None and self.padding_free:

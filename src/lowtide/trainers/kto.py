@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.methods.kto import BASELINE, KTO, KTOOptions
+from lowtide.methods.method import option
 from lowtide.trainers.completions import CompletionConfig, UnpairedTrainer
 
 
@@ -13,7 +14,9 @@ from lowtide.trainers.completions import CompletionConfig, UnpairedTrainer
 class KTOConfig(KTOOptions, CompletionConfig):
     """Options of Kahneman-Tversky optimization: `KTOOptions`, `TrainingConfig` and `TrainingArguments`."""
 
-    train_sampling_strategy: str = "sequential"
+    train_sampling_strategy: str = option(
+        "sequential", "Order of the rows: mismatched completions come from the same batch if it is that of the data."
+    )
 
 
 class KTOTrainer(UnpairedTrainer):

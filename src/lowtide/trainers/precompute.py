@@ -55,9 +55,10 @@ def precompute(trainer: ReferenceTrainer) -> None:
         trainer.train_dataset = _with_column(trainer, trainer.train_dataset, "train", weights)
     held_out: Any = trainer.eval_dataset
     if isinstance(held_out, dict):
-        trainer.eval_dataset = {name: _with_column(trainer, each, name, weights) for name, each in held_out.items()}
+        held_out = {name: _with_column(trainer, each, name, weights) for name, each in held_out.items()}
     elif held_out is not None:
-        trainer.eval_dataset = _with_column(trainer, held_out, "eval", weights)
+        held_out = _with_column(trainer, held_out, "eval", weights)
+    trainer.eval_dataset = held_out
 
 
 def _with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: str) -> Dataset:

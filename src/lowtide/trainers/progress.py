@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 class RichProgress(TrainerCallback):
     """Steps done, time left, and the last metrics beside the bar."""
 
-    SHOWN: ClassVar = {"loss": "loss", "eval_loss": "eval loss", "mean_token_accuracy": "accuracy"}
+    SHOWN: ClassVar = {
+        "loss": "loss",
+        "eval_loss": "eval loss",
+        "rewards/accuracies": "preferred",
+        "accuracy": "preferred",
+        "mean_token_accuracy": "accuracy",
+    }
 
     def __init__(self) -> None:
         self.bar: Progress | None = None

@@ -11,6 +11,7 @@ from torch import nn
 from lowtide.data.preference import prepare_pairs
 from lowtide.engine.forward import causal_model
 from lowtide.engine.head import is_reward_model
+from lowtide.methods.method import option
 from lowtide.methods.reward import REWARD, RewardOptions
 from lowtide.trainers.completions import CompletionConfig, CompletionTrainer
 from lowtide.trainers.method import Prepared
@@ -20,7 +21,7 @@ from lowtide.trainers.method import Prepared
 class RewardConfig(RewardOptions, CompletionConfig):
     """Options of reward modelling: `RewardOptions`, `TrainingConfig` and `TrainingArguments`."""
 
-    learning_rate: float = 1e-4
+    learning_rate: float = option(1e-4, "The initial learning rate.")
 
 
 class RewardTrainer(CompletionTrainer):

@@ -56,7 +56,7 @@ config = Qwen3Config(
 )
 model = AutoModelForCausalLM.from_config(config)
 install(model)
-reference = FrozenModel.copy_of(model, padding_free=True)
+reference = FrozenModel.copy_of(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 options = DPOOptions(beta=0.5)
 

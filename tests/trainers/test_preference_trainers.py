@@ -76,12 +76,12 @@ def data(method: str, count: int = 16) -> Dataset:
     return Dataset.from_list(rows(count))
 
 
-def build(method: str = "dpo", vocab: int | None = None):
+def build(method: str = "dpo", vocab: int | None = None, hidden: int = 32):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab or len(make_tokenizer()),
-        hidden_size=32,
-        intermediate_size=48,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         initializer_range=0.1,
@@ -285,7 +285,17 @@ BAD = {
     "a moving reference with adapters": (
         "dpo",
         {"sync_ref_model": True, "arguments": {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}},
-        r"sync_ref_model=True .* pass a `ref_model`",
+        r"sync_ref_model=True is of a reference of its own.* pass a `ref_model`",
+    ),
+    "a quantized reference that is not resident": (
+        "dpo",
+        {"ref_model_storage": "8bit", "precompute_ref_log_probs": True},
+        r"ref_model_storage='8bit' .*precompute_ref_log_probs=True",
+    ),
+    "a reference on the CPU beside a policy on the CPU": (
+        "dpo",
+        {"ref_model_storage": "cpu"},
+        "where the policy is too",
     ),
     "a moving and a precomputed reference": (
         "dpo",
@@ -315,6 +325,26 @@ def test_bad_input_gets_one_message(name, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         trainer(method, tmp_path, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("storage", "package"), [("8bit", "torchao"), ("4bit", "bitsandbytes")])
+def test_a_quantized_reference_is_smaller_and_close(storage, package, tmp_path):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    exact = trainer("dpo", tmp_path, model=build(hidden=64))  # bitsandbytes packs blocks of 64
+    made = trainer("dpo", tmp_path, model=build(hidden=64), ref_model_storage=storage)
+    assert "not exact" in dict(made.report_lines())["reference"]
+    batch = next(iter(made.get_train_dataloader()))
+    expected, found = exact.reference(batch), made.reference(batch)
+    assert not torch.equal(expected, found)
+    assert (expected - found).abs().mean() < {"8bit": 0.02, "4bit": 0.3}[storage]
+    made.train()
+
+
+def test_adapters_that_came_trained_are_said_to_be_no_part_of_the_reference(tmp_path, caplog):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    with caplog.at_level(logging.WARNING):
+        trainer("dpo", tmp_path, model=get_peft_model(build(), lora))
+    assert "merge them first" in caplog.text
 
 
 def test_the_model_itself_is_no_reference(tmp_path):

@@ -61,6 +61,7 @@ LAYOUT: dict[str, list[str]] = {
         "ref_model",
         "precompute_ref_log_probs",
         "precompute_ref_batch_size",
+        "ref_model_storage",
         "sync_ref_model",
         "ref_model_mixup_alpha",
         "ref_model_sync_steps",

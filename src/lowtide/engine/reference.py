@@ -43,7 +43,7 @@ class FrozenModel:
         return cls(model.eval().requires_grad_(False), padding_free=padding_free)
 
     @classmethod
-    def copy_of(cls, model: nn.Module, *, padding_free: bool) -> FrozenModel:
+    def copy_of(cls, model: nn.Module, *, padding_free: bool = True) -> FrozenModel:
         """A copy of a model as it is, in the dtype that it is stored in."""
         return cls.of(copy.deepcopy(model), padding_free=padding_free)
 

@@ -38,6 +38,11 @@ class ReferenceOptions:
     precompute_ref_batch_size: int | None = option(
         None, "Rows at a time while they are computed. None: `per_device_train_batch_size`."
     )
+    ref_model_storage: str = option(
+        "same",
+        "What a frozen reference takes: the policy's dtype, 8 or 4 bits (not exact), or host memory (slower).",
+        choices=["same", "8bit", "4bit", "cpu"],
+    )
     sync_ref_model: bool = option(False, "Move the reference towards the policy as training goes on (TR-DPO).")
     ref_model_mixup_alpha: float = option(0.6, "How far it moves: 1 makes it the policy (arXiv 2404.09656).")
     ref_model_sync_steps: int = option(512, "Optimizer steps between two such moves.")
@@ -58,6 +63,14 @@ class ReferenceOptions:
                 f"precompute_ref_batch_size={self.precompute_ref_batch_size} is of precompute_ref_log_probs=True, "
                 "which is off: set that, or leave this out"
             )
+        in_table("ref_model_storage", self.ref_model_storage, ("same", "8bit", "4bit", "cpu"))
+        if self.ref_model_storage != "same":
+            for name in ("sync_ref_model", "precompute_ref_log_probs"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"ref_model_storage={self.ref_model_storage!r} is of a frozen reference, which {name}=True "
+                        "leaves none of: leave one of them out"
+                    )
         if self.sync_ref_model and not 0 < self.ref_model_mixup_alpha <= 1:
             raise ValueError(f"ref_model_mixup_alpha={self.ref_model_mixup_alpha} must lie above 0 and at most at 1")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,6 +17,7 @@ from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_un
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.loading import load_model
 from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.reference_storage import STORAGES
 from lowtide.methods.method import Scorer, option
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.inputs import model_name
@@ -22,6 +25,8 @@ from lowtide.trainers.method import MethodTrainer, Prepared, disable_dropout
 from lowtide.trainers.precompute import Precomputed, precompute
 from lowtide.trainers.report import bytes_text
 from lowtide.trainers.setup import Engine, check_prefixes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -141,28 +146,41 @@ class ReferenceTrainer(CompletionTrainer):
         args: Any = self.args
         given, self._ref_model = self._ref_model, None
         adapters = hasattr(model, "disable_adapter")
-        if args.sync_ref_model and adapters and given is None:
-            raise ValueError(
-                "sync_ref_model=True moves a reference towards the policy, and with adapters the reference is the "
-                "policy with its adapters off: pass a `ref_model`, or set it to False"
-            )
-        if given is not None:
-            reference = FrozenModel.of(self._given(given, model), padding_free=engine.padding_free)
-            self._reference_text = f"the ref_model that was passed, {_size(reference.model)}"
-        elif adapters:
+        if adapters and given is None:
+            self._check_adapters(model)
             self._reference_text = "the policy with its adapters off; it costs nothing"
             return AdapterOff(model, padding_free=engine.padding_free)
-        elif args.precompute_ref_log_probs:
+        if given is None and args.precompute_ref_log_probs:
             self._reference_text = "log-probabilities computed before training; no reference is resident"
             return FrozenModel(model, padding_free=engine.padding_free)
-        else:
-            reference = FrozenModel.copy_of(model, padding_free=engine.padding_free)
-            self._reference_text = (
-                f"a frozen copy of the model, {_size(reference.model)}; precompute_ref_log_probs=True does without"
-            )
+        frozen = copy.deepcopy(model) if given is None else self._given(given, model)
         if args.disable_dropout:
-            disable_dropout(reference.model)
+            disable_dropout(frozen)
+        reference = FrozenModel.of(frozen, padding_free=engine.padding_free)
+        STORAGES[args.ref_model_storage](reference.model, args.device)
+        whose = "a frozen copy of the model" if given is None else "the ref_model that was passed"
+        exact = "" if args.ref_model_storage in ("same", "cpu") else ", not exact"
+        self._reference_text = f"{whose}, {_size(reference.model)}{exact}"
+        if given is None:
+            self._reference_text += "; precompute_ref_log_probs=True does without"
         return reference
+
+    def _check_adapters(self, model: nn.Module) -> None:
+        """A reference that is the policy without its adapters can be neither moved nor stored otherwise."""
+        args: Any = self.args
+        for name, off in (("sync_ref_model", False), ("ref_model_storage", "same")):
+            if getattr(args, name) != off:
+                raise ValueError(
+                    f"{name}={getattr(args, name)!r} is of a reference of its own, and with adapters the reference "
+                    f"is the policy with its adapters off: pass a `ref_model`, or leave it at {off!r}"
+                )
+        came_trained = [name for name, p in model.named_parameters() if "lora_B" in name and p.detach().any()]
+        if came_trained:
+            logger.warning(
+                f"the adapters that came with the model are trained already ({came_trained[0]}): the reference is the "
+                "model without them. To compare with the model as it came, merge them first (merge_and_unload), or "
+                "pass it as `ref_model`"
+            )
 
     def _given(self, reference: Any, policy: nn.Module) -> nn.Module:
         """The reference that was passed, loaded if it is a name; of the policy's vocabulary."""
@@ -181,7 +199,7 @@ class ReferenceTrainer(CompletionTrainer):
                 f"{theirs} tokens and the model one of {ours}: their log-probabilities are not of the same tokens. "
                 "Pass the model that the policy started from"
             )
-        return reference.to(embedding_weight(policy).device)
+        return reference
 
     def report_lines(self) -> list[tuple[str, str]]:
         return [("reference", self._reference_text)]

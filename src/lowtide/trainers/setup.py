@@ -39,6 +39,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
             "overflow: load the model with dtype float32 (and fp16=True for float16 compute) or bfloat16"
         )
     settle_heap(model)
+    _place(model, args)
     inner = causal_model(model)
     implementation = inner.config._attn_implementation or "eager"
     found = probe(model)
@@ -54,6 +55,14 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     )
     logger.warning(f"running padded: {reason}")
     return Engine(False, reason, found)
+
+
+def _place(model: nn.Module, args: TrainingConfig) -> None:
+    """Moves the model to where it will run, so that it is proved there; one that is placed already stays."""
+    inner = causal_model(model)
+    placed = getattr(inner, "hf_device_map", None) is not None or getattr(inner, "is_quantized", False)
+    if args.place_model_on_device and not placed:
+        model.to(args.device)
 
 
 def check_prefixes(engine: Engine, wanted: bool) -> bool:

@@ -11,6 +11,8 @@ from bench.methods import METHODS
 from bench.results import ratios
 
 BASELINE = "trl"
+VOCABULARY_TARGET = 1.1
+"""At most so many times the peak beside the states at the smallest vocabulary."""
 COLUMNS = ("s/step", "real tokens/s", "peak above start", "of matmul rate", "against trl", "against its peer")
 
 
@@ -19,7 +21,7 @@ def print_comparison(results: dict[str, Any], console: Console) -> None:
     rate, hardware = results["matmul_flops_per_second"], results["hardware"]
     console.print(f"{hardware.get('gpu', hardware['cpu'])}, {results['dtype']} matmul {rate / 1e9:,.0f} GFLOP/s")
     for case, contestants in results["cases"].items():
-        table = Table("", *COLUMNS, title=f"{results['method']} {case}, {results['shape']}")
+        table = Table("", *COLUMNS, title=f"{METHODS[results['method']].title}, {case}, {results['shape']}")
         for row in comparison_rows(results["method"], contestants):
             table.add_row(*row)
         console.print(table)
@@ -62,4 +64,15 @@ def verdict(results: dict[str, Any], case: str) -> str:
     return (
         f"{'reached' if reached else 'NOT reached'}: {speed:.2f}x the speed (target {target.speed_target}x) "
         f"with {peak:.2f}x the peak (target {target.peak_target}x)"
+    )
+
+
+def vocabulary_verdict(runs: list[dict[str, Any]]) -> str:
+    """Returns whether the peak beside the states stays what it is at the smallest vocabulary."""
+    first, last = runs[0], runs[-1]
+    times = last["above_states_bytes"] / first["above_states_bytes"]
+    reached = times <= VOCABULARY_TARGET
+    return (
+        f"{'reached' if reached else 'NOT reached'}: {times:.2f}x the peak beside the states "
+        f"(target at most {VOCABULARY_TARGET}x) with {last['vocabulary'] / first['vocabulary']:.0f}x the vocabulary"
     )

@@ -155,21 +155,24 @@ def memory_section(results: dict[str, Any]) -> str:
 
 def vocabulary_section(results: dict[str, Any]) -> str:
     """Returns what a step takes beside weights, gradients and optimizer states, by vocabulary."""
+    columns = ("states", "tensors_above_states", "resident_above_states")
     rows = [
-        f"| {run['vocabulary']:,} | {run['parameters'] / 1e6:,.0f}M | {run['states_bytes'] / GIGABYTE:.2f} GB | "
-        f"{run['above_states_bytes'] / GIGABYTE:.3f} GB |"
+        f"| {run['vocabulary']:,} | {run['parameters'] / 1e6:,.0f}M | "
+        + " | ".join(f"{run[f'{column}_bytes'] / GIGABYTE:.3f} GB" for column in columns)
+        + " |"
         for run in results["runs"]
     ]
     return "\n".join(
         [
             "## A DPO step and the vocabulary",
             "",
-            "The resident peak of one step of lowtide's DPO with its defaults, float32 on a CPU, on the rows of "
-            "`longtail`, less what the imports hold. States are the policy's weights, gradients and moments, and the "
-            "reference's weights.",
+            "One step of lowtide's DPO with its defaults, float32 on a CPU, on the rows of `longtail`. States are the "
+            "policy's weights, gradients and moments, and the reference's weights. Beside them are the most that "
+            "tensors hold at one time, and the resident peak less what the imports hold; the latter has what freed "
+            "tensors leave in the heap, which differs from run to run.",
             "",
-            "| vocabulary | parameters | states | peak beside the states |",
-            "| ---: | ---: | ---: | ---: |",
+            "| vocabulary | parameters | states | tensors beside them | resident beside them |",
+            "| ---: | ---: | ---: | ---: | ---: |",
             *rows,
             "",
             vocabulary_verdict(results["runs"]),

@@ -32,6 +32,7 @@ check: $(VENV)/.extras
 
 bench: $(VENV)/.extras
 	$(PY) -m bench
+	$(PY) -m bench.vocabulary
 
 docs: $(VENV)/.extras
 	$(PY) -m bench.docs

@@ -1,9 +1,10 @@
 """The data that is trained on, by method and case name: real school mathematics, and generated long-tailed rows.
 
-`gsm8k` reads `../shared/data/gsm8k_train.messages.jsonl` where it is there; elsewhere rows are generated with
-lengths like GSM8K's. `longtail` draws lengths from a log-normal distribution, of which a padded batch of 8 holds
-about 40% real tokens, as with most chat data. Everything is seeded, and no row is longer than TRL's default
-`max_length` of 1,024 tokens, so that every contestant trains on the same tokens.
+For supervised fine-tuning `gsm8k` reads `../shared/data/gsm8k_train.messages.jsonl` where it is there; elsewhere rows
+are generated with lengths like GSM8K's. `longtail` draws lengths from a log-normal distribution, of which a padded
+batch of 8 holds about 40% real tokens, as with most chat data. Rows of preferences are in `preferences.py`.
+Everything is seeded, and no row is longer than TRL's default `max_length` of 1,024 tokens, so that every contestant
+trains on the same tokens.
 """
 
 import json
@@ -13,31 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.generated import ROWS, lognormal_lengths, word_source
+from bench.preferences import (
+    gsm8k_labelled,
+    gsm8k_pairs,
+    labelled_source,
+    longtail_labelled,
+    longtail_pairs,
+    longtail_preferences,
+    pairs_source,
+)
+
 Row = dict[str, Any]
 
 GSM8K_FILE = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.messages.jsonl"
-ROWS = 512
-LONGEST = 900
-"""Words in the longest row; with its template's tokens it stays below 1,024."""
-
-SYLLABLES = (
-    "ka",
-    "lo",
-    "mi",
-    "ren",
-    "su",
-    "ta",
-    "vo",
-    "shi",
-    "pel",
-    "dor",
-    "an",
-    "ber",
-    "cu",
-    "fin",
-    "gra",
-    "hol",
-)
 
 
 @dataclass(frozen=True)
@@ -55,12 +45,10 @@ class Case:
 
 def generated_dialogues(lengths: list[int], rng: random.Random) -> list[Row]:
     """Returns one question and answer for each length in words; words are drawn with Zipf's frequencies."""
-    lexicon = sorted({"".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(30_000)})
-    rng.shuffle(lexicon)
-    weights = [1 / rank for rank in range(1, len(lexicon) + 1)]
+    draw = word_source(rng)
     rows = []
     for length in lengths:
-        words = rng.choices(lexicon, weights, k=length)
+        words = draw(length)
         asked = max(1, length // 3)
         question, answer = " ".join(words[:asked]), " ".join(words[asked:]) or words[0]
         rows.append(dialogue(question, answer))
@@ -69,11 +57,6 @@ def generated_dialogues(lengths: list[int], rng: random.Random) -> list[Row]:
 
 def dialogue(question: str, answer: str) -> Row:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-def lognormal_lengths(median: float, sigma: float, rng: random.Random) -> list[int]:
-    """Returns `ROWS` lengths in words, between 16 and `LONGEST`."""
-    return [min(LONGEST, max(16, round(median * rng.lognormvariate(0.0, sigma)))) for _ in range(ROWS)]
 
 
 def gsm8k_rows() -> list[Row]:
@@ -101,5 +84,17 @@ CASES = {
     "sft": {
         "gsm8k": Case(gsm8k_rows, gsm8k_source, speed_target=3.5, peak_target=0.2),
         "longtail": Case(longtail_rows, longtail_source, speed_target=3.0, peak_target=0.2),
+    },
+    "dpo": {
+        "gsm8k": Case(gsm8k_pairs, pairs_source, speed_target=5.0, peak_target=0.15),
+        "longtail": Case(longtail_pairs, longtail_preferences, speed_target=12.0, peak_target=0.15),
+    },
+    "kto": {
+        "gsm8k": Case(gsm8k_labelled, labelled_source, speed_target=4.0, peak_target=0.2),
+        "longtail": Case(longtail_labelled, longtail_preferences, speed_target=4.0, peak_target=0.2),
+    },
+    "reward": {
+        "gsm8k": Case(gsm8k_pairs, pairs_source, speed_target=2.5, peak_target=0.4),
+        "longtail": Case(longtail_pairs, longtail_preferences, speed_target=2.5, peak_target=0.4),
     },
 }

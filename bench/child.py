@@ -4,6 +4,7 @@ Called by `compare.py` with a JSON specification as its only argument. Lines tha
 parent (a finished step, the result); everything else is the library's own output, shown if the run fails.
 """
 
+import copy
 import importlib
 import json
 import sys
@@ -18,7 +19,7 @@ from bench.contestants import Contestant, common_flags
 from bench.measure import PeakMeter, hardware, matmul_rate, now
 from bench.methods import METHODS, Method
 from bench.processes import MARK
-from bench.shapes import SHAPES, Shape, build_model, parameter_counts
+from bench.shapes import SHAPES, Shape, build_model, build_reward_model, parameter_counts
 from bench.tokenizer import load_tokenizer
 
 
@@ -53,13 +54,22 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
     config_class, trainer_class = getattr(library, method.config), getattr(library, method.trainer)
     dataset = Dataset.from_list(CASES[spec["method"]][spec["case"]].rows())
     tokenizer = load_tokenizer(Path(spec["tokenizer"]))
-    model = build_model(shape, contestant.fastest_attention)
+    model = (
+        build_reward_model(shape, tokenizer.pad_token_id, contestant.fastest_attention)
+        if method.rewards
+        else build_model(shape, contestant.fastest_attention)
+    )
     steps, timer, meter = spec["warmup"] + spec["timed"], clock(shape.device), PeakMeter(shape.device)
     with tempfile.TemporaryDirectory() as output_dir:
         args = config_class(**common_flags(contestant, shape, steps, output_dir) | contestant.flags)
         meter.start()
         trainer = trainer_class(
-            model=model, args=args, train_dataset=dataset, processing_class=tokenizer, callbacks=[timer]
+            model=model,
+            args=args,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            callbacks=[timer],
+            **reference_for(method, contestant, model),
         )
         result = trainer.train()
         memory = meter.stop()
@@ -76,6 +86,12 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def reference_for(method: Method, contestant: Contestant, model: Any) -> dict[str, Any]:
+    """The copy that TRL is given where lowtide makes its own; see `methods.py`."""
+    given = method.reference and contestant.library == "trl"
+    return {"ref_model": copy.deepcopy(model)} if given else {}
+
+
 def differences(values: list[float]) -> list[float]:
     return [after - before for before, after in pairwise(values)]
 
@@ -85,7 +101,8 @@ def tokens_by_step(method: Method, contestant: Contestant, dataset: Any, steps: 
     if len(dataset) < steps * contestant.rows:
         raise ValueError(
             f"{steps} steps of {contestant.rows} rows need {steps * contestant.rows} rows, and the case has "
-            f"{len(dataset)} after preparation: take fewer --steps, or raise ROWS in bench/cases.py"
+            f"{len(dataset)} after preparation: take fewer --timed steps, or raise ROWS in bench/generated.py or "
+            "bench/preferences.py"
         )
     counts = [method.count_tokens(dataset[index]) for index in range(steps * contestant.rows)]
     return [sum(counts[step * contestant.rows :][: contestant.rows]) for step in range(steps)]

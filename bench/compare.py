@@ -8,6 +8,8 @@ so that a machine that warms up or is shared slows all of them alike; the median
 import argparse
 import os
 import sys
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -30,23 +32,60 @@ QUICK = {"repeat": 1, "timed": 2}
 def main(argv: list[str] | None = None) -> int:
     """Runs what the command line asks for; returns 1 if any run failed."""
     options, console = parse(argv), Console()
-    failed = [shape for shape in options.shapes if not compare(shape, options, console)]
-    return 1 if failed else 0
-
-
-def compare(shape: str, options: argparse.Namespace, console: Console) -> bool:
-    """Measures every case and contestant on one model; returns whether all runs succeeded."""
     load = os.getloadavg()[0]
     if load > BUSY:
         console.print(f"[yellow]other programs are running (load {load:.1f}): times will be rough[/]")
-    with console.status(f"{shape}: the machine's matmul rate"):
-        machine = run_child(specification(shape, options), lambda step: None, options.timeout)
-    runs, failures = measure_all(shape, options, console)
+    succeeded = []
+    for shape in options.shapes:
+        with console.status(f"{shape}: the machine's matmul rate"):
+            spec = {"shape": shape, "contestant": None}
+            machine = run_child(spec, lambda step: None, options.timeout) | {"load_before": load}
+        succeeded += [compare(Run(method, shape, options), machine, console) for method in options.method]
+    return 0 if all(succeeded) else 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method on one model, as far as the command line asks for it."""
+
+    method: str
+    shape: str
+    options: argparse.Namespace
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.shape}"
+
+    @property
+    def cases(self) -> list[str]:
+        return chosen(self.options.cases, CASES[self.method])
+
+    @property
+    def contestants(self) -> list[str]:
+        return chosen(self.options.contestants, METHODS[self.method].contestants)
+
+    def specification(self, case: str, contestant: str) -> dict[str, Any]:
+        """Returns what a child is told."""
+        return {
+            "method": self.method,
+            "shape": self.shape,
+            "case": case,
+            "contestant": contestant,
+            "warmup": self.options.warmup,
+            "timed": self.options.timed,
+            "tokenizer": str(tokenizer_for(CASES[self.method][case].rows())),
+        }
+
+
+def compare(run: Run, machine: dict[str, Any], console: Console) -> bool:
+    """Measures every case and contestant of one method on one model; returns whether all runs succeeded."""
+    options, shape = run.options, run.shape
+    runs, failures = measure_all(run, console)
     cases = summarise(runs, machine["matmul_flops_per_second"])
-    unpacked = {name for name, chosen in METHODS[options.method].contestants.items() if chosen.rows == BATCH}
+    unpacked = {name for name, known in METHODS[run.method].contestants.items() if known.rows == BATCH}
     failures += different_rows(cases, unpacked)
     results = {
-        "method": options.method,
+        "method": run.method,
         "shape": shape,
         "device": SHAPES[shape].device,
         "dtype": SHAPES[shape].dtype,
@@ -54,8 +93,7 @@ def compare(shape: str, options: argparse.Namespace, console: Console) -> bool:
         "warmup": options.warmup,
         "timed": options.timed,
         **machine,
-        "load_before": load,
-        "sources": {case: CASES[options.method][case].source() for case in options.cases},
+        "sources": {case: CASES[run.method][case].source() for case in run.cases},
         "versions": versions(),
         "cases": cases,
         "failures": failures,
@@ -68,21 +106,22 @@ def compare(shape: str, options: argparse.Namespace, console: Console) -> bool:
     return not failures
 
 
-def measure_all(shape: str, options: argparse.Namespace, console: Console) -> tuple[dict, list[str]]:
+def measure_all(run: Run, console: Console) -> tuple[dict, list[str]]:
     """Returns the results of all runs by (case, contestant), and a line for each run that failed."""
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     failures: list[str] = []
+    options = run.options
     turns = [
         (case, turn, contestant)
-        for case in options.cases
+        for case in run.cases
         for turn in range(options.repeat)
-        for contestant in options.contestants
+        for contestant in run.contestants
     ]
     with progress_bar(console) as bar:
-        overall = bar.add_task(shape, total=len(turns) * (options.warmup + options.timed))
+        overall = bar.add_task(run.name, total=len(turns) * (options.warmup + options.timed))
         for number, (case, turn, contestant) in enumerate(turns):
-            bar.update(overall, description=f"{shape} {case}: {contestant}, turn {turn + 1} of {options.repeat}")
-            spec = specification(shape, options, contestant=contestant, case=case)
+            bar.update(overall, description=f"{run.name} {case}: {contestant}, turn {turn + 1} of {options.repeat}")
+            spec = run.specification(case, contestant)
             try:
                 result = run_child(spec, lambda step: bar.advance(overall), options.timeout)
                 runs.setdefault((case, contestant), []).append(result)
@@ -94,21 +133,12 @@ def measure_all(shape: str, options: argparse.Namespace, console: Console) -> tu
     return runs, failures
 
 
-def specification(shape: str, options: argparse.Namespace, **contestant: str) -> dict[str, Any]:
-    """Returns what a child is told; without a contestant it measures the machine."""
-    spec = {"method": options.method, "shape": shape, "warmup": options.warmup, "timed": options.timed}
-    if not contestant:
-        return spec | {"contestant": None}
-    rows = CASES[options.method][contestant["case"]].rows()
-    return spec | contestant | {"tokenizer": str(tokenizer_for(rows))}
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=SUMMARY)
-    parser.add_argument("--method", choices=METHODS, default="sft")
+    parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models; default: those for this machine's device")
-    parser.add_argument("--cases", nargs="+", help="default: all of the method's")
-    parser.add_argument("--contestants", nargs="+", help="default: all of the method's")
+    parser.add_argument("--cases", nargs="+", help="default: all of each method's")
+    parser.add_argument("--contestants", nargs="+", help="default: all of each method's")
     parser.add_argument("--warmup", type=positive, default=1, help="steps that are not timed")
     parser.add_argument("--timed", type=positive, default=4, help="steps that are timed")
     parser.add_argument("--repeat", type=positive, default=2, help="turns that each contestant takes")
@@ -119,16 +149,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.quick:
         vars(options).update(QUICK, record=False)
     options.shapes = options.shapes or shapes_for_this_machine()
-    for name, known in (
-        ("cases", CASES[options.method]),
-        ("contestants", METHODS[options.method].contestants),
-    ):
-        chosen = getattr(options, name) or list(known)
-        unknown = [choice for choice in chosen if choice not in known]
-        if unknown:
-            parser.error(f"--{name}: {unknown[0]!r} is none of {', '.join(known)}")
-        setattr(options, name, chosen)
+    for method in options.method:
+        for name, known in (("cases", CASES[method]), ("contestants", METHODS[method].contestants)):
+            unknown = [choice for choice in getattr(options, name) or () if choice not in known]
+            if unknown:
+                parser.error(f"--{name}: {unknown[0]!r} is none of {method}'s: {', '.join(known)}")
     return options
+
+
+def chosen(names: list[str] | None, known: Collection[str]) -> list[str]:
+    """Returns what the command line names of what there is, or all of it."""
+    return names or list(known)
 
 
 def positive(text: str) -> int:

@@ -25,6 +25,8 @@ class Contestant:
     rows: int = BATCH
     against: str | None = None
     """The contestant that this one is set against, beside the baseline `trl`."""
+    remark: str = ""
+    """What its numbers leave out, for the page of results."""
 
 
 SFT_CONTESTANTS = {
@@ -34,6 +36,19 @@ SFT_CONTESTANTS = {
     "trl-packing": Contestant("trl", {"packing": True}, rows=PACKED_BATCH),
     "lowtide-packing": Contestant("lowtide", {"packing": True}, rows=PACKED_BATCH, against="trl-packing"),
 }
+
+DPO_CONTESTANTS = {
+    "trl": Contestant("trl"),
+    "lowtide": Contestant("lowtide"),
+    "lowtide-precompute": Contestant(
+        "lowtide",
+        {"precompute_ref_log_probs": True},
+        remark="the reference's log-probs are computed before the first step, and that time is not counted",
+    ),
+}
+
+DEFAULTS = {"trl": Contestant("trl"), "lowtide": Contestant("lowtide")}
+"""For methods that are measured with the defaults alone."""
 
 
 def common_flags(contestant: Contestant, shape: Shape, steps: int, output_dir: str) -> dict[str, Any]:

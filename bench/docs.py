@@ -13,9 +13,9 @@ from bench.contestants import BATCH, PACKED_BATCH
 from bench.measure import GIGABYTE
 from bench.methods import METHODS
 from bench.processes import ROOT
-from bench.results import COMPARISON, MEMORY, ratios, recorded
+from bench.results import COMPARISON, MEMORY, VOCABULARY, ratios, recorded
 from bench.shapes import SHAPES
-from bench.tables import COLUMNS, comparison_rows, verdict
+from bench.tables import COLUMNS, comparison_rows, verdict, vocabulary_verdict
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
@@ -31,18 +31,21 @@ for the flags that a contestant's name stands for:
 
 {{contestants}}
 
-- **Real tokens/s**: tokens of the rows that were trained on, padding not counted, over the mean time of the timed
-  steps; the median of the turns. Steps before the timed ones are not counted.
+- **Real tokens/s**: tokens of the rows that were trained on, padding not counted and the prompt once for each of
+  its completions, over the mean time of the timed steps; the median of the turns. Steps before the timed ones are
+  not counted.
 - **Peak above start**: the most that the process held during preparation and training, less what it held just
   before the trainer was constructed, with the model and the data already there. Resident memory on a CPU, torch's
-  allocator on CUDA; the highest of the turns.
+  allocator on CUDA; the highest of the turns. A reference is part of it: lowtide makes its own copy, TRL is given
+  one that is made within the measurement.
 - **Of matmul rate**: 6 FLOPs a parameter and real token, over the rate of a bare square matrix product measured
-  in the same run. All parameters count, the embedding table too; what checkpointing computes again does not.
+  in the same run. All parameters count, the embedding table too; what checkpointing computes again and a
+  reference's forward do not, and a prompt counts for each of its completions, even where it is computed once.
 - **Against trl**, **against its peer**: tokens a second over the other's, and the peak over the other's. A peer is
   the contestant with the corresponding flags. "3.50x, 0.20x" is 3.5 times the speed with a fifth of the peak.
 
-Without packing a step has {BATCH} rows. Packed, it has {PACKED_BATCH} bins of 1,024 tokens, about as many real
-tokens, so packed runs compare with one another.
+Without packing a step has {BATCH} rows: texts, pairs, or single completions. Packed, it has {PACKED_BATCH} bins of
+1,024 tokens, about as many real tokens, so packed runs compare with one another.
 
 Rows are tokenized by a BPE that is trained on them, so nothing is downloaded. Measure your own machine with
 `make bench`, or with the command under each table.
@@ -55,7 +58,8 @@ def main() -> int:
     comparisons = [result for result in results if result.get("kind") == COMPARISON]
     sections += [comparison_section(result) for result in comparisons]
     sections += [memory_section(result) for result in results if result.get("kind") == MEMORY]
-    sections += [not_yet_section({result["shape"] for result in comparisons})]
+    sections += [vocabulary_section(result) for result in results if result.get("kind") == VOCABULARY]
+    sections += [not_yet_section({(result["method"], result["shape"]) for result in comparisons})]
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(section for section in sections if section), encoding="utf-8")
     write_readme(comparisons)
@@ -79,7 +83,8 @@ def write_readme(comparisons: list[dict[str, Any]]) -> None:
                 f"{measured['tokens_per_second']:,.0f} tokens/s, {measured['peak_above_start_bytes'] / GIGABYTE:.2f} GB"
                 for measured in (theirs, ours)
             ]
-            what = f"{results['method'].upper()}, {case}, {results['shape']}, {results['hardware']['threads']} cores"
+            title, threads = METHODS[results["method"]].title, results["hardware"]["threads"]
+            what = f"{title}, {case}, {results['shape']}, {threads} cores"
             lines.append(f"| {what} | {' | '.join(cells)} | **{speed:.1f}x** | **{peak:.2f}x** |")
     before, rest = README.read_text(encoding="utf-8").split(RESULTS_MARK)
     _, after = rest.split(RESULTS_END)
@@ -88,12 +93,13 @@ def write_readme(comparisons: list[dict[str, Any]]) -> None:
 
 def contestants_list() -> str:
     lines = []
-    for name, method in METHODS.items():
+    for method in METHODS.values():
         for contestant, chosen in method.contestants.items():
             flags = [f"`{flag}={value!r}`" for flag, value in chosen.flags.items()]
             flags += ["sdpa (FlashAttention 2 on CUDA where installed)"] * chosen.fastest_attention
             given = ", ".join(flags) or "its defaults"
-            lines.append(f"- {name}, `{contestant}`: {chosen.library} with {given}")
+            remark = f"; {chosen.remark}" if chosen.remark else ""
+            lines.append(f"- {method.title}, `{contestant}`: {chosen.library} with {given}{remark}")
     return "\n".join(lines)
 
 
@@ -106,7 +112,7 @@ def comparison_section(results: dict[str, Any]) -> str:
         remarks.append(f"- the machine was shared (load {results['load_before']:.1f} before): the times are rough")
     steps = f"{results['warmup']} step before the {results['timed']} timed ones"
     lines = [
-        f"## {results['method'].upper()}, {results['shape']}: {millions}, {results['dtype']}",
+        f"## {METHODS[results['method']].title}, {results['shape']}: {millions}, {results['dtype']}",
         "",
         f"{described(results['hardware'])}; bare matmul {results['matmul_flops_per_second'] / 1e9:,.0f} GFLOP/s.",
         f"{dated(results['versions'])}.",
@@ -147,17 +153,49 @@ def memory_section(results: dict[str, Any]) -> str:
     )
 
 
-def not_yet_section(measured: set[str]) -> str:
-    """Returns a section that names the models with no recorded result, or nothing."""
-    waiting = [name for name in SHAPES if name not in measured]
-    if not waiting:
-        return ""
-    lines = [
-        f"- {name}, {SHAPES[name].dtype} on {SHAPES[name].device.upper()}: "
-        f"`python -m bench.compare --shapes {name}`"
-        + (" — no GPU has run this yet" if SHAPES[name].device == "cuda" else "")
-        for name in waiting
+def vocabulary_section(results: dict[str, Any]) -> str:
+    """Returns what a step takes beside weights, gradients and optimizer states, by vocabulary."""
+    columns = ("states", "tensors_above_states", "resident_above_states")
+    rows = [
+        f"| {run['vocabulary']:,} | {run['parameters'] / 1e6:,.0f}M | "
+        + " | ".join(f"{run[f'{column}_bytes'] / GIGABYTE:.3f} GB" for column in columns)
+        + " |"
+        for run in results["runs"]
     ]
+    return "\n".join(
+        [
+            "## A DPO step and the vocabulary",
+            "",
+            "One step of lowtide's DPO with its defaults, float32 on a CPU, on the rows of `longtail`. States are the "
+            "policy's weights, gradients and moments, and the reference's weights. Beside them are the most that "
+            "tensors hold at one time, and the resident peak less what the imports hold; the latter has what freed "
+            "tensors leave in the heap, which differs from run to run.",
+            "",
+            "| vocabulary | parameters | states | tensors beside them | resident beside them |",
+            "| ---: | ---: | ---: | ---: | ---: |",
+            *rows,
+            "",
+            vocabulary_verdict(results["runs"]),
+            "",
+            f"{described(results['hardware'])}. {dated(results['versions'])}.",
+            "Measured with `python -m bench.vocabulary`.",
+            "",
+        ]
+    )
+
+
+def not_yet_section(measured: set[tuple[str, str]]) -> str:
+    """Returns a section that names the methods and models with no recorded result, or nothing."""
+    waiting = {shape: [method for method in METHODS if (method, shape) not in measured] for shape in SHAPES}
+    lines = [
+        f"- {', '.join(METHODS[method].title for method in methods)}, {shape}, {SHAPES[shape].dtype} on "
+        f"{SHAPES[shape].device.upper()}: `python -m bench.compare --shapes {shape} --method {' '.join(methods)}`"
+        + (" — no GPU has run this yet" if SHAPES[shape].device == "cuda" else "")
+        for shape, methods in waiting.items()
+        if methods
+    ]
+    if not lines:
+        return ""
     return "\n".join(["## Not measured yet", "", *lines, ""])
 
 

@@ -28,14 +28,16 @@ class ChildFailed(Exception):
         self.reason, self.last_lines = reason, last_lines
 
 
-def run_child(spec: dict[str, Any], on_step: Callable[[int], None], timeout: float) -> dict[str, Any]:
-    """Runs `bench.child` on `spec` and returns its result; `on_step` hears the number of each step that ended.
+def run_child(
+    spec: dict[str, Any], on_step: Callable[[int], None], timeout: float, module: str = "bench.child"
+) -> dict[str, Any]:
+    """Runs a child's module on `spec` and returns its result; `on_step` hears the number of each step that ended.
 
     Raises `ChildFailed` if the child dies, is killed, or takes longer than `timeout` seconds. A child never
     outlives this call, however it ends.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.child", json.dumps(spec)],
+        [sys.executable, "-m", module, json.dumps(spec)],
         cwd=ROOT,
         env=os.environ | OFFLINE,
         stdout=subprocess.PIPE,

@@ -67,14 +67,28 @@ SHAPES = {
 
 def build_model(shape: Shape, fastest_attention: bool = False):
     """Returns a causal language model with seeded random weights, on the shape's device."""
+    from transformers import AutoModelForCausalLM
+
+    return _build(AutoModelForCausalLM, shape, fastest_attention)
+
+
+def build_reward_model(shape: Shape, pad_token_id: int, fastest_attention: bool = False):
+    """Returns a model of the same shape that gives one value a row in place of logits."""
+    from transformers import AutoModelForSequenceClassification
+
+    options = {"num_labels": 1, "pad_token_id": pad_token_id}
+    return _build(AutoModelForSequenceClassification, shape, fastest_attention, **options)
+
+
+def _build(auto_class: Any, shape: Shape, fastest_attention: bool, **options: Any):
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**shape.config)
-    options = {"attn_implementation": attention_for(shape)} if fastest_attention else {}
+    config = AutoConfig.for_model(**shape.config, **options)
+    attention = {"attn_implementation": attention_for(shape)} if fastest_attention else {}
     with torch.device(shape.device):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype), **options)
+        return auto_class.from_config(config, dtype=getattr(torch, shape.dtype), **attention)
 
 
 def attention_for(shape: Shape) -> str:
@@ -88,5 +102,6 @@ def parameter_counts(model) -> tuple[int, int]:
     them, unless the head is tied to it."""
     total = sum(parameter.numel() for parameter in model.parameters())
     table = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is table
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is table
     return total, total if tied else total - table.numel()

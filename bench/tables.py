@@ -3,7 +3,7 @@
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from bench.cases import CASES
 from bench.measure import GIGABYTE
@@ -11,6 +11,8 @@ from bench.methods import METHODS
 from bench.results import ratios
 
 BASELINE = "trl"
+VOCABULARY_TARGET = 1.1
+"""At most so many times what tensors hold beside the states at the smallest vocabulary."""
 COLUMNS = ("s/step", "real tokens/s", "peak above start", "of matmul rate", "against trl", "against its peer")
 
 
@@ -19,7 +21,9 @@ def print_comparison(results: dict[str, Any], console: Console) -> None:
     rate, hardware = results["matmul_flops_per_second"], results["hardware"]
     console.print(f"{hardware.get('gpu', hardware['cpu'])}, {results['dtype']} matmul {rate / 1e9:,.0f} GFLOP/s")
     for case, contestants in results["cases"].items():
-        table = Table("", *COLUMNS, title=f"{results['method']} {case}, {results['shape']}")
+        table = Table(
+            Column(no_wrap=True), *COLUMNS, title=f"{METHODS[results['method']].title}, {case}, {results['shape']}"
+        )
         for row in comparison_rows(results["method"], contestants):
             table.add_row(*row)
         console.print(table)
@@ -62,4 +66,19 @@ def verdict(results: dict[str, Any], case: str) -> str:
     return (
         f"{'reached' if reached else 'NOT reached'}: {speed:.2f}x the speed (target {target.speed_target}x) "
         f"with {peak:.2f}x the peak (target {target.peak_target}x)"
+    )
+
+
+def growth(runs: list[dict[str, Any]]) -> tuple[float, bool]:
+    """Returns how many times what tensors hold beside the states grows with the vocabulary, and whether it may."""
+    times = runs[-1]["tensors_above_states_bytes"] / runs[0]["tensors_above_states_bytes"]
+    return times, times <= VOCABULARY_TARGET
+
+
+def vocabulary_verdict(runs: list[dict[str, Any]]) -> str:
+    """Returns whether what tensors hold beside the states stays what it is at the smallest vocabulary."""
+    times, reached = growth(runs)
+    return (
+        f"{'reached' if reached else 'NOT reached'}: {times:.2f}x beside the states (target at most "
+        f"{VOCABULARY_TARGET}x) with {runs[-1]['vocabulary'] / runs[0]['vocabulary']:.0f}x the vocabulary"
     )

@@ -15,8 +15,9 @@ from lowtide.methods import TokenObjective
 from lowtide.metrics import Totals
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
+from lowtide.passes import Models
 from lowtide.ragged import IGNORE, RaggedBatch
-from lowtide.step import Limits, Models, evaluate_batch, train_step
+from lowtide.step import Limits, evaluate_batch, train_step
 
 NLL = TokenObjective(LOSSES["nll"])
 

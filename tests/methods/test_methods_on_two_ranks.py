@@ -17,7 +17,8 @@ from lowtide.methods.dpo import DPO, DPOOptions
 from lowtide.methods.kto import KTO, KTOOptions
 from lowtide.methods.reward import REWARD, RewardOptions
 from lowtide.metrics import Totals
-from lowtide.step import Limits, Models, train_step
+from lowtide.passes import Models
+from lowtide.step import Limits, train_step
 
 PAIRS = CompletionCollator(("chosen_ids", "rejected_ids"))
 CASES = {

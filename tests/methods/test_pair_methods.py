@@ -20,7 +20,8 @@ from lowtide.methods.reward import REWARD, RewardOptions
 from lowtide.metrics import Totals
 from lowtide.objectives import preference
 from lowtide.objectives.preference import Pairs
-from lowtide.step import Limits, Models, evaluate_batch, train_step
+from lowtide.passes import Models
+from lowtide.step import Limits, evaluate_batch, train_step
 
 SIZES = {
     "vocab_size": 61,

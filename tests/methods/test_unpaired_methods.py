@@ -22,7 +22,8 @@ from lowtide.engine.reference import FrozenModel
 from lowtide.methods.bco import BCO, BCOOptions, RunningMean
 from lowtide.methods.kto import KTO, KTOOptions
 from lowtide.metrics import Totals
-from lowtide.step import Limits, Models, evaluate_batch, train_step
+from lowtide.passes import Models
+from lowtide.step import Limits, evaluate_batch, train_step
 
 
 def rows(labels: str = "10010110") -> list[dict]:

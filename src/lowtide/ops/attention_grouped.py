@@ -9,6 +9,7 @@ Shapes: `n` segments of a group, `q` their queries (padded), `p` the tokens of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,10 @@ PADDING_TOLERANCE = 1.2
 """Segments join a group while its longest is at most so many times as long as they are."""
 SMALL = 16
 """Lengths that differ by no more than this always join: so short, a call costs more than its padding."""
+SMALL_AREA = 1 << 14
+"""Queries times keys below which a further call costs more than the padding that spares it."""
+MIXED_KEYS = 1024
+"""Prefixes of unlike lengths share a call up to so many keys; each segment has a mask of its own there."""
 QUERY_BLOCK = 1024
 """Queries that see one explicit mask at a time, so that a mask is never larger than this times the keys."""
 
@@ -33,6 +38,8 @@ class Group:
     n: int
     q: int
     p: int
+    leads: tuple[int, ...]
+    """How many of the prefix places each segment leaves empty, at their start; empty if none does."""
     query_start: int
     """Where its queries stand among all groups' queries, in tokens; likewise its keys."""
     key_start: int
@@ -64,7 +71,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, plan: Attention
         q = _heads_first(query, group.query_start, group.n, group.q)
         k = _heads_first(key, group.key_start, group.n, keys)
         v = _heads_first(value, group.key_start, group.n, keys)
-        out = _attend(q, k, v, plan, group.p, rules._replace(sight=rules.sight.within(keys)))
+        out = _attend(q, k, v, plan, group, rules._replace(sight=rules.sight.within(keys)))
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return scattered(outputs[0] if len(outputs) == 1 else torch.cat(outputs), all_groups.queries)
 
@@ -72,29 +79,80 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, plan: Attention
 def _group(plan: AttentionPlan) -> Grouping:
     segments = plan.segments
     prefixes = [segments[part.prefix].length if part.prefix >= 0 else 0 for part in segments]
-    # Stable, so that equal lengths keep their order and groups of them need no gathering.
-    order = sorted(range(len(segments)), key=lambda s: (prefixes[s], segments[s].length))
-    clusters: list[list[int]] = []
-    for number in order:
-        last = clusters[-1] if clusters else None
-        if last and prefixes[last[0]] == prefixes[number] and _close(segments[last[0]], segments[number]):
-            last.append(number)
-        else:
-            clusters.append([number])
-
     groups: list[Group] = []
     queries, keys = Places(), Places()
-    for cluster in clusters:
-        width = segments[cluster[-1]].length
-        groups.append(Group(len(cluster), width, prefixes[cluster[0]], queries.count, keys.count))
-        for number in cluster:
+    for cluster in (*_alone(segments, prefixes), *_prefixed(segments, prefixes)):
+        width = max(segments[number].length for number in cluster)
+        prefix = max(prefixes[number] for number in cluster)
+        leads = tuple(prefix - prefixes[number] for number in cluster)
+        groups.append(Group(len(cluster), width, prefix, leads if any(leads) else (), queries.count, keys.count))
+        for number, lead in zip(cluster, leads, strict=True):
             part = segments[number]
             queries.put(part, width)
             before = plan.before(part)
             if before is not None:
+                keys.skip(lead, before)
                 keys.share(before)
             keys.put(part, width)
     return Grouping(tuple(groups), queries.gather(plan), keys.gather(plan))
+
+
+def _alone(segments: Sequence[Segment], prefixes: Sequence[int]) -> list[list[int]]:
+    """Segments without a prefix, together where their lengths are close."""
+    # Stable, so that equal lengths keep their order and groups of them need no gathering.
+    order = sorted((n for n, p in enumerate(prefixes) if p == 0), key=lambda n: segments[n].length)
+    clusters: list[list[int]] = []
+    for number in order:
+        if clusters and _close(segments[clusters[-1][0]], segments[number]):
+            clusters[-1].append(number)
+        else:
+            clusters.append([number])
+    return clusters
+
+
+def _prefixed(segments: Sequence[Segment], prefixes: Sequence[int]) -> list[list[int]]:
+    """Segments with a prefix, together where the padding of prefixes and of their own tokens costs little."""
+    clusters: list[_Cluster] = []
+    order = sorted((n for n, p in enumerate(prefixes) if p), key=lambda n: (segments[n].length, prefixes[n]))
+    for number in order:
+        added = (cluster.with_segment(number, segments[number].length, prefixes[number]) for cluster in clusters)
+        place, grown = next(((i, each) for i, each in enumerate(added) if each.pays), (None, None))
+        if grown is None or place is None:
+            clusters.append(_Cluster().with_segment(number, segments[number].length, prefixes[number]))
+        else:
+            clusters[place] = grown
+    return [list(cluster.numbers) for cluster in clusters]
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """Segments that may be computed together, and what that costs in queries times keys."""
+
+    numbers: tuple[int, ...] = ()
+    q: int = 0
+    p: int = 0
+    area: int = 0
+    """Without padding."""
+    mixed: bool = False
+    """Whether their prefixes have unlike lengths."""
+
+    def with_segment(self, number: int, length: int, prefix: int) -> _Cluster:
+        return _Cluster(
+            (*self.numbers, number),
+            max(self.q, length),
+            max(self.p, prefix),
+            self.area + length * (prefix + length),
+            self.mixed or (bool(self.numbers) and prefix != self.p),
+        )
+
+    @property
+    def pays(self) -> bool:
+        """Whether one call costs no more than several."""
+        if self.mixed and self.p + self.q > MIXED_KEYS:
+            return False
+        count = len(self.numbers)
+        padded = count * self.q * (self.p + self.q)
+        return padded <= self.area * PADDING_TOLERANCE**2 or padded - self.area <= count * SMALL_AREA
 
 
 def _close(shorter: Segment, longer: Segment) -> bool:
@@ -106,38 +164,41 @@ def _heads_first(x: Tensor, start: int, n: int, length: int) -> Tensor:
     return x.narrow(0, start, n * length).unflatten(0, (n, length)).transpose(1, 2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, p: int, rules: Rules) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: Group, rules: Rules) -> Tensor:
     """One group, in blocks of queries wherever a mask has to be written down. [n, heads, q, dim]"""
     # No kernel of `scaled_dot_product_attention` knows what these do to the scores.
     in_the_open = rules.softcap is not None or rules.sinks is not None
-    if p == 0 and rules.sight == Sight() and not in_the_open:
+    if group.p == 0 and rules.sight == Sight() and not in_the_open:
         return _sdpa(q, k, v, None, rules)
     attend = _open if in_the_open else _sdpa
     blocks = []
     for start in range(0, q.shape[2], QUERY_BLOCK):
         queries = range(start, min(start + QUERY_BLOCK, q.shape[2]))
         window = rules.sight.window
-        keys = range(0 if window is None else max(0, p + start - window + 1), p + queries.stop)
-        mask = _mask(plan, queries, keys, p, rules.sight)
+        keys = range(0 if window is None else max(0, group.p + start - window + 1), group.p + queries.stop)
+        mask = _mask(plan, queries, keys, group, rules.sight)
         seen = slice(keys.start, keys.stop)
         blocks.append(attend(q[:, :, queries.start : queries.stop], k[:, :, seen], v[:, :, seen], mask, rules))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
-def _mask(plan: AttentionPlan, q: range, k: range, p: int, sight: Sight) -> Tensor:
-    """[q, k] bool, True where query i (at position p + i) sees key j."""
+def _mask(plan: AttentionPlan, q: range, k: range, group: Group, sight: Sight) -> Tensor:
+    """[q, k] bool, True where query i (at position p + i) sees key j; [n, 1, q, k] where prefixes are unlike."""
 
     def make() -> Tensor:
-        position = torch.arange(p + q.start, p + q.stop, device=plan.device)[:, None]
+        position = torch.arange(group.p + q.start, group.p + q.stop, device=plan.device)[:, None]
         seen = torch.arange(k.start, k.stop, device=plan.device)[None, :]
-        mask = seen <= position
+        if group.leads:
+            lead = torch.tensor(group.leads, device=plan.device)[:, None, None, None]
+            position, seen = position - lead, seen - lead
+        mask = (seen <= position) & (seen >= 0)
         if sight.window is not None:
             mask &= seen > position - sight.window
         if sight.chunk is not None:
             mask &= seen // sight.chunk == position // sight.chunk
         return mask
 
-    return plan.once(("mask", q, k, p, sight), make)
+    return plan.once(("mask", q, k, group.p, group.leads, sight), make)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:

@@ -133,6 +133,12 @@ class Places:
         self.spans.append((part.start, part.length, part.length))
         self.count += part.length
 
+    def skip(self, count: int, like: Segment) -> None:
+        """So many places stay without a token; what is read there, of some segment, is never seen."""
+        if count:
+            self.spans.append((like.start, 1, count))
+            self.count += count
+
     def put(self, part: Segment, width: int) -> None:
         """A segment goes to the next places, padded to a width."""
         self.own.append((self.count, part.start, part.length))

@@ -29,8 +29,9 @@ from lowtide.engine.diagnose import find_nonfinite
 from lowtide.methods import Objective
 from lowtide.methods.method import Scorer
 from lowtide.metrics import Totals
+from lowtide.passes import Models
 from lowtide.ragged import RaggedBatch
-from lowtide.step import Limits, Models, evaluate_batch, train_step
+from lowtide.step import Limits, evaluate_batch, train_step
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.progress import RichProgress

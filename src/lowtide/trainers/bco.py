@@ -10,7 +10,8 @@ from typing import Any
 
 from lowtide.methods.bco import BCO, BCOOptions, RunningMean
 from lowtide.methods.method import Objective
-from lowtide.trainers.completions import CompletionConfig, UnpairedTrainer
+from lowtide.trainers.completions import CompletionConfig
+from lowtide.trainers.unpaired import UnpairedTrainer
 
 RUNNING = "running_mean.json"
 """The file of a checkpoint in which the running mean of rewards is kept."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.methods.dpo import DPO, DPOOptions
-from lowtide.trainers.completions import CompletionConfig, ReferenceTrainer
+from lowtide.trainers.completions import CompletionConfig
+from lowtide.trainers.reference import ReferenceTrainer
 
 
 @dataclass

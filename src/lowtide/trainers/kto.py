@@ -7,7 +7,8 @@ from typing import Any
 
 from lowtide.methods.kto import BASELINE, KTO, KTOOptions
 from lowtide.methods.method import option
-from lowtide.trainers.completions import CompletionConfig, UnpairedTrainer
+from lowtide.trainers.completions import CompletionConfig
+from lowtide.trainers.unpaired import UnpairedTrainer
 
 
 @dataclass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from datasets import Dataset, IterableDataset
 
 from lowtide.methods.orpo import ORPO, ORPOOptions
 from lowtide.trainers.completions import CompletionConfig, CompletionTrainer
+from lowtide.trainers.method import Prepared
 
 
 @dataclass
@@ -21,3 +24,9 @@ class ORPOTrainer(CompletionTrainer):
 
     method, config = ORPO, ORPOConfig
     scores_prompt = True
+
+    def prepare(self, dataset: Dataset | IterableDataset, name: str) -> Prepared:
+        rows, ledger = super().prepare(dataset, name)
+        if ledger is not None:  # all but a row's first token
+            ledger = replace(ledger, scored_tokens=ledger.tokens - ledger.rows)
+        return rows, ledger

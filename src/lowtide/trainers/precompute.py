@@ -28,7 +28,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.step import Limits, score_in_parts
 
 if TYPE_CHECKING:
-    from lowtide.trainers.completions import ReferenceTrainer
+    from lowtide.trainers.reference import ReferenceTrainer
 
 NUMBER = "number"
 """Row value: the row's number in its dataset."""

@@ -1,0 +1,190 @@
+"""How the micro-batches of one optimizer step are run: the models, and from a micro-batch to its loss.
+
+A token objective forms its loss in forward. An objective over rows gets its log-probabilities and gives the loss. One
+that is no sum over rows gets those of the whole batch first, over all ranks and without gradients; its gradient with
+respect to them is what the second pass carries into the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowtide.engine.forward import score
+from lowtide.engine.head import ScoreOutput, Scores
+from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
+from lowtide.metrics import Totals, distributed
+from lowtide.objectives.outcome import Counts
+from lowtide.ragged import RaggedBatch
+
+REFERENCE = "reference"
+"""The score value in which a reference's log-probabilities travel, where they were computed before training."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a step runs: the policy, and the reference if the objective has one."""
+
+    policy: nn.Module
+    """Prepared by `engine.forward.install`, wrapped or not."""
+    reference: Scorer | None = None
+    """Of a micro-batch; not called where the batch knows the reference's log-probabilities already."""
+    padding_free: bool = True
+    """False runs the padded path."""
+
+    def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
+        """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
+        joined = batch.share_prefixes()
+        return score(
+            self.policy,
+            joined,
+            replace(scores, index=joined.score_index, target=joined.score_target),
+            padding_free=self.padding_free,
+        )
+
+    def referred(self, batch: RaggedBatch, objective: RowObjective) -> Tensor | None:
+        """[scores]: the reference's log-probabilities of one micro-batch, for an objective that wants them."""
+        if not objective.needs_reference or batch.scores == 0:
+            return None
+        if REFERENCE in batch.score_values:
+            return batch.score_values[REFERENCE]
+        assert self.reference is not None, "an objective with a reference needs one"
+        return self.reference(batch)
+
+
+@dataclass
+class Run:
+    """From a micro-batch to its output and its loss."""
+
+    models: Models
+    objective: Any
+    counts: Counts
+    ranks: int
+    accumulate: bool
+
+    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        raise NotImplementedError
+
+    def reported(self, loss: Tensor) -> Tensor:
+        """The step's loss, from the sum of the losses that went backward."""
+        return loss
+
+
+@dataclass
+class TokenRun(Run):
+    """The loss is known score by score, and formed in forward."""
+
+    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        factor = self.ranks / max(self.counts["scores"], 1)
+        output = self.models.forward(part, scores_of(part, self.objective, self.accumulate, factor))
+        assert output.loss is not None
+        return output, output.loss
+
+
+@dataclass
+class RowRun(Run):
+    """The loss is a sum over rows."""
+
+    totals: Totals
+
+    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        referred = self.models.referred(part, self.objective)  # first, while no activations are held
+        output = self.models.forward(part, scores_of(part, self.objective, self.accumulate))
+        if part.scores == 0:  # it keeps other ranks company
+            return output, output.logprobs.sum()
+        outcome = self.objective.loss(self.objective.read(part, output.stats, referred), self.counts)
+        self.totals.take_outcome(outcome)
+        return output, outcome.loss * self.ranks
+
+
+@dataclass
+class WholeRun(Run):
+    """The loss is of the whole batch over all ranks: a first pass gives its gradient at each log-probability."""
+
+    totals: Totals
+    parts: Sequence[RaggedBatch]
+
+    def __post_init__(self) -> None:
+        device = self.parts[0].token_ids.device
+        self.random: list[list[Tensor]] = []
+        leaves, rows = [], []
+        for part in self.parts:
+            self.random.append(_random_state(device))
+            if part.scores == 0:
+                continue
+            referred = self.models.referred(part, self.objective)
+            with torch.no_grad():
+                output = self.models.forward(part, scores_of(part, self.objective, accumulate=False))
+            output.logprobs = output.logprobs.requires_grad_()
+            leaves.append(output.logprobs)
+            rows.append(self.objective.read(part, output.stats, referred))
+        outcome = self.objective.loss(join_rows(gathered_rows(join_rows(rows))), self.counts)
+        self.slopes = iter(torch.autograd.grad(outcome.loss, leaves))
+        self.loss = outcome.loss.detach()
+        self.totals.take_outcome(outcome)
+
+    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        _set_random_state(self.random[number])  # the dropout of the first pass
+        output = self.models.forward(part, scores_of(part, self.objective, self.accumulate))
+        slope = next(self.slopes) if part.scores else 0.0
+        return output, (output.logprobs * slope).sum() * self.ranks
+
+    def reported(self, loss: Tensor) -> Tensor:
+        return self.loss
+
+
+def scores_of(part: RaggedBatch, objective: Objective, accumulate: bool, factor: float = 1.0) -> Scores:
+    """What an objective asks of the model's forward."""
+    return Scores(
+        part.score_index,
+        part.score_target,
+        objective.want,
+        objective.loss if isinstance(objective, TokenObjective) else None,
+        factor,
+        accumulate=accumulate,
+        aux_loss=objective.aux_coefficient != 0,
+    )
+
+
+def join_rows(rows: Sequence[Any]) -> Any:
+    """Statistics of rows, end to end; they are a dataclass of tensors [rows], or None."""
+    first = rows[0]
+    if len(rows) == 1:
+        return first
+    joined = {}
+    for each in fields(first):
+        values = [getattr(part, each.name) for part in rows]
+        joined[each.name] = None if values[0] is None else torch.cat(values)
+    return type(first)(**joined)
+
+
+def gathered_rows(rows: Any) -> list[Any]:
+    """Statistics of this rank's rows, with gradients, and those of the other ranks, in the order of ranks."""
+    if not distributed():
+        return [rows]
+    detached = {each.name: getattr(rows, each.name) for each in fields(rows)}
+    mine = {name: None if value is None else value.detach().cpu() for name, value in detached.items()}
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    device = next(value.device for value in detached.values() if value is not None)
+    others = [
+        type(rows)(**{name: None if value is None else value.to(device) for name, value in each.items()})
+        for each in everyones
+    ]
+    return [rows if rank == dist.get_rank() else each for rank, each in enumerate(others)]
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_state(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])

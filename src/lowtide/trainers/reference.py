@@ -1,0 +1,170 @@
+"""The trainers of methods that compare the policy with a reference: which one, and what it costs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+
+from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.loading import load_model, load_tokenizer
+from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.reference_storage import STORAGES
+from lowtide.methods.method import Scorer
+from lowtide.trainers.completions import CompletionTrainer
+from lowtide.trainers.inputs import model_name
+from lowtide.trainers.method import disable_dropout
+from lowtide.trainers.precompute import Precomputed, precompute
+from lowtide.trainers.report import bytes_text
+from lowtide.trainers.setup import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class ReferenceTrainer(CompletionTrainer):
+    """A trainer of a method that compares the policy with a reference.
+
+    Args:
+        ref_model: the reference, if it is not the model as it is before training; a model, a name or a path.
+
+    The others are those of `MethodTrainer`.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | nn.Module,
+        ref_model: str | PreTrainedModel | nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        optimizer_cls_and_kwargs: tuple | None = None,
+    ):
+        self._ref_model = ref_model
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            quantization_config,
+            peft_config,
+        )
+        options: Any = self.args
+        if options.precompute_ref_log_probs:
+            precompute(self)
+            self.reference, self._ref_model = Precomputed(), None
+        if options.sync_ref_model:
+            assert isinstance(self.reference, FrozenModel)
+            self.add_callback(
+                _FollowPolicy(self.reference, options.ref_model_mixup_alpha, options.ref_model_sync_steps)
+            )
+
+    def make_reference(self, model: nn.Module, engine: Engine) -> Scorer:
+        args: Any = self.args
+        given, self._ref_model = self._ref_model, None
+        adapters = hasattr(model, "disable_adapter")
+        if adapters and given is None:
+            self._check_adapters(model)
+            self._reference_text = "the policy with its adapters off; it costs nothing"
+            return AdapterOff(model, padding_free=engine.padding_free)
+        if given is None and args.precompute_ref_log_probs:
+            self._reference_text = "log-probabilities computed before training; no reference is resident"
+            return FrozenModel(model, padding_free=engine.padding_free)
+        frozen = copy.deepcopy(model) if given is None else self._given(given, model)
+        if args.disable_dropout:
+            disable_dropout(frozen)
+        reference = FrozenModel.of(frozen, padding_free=engine.padding_free)
+        STORAGES[args.ref_model_storage](reference.model, args.device)
+        whose = "a frozen copy of the model" if given is None else "the ref_model that was passed"
+        exact = "" if args.ref_model_storage in ("same", "cpu") else ", not exact"
+        self._reference_text = f"{whose}, {_size(reference.model)}{exact}"
+        if given is None:
+            self._reference_text += "; precompute_ref_log_probs=True does without"
+        return reference
+
+    def _check_adapters(self, model: nn.Module) -> None:
+        """A reference that is the policy without its adapters can be neither moved nor stored otherwise."""
+        args: Any = self.args
+        for name, off in (("sync_ref_model", False), ("ref_model_storage", "same")):
+            if getattr(args, name) != off:
+                raise ValueError(
+                    f"{name}={getattr(args, name)!r} is of a reference of its own, and with adapters the reference "
+                    f"is the policy with its adapters off: pass a `ref_model`, or leave it at {off!r}"
+                )
+        came_trained = [name for name, p in model.named_parameters() if "lora_B" in name and p.detach().any()]
+        if came_trained:
+            logger.warning(
+                f"the adapters that came with the model are trained already ({came_trained[0]}): the reference is the "
+                "model without them. To compare with the model as it came, merge them first (merge_and_unload), or "
+                "pass it as `ref_model`"
+            )
+
+    def _given(self, reference: Any, policy: nn.Module) -> nn.Module:
+        """The reference that was passed, loaded if it is a name; of the policy's vocabulary."""
+        if reference is policy:
+            raise ValueError(
+                "ref_model is the model that is trained, which would be compared with itself: leave it out, and a "
+                "frozen copy is made where one is needed"
+            )
+        if isinstance(reference, str):
+            self._check_its_tokenizer(reference)
+            weight = embedding_weight(policy)
+            reference = load_model(reference, trust_remote_code=self.args.trust_remote_code, dtype=weight.dtype)
+        ours, theirs = embedding_weight(policy).shape[0], embedding_weight(reference).shape[0]
+        if ours != theirs:
+            raise ValueError(
+                f"ref_model ({model_name(reference) or type(causal_model(reference)).__name__}) has a vocabulary of "
+                f"{theirs} tokens and the model one of {ours}: their log-probabilities are not of the same tokens. "
+                "Pass the model that the policy started from"
+            )
+        return reference
+
+    def _check_its_tokenizer(self, name: str) -> None:
+        """Refuses a reference that was trained on other tokens of the same number."""
+        try:
+            theirs = load_tokenizer(name, trust_remote_code=self.args.trust_remote_code)
+        except ValueError:  # a folder of weights alone
+            return
+        if self.tokenizer is not None and theirs.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                f"the tokenizer of ref_model {name!r} gives other ids than the policy's: their log-probabilities are "
+                "not of the same tokens. Pass the model that the policy started from"
+            )
+
+    def report_lines(self) -> list[tuple[str, str]]:
+        return [("reference", self._reference_text)]
+
+
+class _FollowPolicy(TrainerCallback):
+    """Moves the reference towards the policy every so many steps (TR-DPO, arXiv 2404.09656)."""
+
+    def __init__(self, reference: FrozenModel, share: float, steps: int) -> None:
+        self.reference, self.share, self.steps = reference, share, steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % self.steps == 0:
+            self.reference.follow(causal_model(model), self.share)
+
+
+def _size(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    count = sum(p.numel() * p.element_size() for p in parameters)
+    return f"{bytes_text(count)} in {'/'.join(dtypes)} on {parameters[0].device.type}"

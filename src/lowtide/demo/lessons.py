@@ -117,7 +117,7 @@ LESSONS: dict[str, Lesson] = {
         rows=labelled_rows,
     ),
     "reward": _preference(
-        steps=200,
+        steps=280,
         settings={"learning_rate": 4e-3, "per_device_train_batch_size": 128},
         rows=pair_rows,
         rewards=True,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli.main import main
-from lowtide.demo.data import make_questions, write_dialogues
+from lowtide.demo.data import dialogue_rows, make_questions, write_rows
 from lowtide.demo.model import save
 
 
@@ -19,7 +19,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    write_dialogues(make_questions(10, seed=0)[0][:64], path)
+    write_rows((row for each in make_questions(10, seed=0)[0][:64] for row in dialogue_rows(each)), path)
     return path
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lowtide.demo.data import LARGEST, PHRASINGS, Question, make_questions, write_dialogues
+from lowtide.demo.data import LARGEST, PHRASINGS, Question, dialogue_rows, make_questions, write_rows
 
 
 def pair(question: Question) -> frozenset[int]:
@@ -55,7 +55,7 @@ def test_questions_read_as_they_should(question, text, answer):
 
 def test_dialogues_are_conversations_one_a_line(tmp_path):
     path = tmp_path / "new" / "folder" / "train.jsonl"
-    write_dialogues([Question(1, 2), Question(9, 3)], path)
+    write_rows((row for each in (Question(1, 2), Question(9, 3)) for row in dialogue_rows(each)), path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[1]["messages"] == [
         {"role": "user", "content": "What is 9 + 3?"},

@@ -1,23 +1,27 @@
-"""The demo in miniature: twenty steps through the real command."""
+"""The demo in miniature: some steps of each method through the real command."""
 
 import json
 
 import pytest
 
+from lowtide.cli import demo
 from lowtide.cli.main import main
 from lowtide.demo.answers import answers, exact_match
 from lowtide.demo.data import Question
+from lowtide.demo.lessons import LESSONS
 from lowtide.demo.model import make_model, make_tokenizer, save
 from lowtide.demo.run import Sizes, run_demo
 
 
 @pytest.fixture
-def sft():
-    return lambda file: main(["sft", "--traceback", "--config", str(file), "--disable_tqdm", "true"])
+def command():
+    """Makes what runs a method's command on a run file."""
+    return lambda method: lambda file: main([method, "--traceback", "--config", str(file), "--disable_tqdm", "true"])
 
 
-def test_twenty_steps_train_report_and_save(tmp_path, sft, capsys):
-    report = run_demo(tmp_path, sft, sizes=Sizes(steps=20, held_out=20, samples=3))
+def test_twenty_steps_train_report_and_save(tmp_path, command, capsys):
+    report = run_demo(tmp_path, command("sft"), sizes=Sizes(steps=20, held_out=20, samples=3))
+    assert report is not None
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert report["exact_match_before"] == 0
     assert 0 <= report["exact_match_after"] <= 1
@@ -32,6 +36,25 @@ def test_twenty_steps_train_report_and_save(tmp_path, sft, capsys):
     shown = capsys.readouterr().out
     for part in ("exact answers", "states foretold", "peak measured", str(tmp_path / "model")):
         assert part in shown
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
+def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, method):
+    sizes = Sizes(steps=2, questions=256, held_out=40, samples=3)
+    report = run_demo(tmp_path, command(method), method=method, sizes=sizes)
+    assert report is not None
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert 0.2 < report["preference_accuracy_before"] < 0.8
+    assert 0 <= report["preference_accuracy_after"] <= 1
+    assert report["states_bytes"] == sum(report["states"].values())
+    assert report["ledger"]["rows"] == sum(1 for _ in (tmp_path / "train.jsonl").open())
+    shown = capsys.readouterr().out
+    for part in ("rightly preferred", "chosen less rejected", str(tmp_path / "model")):
+        assert part in shown
+
+
+def test_the_command_offers_every_lesson():
+    assert set(demo.METHODS) == set(LESSONS)
 
 
 def test_a_run_that_fails_is_no_report(tmp_path):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LARGEST = 99
 PHRASINGS = ("What is {}?", "Compute {}.", "How much is {}?")
@@ -30,10 +31,15 @@ class Question:
         return self.phrasing.format(f"{self.left} + {self.right}")
 
     @property
-    def answer(self) -> str:
-        """The last digits and their sum, then the result."""
+    def working(self) -> str:
+        """The last digits and their sum, up to where the result follows."""
         a, b = self.left % 10, self.right % 10
-        return f"{a} + {b} = {a + b}, so {self.left + self.right}"
+        return f"{a} + {b} = {a + b}, so "
+
+    @property
+    def answer(self) -> str:
+        """The working, then the result."""
+        return f"{self.working}{self.left + self.right}"
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -58,8 +64,13 @@ def make_questions(held_out: int, seed: int) -> tuple[list[Question], list[Quest
     return train, kept_back
 
 
-def write_dialogues(questions: Iterable[Question], path: Path) -> None:
-    """Write questions as conversations, one JSON object a line: `{"messages": [...]}`."""
+def dialogue_rows(question: Question) -> Iterator[dict[str, Any]]:
+    """A question and its answer as a conversation: `{"messages": [...]}`."""
+    yield {"messages": question.messages}
+
+
+def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """Write rows, one JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"messages": question.messages}) + "\n" for question in questions)
+        file.writelines(json.dumps(row) + "\n" for row in rows)

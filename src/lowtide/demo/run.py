@@ -1,7 +1,7 @@
-"""The demo: make a model and data, fine-tune with the real command, and ask before and after.
+"""The demo: make a model and data, train with the real command, and examine before and after.
 
-Nothing is special about the training: it is `lowtide sft` on a model folder and a JSONL file, which stay in the
-output folder to be tried again by hand.
+Nothing is special about the training: it is `lowtide sft`, or another method of `LESSONS`, on a model folder and a
+JSONL file, which stay in the output folder to be tried again by hand.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import transformers
 import yaml
@@ -21,73 +22,65 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.demo.answers import answers, exact_match
-from lowtide.demo.data import Question, make_questions, write_dialogues
+from lowtide.demo.data import Question, make_questions, write_rows
+from lowtide.demo.lessons import COMMON, LESSONS, Finding, Lesson
 from lowtide.demo.model import save
 from lowtide.memory.measure import resident_bytes
 from lowtide.trainers.report import bytes_text
 
-SETTINGS: dict[str, Any] = {
-    "assistant_only_loss": True,
-    "max_length": 64,
-    "learning_rate": 4e-3,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 40,
-    "weight_decay": 0.1,
-    "adam_beta2": 0.95,
-    "per_device_train_batch_size": 128,
-    "gradient_checkpointing": False,
-    "logging_steps": 10,
-    "save_strategy": "no",
-    "use_cpu": True,
-}
-"""What `lowtide sft` is told. The model is so small that checkpointing would cost more than it saves."""
+Sample = tuple[Question, Finding, Finding]
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How much is done."""
 
-    steps: int = 360
+    steps: int | None = None
+    """None: the method's own."""
+    questions: int | None = None
+    """Questions to train on; None: all that are not held out."""
     held_out: int = 200
     samples: int = 5
 
 
 def run_demo(
-    folder: Path, train: Callable[[Path], int], *, sizes: Sizes | None = None, seed: int = 0
+    folder: Path, train: Callable[[Path], int], *, method: str = "sft", sizes: Sizes | None = None, seed: int = 0
 ) -> dict[str, Any] | None:
     """Run the demo; gives what `report.json` holds, or None where training failed.
 
     Args:
         folder: where everything is written; what an earlier demo left there is replaced.
-        train: runs `lowtide sft --config` on a run file, gives its exit status.
-        sizes: how much is done; by default what reaches 90% of exact answers.
+        train: runs `lowtide METHOD --config` on a run file, gives its exit status.
+        method: one of `LESSONS`.
+        sizes: how much is done; by default what reaches 90% of right answers.
         seed: of data and weights.
     """
     start = time.perf_counter()
-    sizes = sizes or Sizes()
+    sizes, lesson = sizes or Sizes(), LESSONS[method]
     torch.set_num_threads(1)  # the matrices are tiny: a second thread would mostly wait, and change the rounding
     transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     base, model, data, memory = folder / "base", folder / "model", folder / "train.jsonl", folder / "memory.json"
     questions, held_out = make_questions(sizes.held_out, seed)
-    write_dialogues(questions, data)
-    write_dialogues(held_out, folder / "held_out.jsonl")
+    for path, asked in ((data, questions[: sizes.questions]), (folder / "held_out.jsonl", held_out)):
+        write_rows((row for question in asked for row in lesson.rows(question)), path)
     save(base, seed)
-    before = answers(base, held_out, "answers before")
+    before = lesson.examine(base, held_out, "answers before", seed)
 
-    import_module("lowtide.trainers.sft")  # whose own memory is none of the training's
+    import_module(f"lowtide.trainers.{method}")  # whose own memory is none of the training's
     held = resident_bytes()
     settings = {"model": str(base), "dataset": str(data), "output_dir": str(model), "memory_report": str(memory)}
-    run_file = folder / "sft.yaml"
-    run_file.write_text(yaml.safe_dump(settings | SETTINGS | {"max_steps": sizes.steps, "seed": seed}, sort_keys=False))
+    steps = {"max_steps": lesson.steps if sizes.steps is None else sizes.steps, "seed": seed}
+    run_file = folder / f"{method}.yaml"
+    run_file.write_text(yaml.safe_dump(settings | COMMON | dict(lesson.settings) | steps, sort_keys=False))
     if train(run_file):
         return None
-    after = answers(model, held_out, "answers after ")
+    after = lesson.examine(model, held_out, "answers after ", seed)
 
     measured = json.loads(memory.read_text())
     report = {
-        "exact_match_before": exact_match(before, held_out),
-        "exact_match_after": exact_match(after, held_out),
+        f"{lesson.measure}_before": _share(before),
+        f"{lesson.measure}_after": _share(after),
         "states_bytes": measured["states_bytes"],
         "states": measured["states"],
         "peak_bytes": measured["peak_bytes"],
@@ -98,22 +91,26 @@ def run_demo(
         "seconds": time.perf_counter() - start,
     }
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    samples = list(zip(held_out, before, after, strict=True))[: sizes.samples]
-    _show(report, samples, folder, Console())
+    _show(report, lesson, list(zip(held_out, before, after, strict=True))[: sizes.samples], folder, Console())
     return report
 
 
-def _show(report: dict[str, Any], samples: Sequence[tuple[Question, str, str]], folder: Path, console: Console) -> None:
-    table = Table(title="Held-out questions", title_justify="left")
+def _share(findings: Sequence[Finding]) -> float:
+    return sum(finding.right for finding in findings) / len(findings)
+
+
+def _show(report: dict[str, Any], lesson: Lesson, samples: Sequence[Sample], folder: Path, console: Console) -> None:
+    table = Table(title="Held-out questions", title_justify="left", caption=lesson.note, caption_justify="left")
     for column in ("question", "before", "after"):
         table.add_column(column, no_wrap=True)
     for question, before, after in samples:
-        right = after == question.answer
-        table.add_row(question.text, _one_line(before), _one_line(after, "green" if right else "red"))
+        style = "green" if after.right else "red"
+        table.add_row(lesson.asked(question), _one_line(before.text), _one_line(after.text, style))
     console.print(table)
+    shares = [report[f"{lesson.measure}_{when}"] for when in ("before", "after")]
     states = report["states"]
     facts = {
-        "exact answers": f"{report['exact_match_before']:.1%} before, {report['exact_match_after']:.1%} after",
+        lesson.words: f"{shares[0]:.1%} before, {shares[1]:.1%} after",
         "states foretold": f"{bytes_text(report['states_bytes'])} = "
         + " + ".join(f"{name} {bytes_text(count)}" for name, count in states.items()),
         "peak measured": f"{bytes_text(report['peak_bytes'])} resident, "
@@ -123,7 +120,7 @@ def _show(report: dict[str, Any], samples: Sequence[tuple[Question, str, str]], 
         "time": f"{report['seconds']:.0f} s",
     }
     for name, text in facts.items():
-        console.print(f"[bold]{name:16}[/bold]", Text(text), soft_wrap=True)
+        console.print(f"[bold]{name:17}[/bold]", Text(text), soft_wrap=True)
 
 
 def _one_line(text: str, style: str = "") -> Text:

@@ -1,0 +1,125 @@
+"""What the demo of each method teaches, and how it examines the model: one entry of `LESSONS` a method."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowtide.demo.answers import answers
+from lowtide.demo.data import Question, dialogue_rows
+from lowtide.demo.preferences import labelled_rows, margins, pair_rows, wrong_sum
+
+COMMON: dict[str, Any] = {
+    "max_length": 64,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 40,
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "gradient_checkpointing": False,
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "use_cpu": True,
+}
+"""The model is so small that checkpointing would cost more than it saves."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an examination found for one held-out question."""
+
+    text: str
+    right: bool
+
+
+Examination = Callable[[Path, Sequence[Question], str, int], list[Finding]]
+"""From a saved model, questions, what this is called in a progress bar, and the run's seed."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The demo of one method."""
+
+    steps: int
+    """As many as reach 90%."""
+    settings: Mapping[str, Any]
+    """What `lowtide METHOD` is told beyond `COMMON`."""
+    rows: Callable[[Question], Iterator[dict[str, Any]]]
+    """The rows that a question becomes."""
+    examine: Examination
+    measure: str
+    """What the share of right findings is called in the report."""
+    words: str
+    """The same, printed."""
+    asked: Callable[[Question], str]
+    """What a finding is about."""
+    note: str | None = None
+    """Printed under the findings."""
+
+
+def _written(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
+    found = answers(folder, questions, name)
+    return [Finding(text, text == each.answer) for text, each in zip(found, questions, strict=True)]
+
+
+def _preferred(folder: Path, questions: Sequence[Question], name: str, seed: int, *, rewards: bool) -> list[Finding]:
+    found = margins(folder, questions, rewards=rewards, seed=seed).tolist()
+    return [Finding(f"{margin:+.2f}", margin > 0) for margin in found]
+
+
+def _sides(question: Question) -> str:
+    return f"{question.text} {question.left + question.right}, not {wrong_sum(question)}"
+
+
+def _preference(*, rewards: bool = False, **more: Any) -> Lesson:
+    unit = "value" if rewards else "log-probability in nats"
+    return Lesson(
+        examine=functools.partial(_preferred, rewards=rewards),
+        measure="preference_accuracy",
+        words="rightly preferred",
+        asked=_sides,
+        note=f"chosen less rejected {unit}",
+        **more,
+    )
+
+
+LESSONS: dict[str, Lesson] = {
+    "sft": Lesson(
+        steps=360,
+        settings={"assistant_only_loss": True, "learning_rate": 4e-3, "per_device_train_batch_size": 128},
+        rows=dialogue_rows,
+        examine=_written,
+        measure="exact_match",
+        words="exact answers",
+        asked=lambda question: question.text,
+    ),
+    "dpo": _preference(
+        steps=300,
+        settings={
+            "beta": 0.5,
+            "precompute_ref_log_probs": True,
+            "learning_rate": 4e-3,
+            "per_device_train_batch_size": 128,
+        },
+        rows=pair_rows,
+    ),
+    "kto": _preference(
+        steps=300,
+        settings={
+            "beta": 0.1,
+            "desirable_weight": 3.0,  # from random weights, pushing every answer down would be the easiest
+            "precompute_ref_log_probs": True,
+            "learning_rate": 6e-3,
+            "per_device_train_batch_size": 128,
+        },
+        rows=labelled_rows,
+    ),
+    "reward": _preference(
+        steps=280,
+        settings={"learning_rate": 4e-3, "per_device_train_batch_size": 128},
+        rows=pair_rows,
+        rewards=True,
+    ),
+}

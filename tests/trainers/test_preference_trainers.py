@@ -374,6 +374,19 @@ def test_options_of_other_trainers_are_refused_with_whose_they_are(config, optio
         config(output_dir=str(tmp_path), **options)
 
 
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM", "SEQ_CLS"])
+def test_a_reward_models_new_head_is_trained_beside_adapters(task, tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type=task)
+    made = trainer("reward", tmp_path, arguments={"peft_config": lora})
+    head = {
+        name: p.detach().clone() for name, p in made.model.named_parameters() if "score" in name and p.requires_grad
+    }
+    made.train()
+    assert head
+    assert all(not torch.equal(p, head[name]) for name, p in made.model.named_parameters() if name in head)
+    assert lora.task_type == task
+
+
 def test_labels_that_are_all_the_same_are_said(tmp_path, caplog):
     same = Dataset.from_list([{"prompt": "a b", "completion": f" c {n}", "label": True} for n in range(8)])
     with caplog.at_level(logging.WARNING):

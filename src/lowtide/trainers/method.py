@@ -78,7 +78,7 @@ class MethodTrainer(LowtideTrainer):
             rewards=self.rewards,
         )
         if peft_config is not None:
-            model = adapt(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
+            model = adapt(model, self.adapters(peft_config), gradient_checkpointing=args.gradient_checkpointing)
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
         self.args = args
@@ -127,6 +127,10 @@ class MethodTrainer(LowtideTrainer):
     def make_reference(self, model: nn.Module, engine: Engine) -> Scorer | None:
         """The reference's log-probabilities of a micro-batch, for a method that has one."""
         return None
+
+    def adapters(self, peft_config: Any) -> Any:
+        """The configuration of adapters as the method needs it."""
+        return peft_config
 
     def check_model(self, model: nn.Module) -> None:
         """Refuses a model that the method cannot train."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,15 @@ class RewardTrainer(CompletionTrainer):
 
     method, config, rewards = REWARD, RewardConfig, True
     values = ("margin",)
+
+    def adapters(self, peft_config: Any) -> Any:
+        """With the value head among what is trained: it is new, and nothing else would train it."""
+        task = getattr(peft_config, "task_type", None)
+        if task not in (None, "CAUSAL_LM") or "score" in (getattr(peft_config, "modules_to_save", None) or []):
+            return peft_config
+        peft_config = copy.copy(peft_config)
+        peft_config.task_type = "SEQ_CLS"  # for which PEFT trains the head whole
+        return peft_config
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)

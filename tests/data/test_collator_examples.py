@@ -36,3 +36,17 @@ def test_flattening_trainer(run_example):
         for start, stop in pairwise(bounds):
             alone = model(input_ids=device_batch["input_ids"][:, start:stop]).logits[0].cpu()
             torch.testing.assert_close(together[start:stop], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_completion_only_collator(run_example):
+    names = run_example("completion_only_collator.py")
+    trainer, tokenizer, collator = names["trainer"], names["tokenizer"], names["collator"]
+    first, *_, last = losses(trainer)
+    assert last < first - 0.3
+    texts = names["formatting_prompts_func"](names["dataset"][:2])
+    batch = collator([{"input_ids": tokenizer(text)["input_ids"]} for text in texts])
+    scored = batch["labels"][0] != -100
+    assert (
+        tokenizer.decode(batch["input_ids"][0][scored]).split()
+        == " ".join(text.split("### Answer:")[1] for text in texts).split()
+    )

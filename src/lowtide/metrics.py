@@ -60,6 +60,17 @@ class Totals:
         for name, value in outcome.highs.items():
             _fold(self.highs, name, _number(value), torch.maximum)
 
+    def take_over(self, other: Totals) -> None:
+        """What was added up elsewhere."""
+        for mine, theirs, join in (
+            (self.sums, other.sums, torch.add),
+            (self.means, other.means, torch.add),
+            (self.lows, other.lows, torch.minimum),
+            (self.highs, other.highs, torch.maximum),
+        ):
+            for name, value in theirs.items():
+                _fold(mine, name, value, join)
+
     def read(self, device: torch.device) -> dict[str, float]:
         """Sums, means, smallest and largest values over all ranks, by name; a mean of nothing is left out."""
         sums = _reduced(self.sums, device, dist.ReduceOp.SUM)

@@ -21,6 +21,7 @@ from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjecti
 from lowtide.metrics import Totals, distributed
 from lowtide.objectives.outcome import Counts
 from lowtide.ragged import RaggedBatch
+from lowtide.watch import Watch, random_state, set_random_state
 
 REFERENCE = "reference"
 """The score value in which a reference's log-probabilities travel, where they were computed before training."""
@@ -108,13 +109,25 @@ class WholeRun(Run):
 
     totals: Totals
     parts: Sequence[RaggedBatch]
+    watch: Watch
 
     def __post_init__(self) -> None:
-        device = self.parts[0].token_ids.device
+        self.device = self.parts[0].token_ids.device
         self.random: list[list[Tensor]] = []
-        leaves, rows = [], []
-        for part in self.parts:
-            self.random.append(_random_state(device))
+        leaves: list[Tensor] = []
+        rows: list[Any] = []
+        with self.watch.local():
+            self._first_pass(leaves, rows)
+        self.watch.meet(self.device)
+        outcome = self.objective.loss(join_rows(gathered_rows(join_rows(rows))), self.counts)
+        self.slopes = iter(torch.autograd.grad(outcome.loss, leaves))
+        self.loss = outcome.loss.detach()
+        self.totals.take_outcome(outcome)
+
+    def _first_pass(self, leaves: list[Tensor], rows: list[Any]) -> None:
+        for number, part in enumerate(self.parts):
+            self.watch.micro_batch, self.watch.part = number, part
+            self.random.append(random_state(self.device))
             if part.scores == 0:
                 continue
             referred = self.models.referred(part, self.objective)
@@ -123,13 +136,9 @@ class WholeRun(Run):
             output.logprobs = output.logprobs.requires_grad_()
             leaves.append(output.logprobs)
             rows.append(self.objective.read(part, output.stats, referred))
-        outcome = self.objective.loss(join_rows(gathered_rows(join_rows(rows))), self.counts)
-        self.slopes = iter(torch.autograd.grad(outcome.loss, leaves))
-        self.loss = outcome.loss.detach()
-        self.totals.take_outcome(outcome)
 
     def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
-        _set_random_state(self.random[number])  # the dropout of the first pass
+        set_random_state(self.random[number], self.device)  # the dropout of the first pass
         output = self.models.forward(part, scores_of(part, self.objective, self.accumulate))
         slope = next(self.slopes) if part.scores else 0.0
         return output, (output.logprobs * slope).sum() * self.ranks
@@ -177,14 +186,3 @@ def gathered_rows(rows: Any) -> list[Any]:
         for each in everyones
     ]
     return [rows if rank == dist.get_rank() else each for rank, each in enumerate(others)]
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _set_random_state(states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])

@@ -21,6 +21,7 @@ from lowtide.metrics import Totals, distributed
 from lowtide.objectives.outcome import Counts
 from lowtide.passes import Models, RowRun, Run, TokenRun, WholeRun, join_rows, scores_of
 from lowtide.ragged import RaggedBatch
+from lowtide.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def train_step(
     accumulate: bool = True,
     backward: Callable[[Tensor], object] = Tensor.backward,
     no_sync: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    exchange: Callable[[], None] | None = None,
     totals: Totals | None = None,
 ) -> Tensor:
     """Adds the gradients of one optimizer step to the model's parameters.
@@ -62,6 +64,8 @@ def train_step(
         accumulate: gradients of the head go straight to `.grad`; needs a `backward` that does not scale the loss.
         backward: called with the loss of each micro-batch.
         no_sync: entered for all micro-batches but the last, so that ranks exchange gradients once.
+        exchange: exchanges the gradients once all ranks came through; `no_sync` is entered for the last too. Without
+            it the wrapper exchanges them in the last backward, where the failure of one rank leaves the others waiting.
         totals: takes in the sums behind the metrics.
 
     Returns:
@@ -69,28 +73,39 @@ def train_step(
 
     Raises:
         ValueError: one row alone is above the token budget.
+        OutOfMemory: this rank or another ran out of memory; gradients are half formed, nothing else has changed.
     """
     models = model if isinstance(model, Models) else Models(model)
     totals = Totals() if totals is None else totals
-    batch, known = _baseline(models, batch, objective, limits)
+    watch = Watch("baseline", part=batch)
+    batch, known = _watched_baseline(watch, models, batch, objective, limits)
     pieces = len(batch.plan_split(limits.tokens, limits.rows))
     counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device)
     parts = batch.split(limits.tokens, limits.rows, pieces=pieces)
     if isinstance(objective, TokenObjective):
         run: Run = TokenRun(models, objective, counts, ranks, accumulate)
     elif objective.whole and (len(parts) > 1 or ranks > 1):
-        run = WholeRun(models, objective, counts, ranks, accumulate, totals, parts)
+        run = WholeRun(models, objective, counts, ranks, accumulate, totals, parts, watch)
     else:
         run = RowRun(models, objective, counts, ranks, accumulate, totals)
     losses: list[Tensor] = []
-    for number, part in enumerate(parts):
-        with contextlib.nullcontext() if number == len(parts) - 1 else no_sync():
-            output, loss = run(number, part)
-            if output.aux_loss is not None and part.scores:
-                loss = loss + objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)
-            backward(loss)
-        losses.append(loss.detach())
-        totals.take_in(output, part)
+    alone = exchange is not None or ranks == 1
+    with watch.local() if alone else contextlib.nullcontext():
+        for number, part in enumerate(parts):
+            watch.phase, watch.micro_batch, watch.part = "forward", number, part
+            syncs = number == len(parts) - 1 and exchange is None
+            with contextlib.nullcontext() if syncs else no_sync():
+                output, loss = run(number, part)
+                if output.aux_loss is not None and part.scores:
+                    loss = loss + objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)
+                watch.phase = "backward"
+                backward(loss)
+            losses.append(loss.detach())
+            totals.take_in(output, part)
+    if alone:
+        watch.meet(batch.token_ids.device)
+    if exchange is not None:
+        exchange()
     return run.reported(torch.stack(losses).sum())
 
 
@@ -122,6 +137,18 @@ def evaluate_batch(
         totals.add_mean("loss", outcome.loss * batch.rows, batch.rows)
         totals.take_outcome(outcome)
     return results
+
+
+def _watched_baseline(
+    watch: Watch, models: Models, batch: RaggedBatch, objective: Objective, limits: Limits
+) -> tuple[RaggedBatch, Counts]:
+    if isinstance(objective, TokenObjective) or objective.baseline is None:
+        return batch, {}
+    found: tuple[RaggedBatch, Counts] = (batch, {})
+    with watch.local():
+        found = _baseline(models, batch, objective, limits)
+    watch.meet(batch.token_ids.device)
+    return found
 
 
 @torch.no_grad()

@@ -60,14 +60,16 @@ def loss(rows: Unpaired, counts: Counts, *, options: BCOOptions, running: Runnin
 
 def objective(options: BCOOptions, *, aux_coefficient: float = 0.0, running: RunningMean | None = None) -> RowObjective:
     """The loss of the options over single completions; `running` is kept by the caller who checkpoints it."""
+    running = running or RunningMean()
     return RowObjective(
         read=read_unpaired,
-        loss=functools.partial(loss, options=options, running=running or RunningMean()),
+        loss=functools.partial(loss, options=options, running=running),
         counts=row_counts,
         want=Want(entropies=options.token_metrics),
         aux_coefficient=aux_coefficient,
         needs_reference=True,
         whole=True,
+        running=running,
     )
 
 

@@ -62,6 +62,8 @@ class RowObjective:
     baseline: Callable[[RaggedBatch, Scorer, Scorer], tuple[RaggedBatch, Counts]] | None = None
     """Statistics of the whole batch that the loss needs first, from the policy's and the reference's scores; and
     the batch to train on."""
+    running: Any = None
+    """What the loss carries from step to step, an object with plain attributes; put back when a step is repeated."""
 
 
 Objective = TokenObjective | RowObjective

@@ -28,10 +28,12 @@ from lowtide.data.collate import ragged_from_collated
 from lowtide.engine.diagnose import find_nonfinite
 from lowtide.methods import Objective
 from lowtide.methods.method import Scorer
-from lowtide.metrics import Totals
+from lowtide.metrics import Totals, distributed
 from lowtide.passes import Models
 from lowtide.ragged import RaggedBatch
-from lowtide.step import Limits, evaluate_batch, train_step
+from lowtide.recovery import surviving_optimizer_step, surviving_step
+from lowtide.replicas import average_gradients, broadcast_weights
+from lowtide.step import Limits, evaluate_batch
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.progress import RichProgress
@@ -64,6 +66,7 @@ class LowtideTrainer(Trainer):
         self.reference = reference
         self._train_totals = Totals()
         self._tokens_seen = 0.0
+        self._token_budget: int | None = None
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
         super().__init__(callbacks=callbacks, **kwargs)
@@ -91,27 +94,31 @@ class LowtideTrainer(Trainer):
 
     @property
     def _limits(self) -> Limits:
-        return Limits(self._train_batch_size, self.args.tokens_per_microbatch)
+        """The caps on a micro-batch; the token budget is smaller than the option's after an out-of-memory."""
+        return Limits(self._train_batch_size, self._token_budget or self.args.tokens_per_microbatch)
 
     def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
         if inputs is None:
             return torch.zeros((), device=self.args.device)
         start = time.perf_counter()
+        if "step" not in vars(self.optimizer):
+            self._before_first_step(model)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
         with self.compute_loss_context_manager():
-            loss = train_step(
+            loss, limits = surviving_step(
                 Models(model, self.reference, self.padding_free),
                 inputs,
                 self.objective,
                 limits=self._limits,
+                totals=self._train_totals,
                 accumulate=self.accelerator.scaler is None,
                 backward=self.accelerator.backward,
-                no_sync=functools.partial(self.accelerator.no_sync, model),
-                totals=self._train_totals,
+                exchange=functools.partial(average_gradients, model) if distributed() else None,
             )
+        self._token_budget = limits.tokens
         if not math.isfinite(loss.item()):
             self._stop_at_nonfinite(model, inputs, loss.item())
         every = self.args.torch_empty_cache_steps
@@ -120,6 +127,19 @@ class LowtideTrainer(Trainer):
         self.seconds_in_steps += time.perf_counter() - start
         self.tokens_in_steps += inputs.tokens
         return loss
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's; ranks that hold the same weights are not wrapped (see `lowtide.replicas`)."""
+        super().create_accelerator_and_postprocess()
+        accelerator: Any = self.accelerator
+        accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+
+    def _before_first_step(self, model: nn.Module) -> None:
+        """Ranks start equal; the optimizer's step survives an out-of-memory that comes before it changes anything."""
+        if distributed():
+            broadcast_weights(model)
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        self.optimizer.step = functools.partial(surviving_optimizer_step, inner, self.optimizer.step)
 
     def _stop_at_nonfinite(self, model: nn.Module, batch: RaggedBatch, loss: float) -> None:
         model.zero_grad()

@@ -12,6 +12,8 @@ from lowtide.methods import METHODS
 from lowtide.methods.method import option
 from lowtide.spelling import nearest
 
+DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+
 REFUSED: dict[str, str] = {
     "label_names": "labels are found by their column, `labels`",
     "include_for_metrics": "`compute_metrics` gets token ids and log-probs; there are no inputs or losses to include",
@@ -19,9 +21,10 @@ REFUSED: dict[str, str] = {
     "use_liger_kernel": "liger's kernels replace the model's forward, which the fused head lives in; leave it off",
     "torch_compile": "ragged batches would be compiled anew for each shape; leave it off",
     "activation_offloading": "it is not built yet; gradient checkpointing (on by default) is what there is",
-    "deepspeed": "sharded states are not built yet; several GPUs train with DDP (torchrun)",
-    "fsdp": "sharded states are not built yet; several GPUs train with DDP (torchrun)",
-    "parallelism_config": "sharded models are not built yet; several GPUs train with DDP (torchrun)",
+    "deepspeed": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
+    "fsdp": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
+    "parallelism_config": "sharded models are not built yet; several GPUs train with equal weights on each (torchrun)",
+    **dict.fromkeys(DDP, "gradients are exchanged after backward, without DistributedDataParallel; leave it out"),
     "pad_to_multiple_of": "there is no padding; leave it out",
     "pad_token": "there is no padding; leave it out",
 }

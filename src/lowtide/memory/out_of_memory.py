@@ -1,0 +1,24 @@
+"""How an exhausted memory shows, and how what can be had back is given back."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "cannot allocate memory")
+"""What torch's allocators, cuBLAS, cuDNN and the system say, where the error has no type of its own."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(sign.lower() in str(error).lower() for sign in SIGNS)
+
+
+def free_caches() -> None:
+    """Collects what only cycles hold, and gives cached blocks back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,139 @@
+"""Survives an out-of-memory: the step is dropped and done again in smaller micro-batches.
+
+The gradients are dropped, the random state and what the objective carries along are put back, the token budget is
+halved, and the step is repeated, on all ranks together. Since the numbers do not depend on how a batch is cut, they
+are those of a run that never failed; bit by bit those of one that had the smaller budget.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowtide.memory.out_of_memory import free_caches, is_out_of_memory
+from lowtide.methods.method import Objective
+from lowtide.metrics import Totals, distributed
+from lowtide.passes import Models
+from lowtide.ragged import RaggedBatch
+from lowtide.step import Limits, train_step
+from lowtide.watch import OutOfMemory, random_state, set_random_state
+
+logger = logging.getLogger(__name__)
+
+
+def surviving_step(
+    models: Models, batch: RaggedBatch, objective: Objective, *, limits: Limits, totals: Totals, **ways: Any
+) -> tuple[Tensor, Limits]:
+    """`train_step`, repeated with half the token budget for as long as it runs out of memory.
+
+    Args:
+        models: their gradients are None, or are dropped with those of a failed attempt.
+        ways: the other arguments of `train_step`.
+
+    Returns:
+        the loss, and the limits that it took, for the steps to come.
+
+    Raises:
+        OutOfMemory: a micro-batch of one row does not fit; names the row's length, the phase and what to change.
+    """
+    device = batch.token_ids.device
+    random = random_state(device)
+    running = getattr(objective, "running", None)
+    carried = {} if running is None else copy.deepcopy(vars(running))
+    while True:
+        attempt = Totals()
+        try:
+            loss = train_step(models, batch, objective, limits=limits, totals=attempt, **ways)
+        except OutOfMemory as error:
+            failed = error.with_traceback(None)  # its frames hold the tensors that did not fit
+        else:
+            totals.take_over(attempt)
+            return loss, limits
+        models.policy.zero_grad()
+        free_caches()
+        set_random_state(random, device)
+        if running is not None:
+            vars(running).update(carried)
+        limits = smaller(limits, batch, failed)
+        logger.warning(f"out of memory {failed}; the step is repeated with at most {limits.tokens:,} tokens a forward")
+
+
+def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory) -> Limits:
+    """Half the tokens of the heaviest micro-batch of any rank, but room for the longest row.
+
+    Raises:
+        OutOfMemory: there is nothing left to halve.
+    """
+    tokens = batch.row_tokens
+    heaviest = max(sum(tokens[row] for row in group) for group in batch.plan_split(limits.tokens, limits.rows))
+    longest = max(tokens)
+    if distributed():
+        both = torch.tensor([heaviest, longest], device=batch.token_ids.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        heaviest, longest = (int(value) for value in both.tolist())
+    budget = max(heaviest // 2, longest)
+    if budget >= heaviest:
+        raise OutOfMemory(
+            f"out of memory {failed}. It is a micro-batch of one row of {longest:,} tokens, which cannot be cut: lower "
+            "`max_length`, keep less (gradient_checkpointing=True, activation_offloading=True, adapters, an optimizer "
+            "with smaller states), or take a larger device",
+            failed.failure,
+        )
+    return Limits(limits.rows, budget)
+
+
+def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any) -> Any:
+    """An optimizer's step, done again after an out-of-memory that came before any weight was touched.
+
+    The gradients are still there, so nothing else has to be repeated. Moments are made at the first step, which is
+    where an optimizer runs out of memory.
+
+    Args:
+        optimizer: whose states are looked at.
+        step: runs it, through whatever wraps it.
+
+    Raises:
+        OutOfMemory: it fails again, or failed half way.
+    """
+    known = set(optimizer.state)
+    before = _versions(optimizer)
+    try:
+        return step(*args)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        text = str(error).split("\n")[0]
+        traceback.clear_frames(error.__traceback__)
+    now = _versions(optimizer)
+    if any(now[number] != version for number, version in before.items()):
+        raise OutOfMemory(
+            f"out of memory in the optimizer's step, when some weights were updated and others not: {text}. Resume "
+            "from the last checkpoint with an optimizer that keeps less, optim='adamw_8bit' say"
+        )
+    for parameter in [p for p in optimizer.state if p not in known]:
+        del optimizer.state[parameter]
+    free_caches()
+    logger.warning(f"out of memory in the optimizer's step, before any weight changed; it is repeated: {text}")
+    try:
+        return step(*args)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"out of memory in the optimizer's step: weights, gradients and moments do not fit together: {text}. Train "
+            "adapters, take an optimizer that keeps less (optim='adamw_8bit'), or optimizer_in_backward=True"
+        ) from None
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """How often each weight and moment was written to."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return {id(tensor): tensor._version for tensor in (*weights, *moments)}

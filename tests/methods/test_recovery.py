@@ -1,0 +1,203 @@
+"""A run that ran out of memory has the numbers of one that had the smaller budget from the start, bit by bit."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from sabotage import PLACES, out_of_memory
+from test_pair_methods import build, gradients
+from test_pair_methods import rows as pairs
+from test_unpaired_methods import rows as unpaired
+
+from lowtide.data.collate import CompletionCollator
+from lowtide.methods import TokenObjective
+from lowtide.methods.bco import BCO, BCOOptions
+from lowtide.methods.dpo import DPO, DPOOptions
+from lowtide.methods.kto import KTO, KTOOptions
+from lowtide.metrics import Totals
+from lowtide.objectives.sft import LOSSES
+from lowtide.passes import Models
+from lowtide.ragged import RaggedBatch
+from lowtide.recovery import surviving_optimizer_step, surviving_step
+from lowtide.replicas import average_gradients
+from lowtide.step import Limits
+from lowtide.watch import OutOfMemory
+
+NLL = TokenObjective(LOSSES["nll"])
+
+
+def texts() -> RaggedBatch:
+    return RaggedBatch.from_rows([{"input_ids": row["prompt_ids"] + row["chosen_ids"]} for row in pairs()])
+
+
+def collated(made: list[dict], *columns: str) -> RaggedBatch:
+    return CompletionCollator(columns, values=("label",) if "label" in made[0] else ())(made)
+
+
+def paired() -> RaggedBatch:
+    return collated(pairs(), "chosen_ids", "rejected_ids")
+
+
+def dropping(model):
+    """With dropout, whose draws a repeated step has to repeat."""
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    return model.train()
+
+
+OBJECTIVES = {
+    "sft": (lambda: NLL, texts),
+    "dpo": (lambda: DPO.objective(DPOOptions()), lambda: collated(pairs(), "chosen_ids", "rejected_ids")),
+    "aot": (
+        lambda: DPO.objective(DPOOptions(loss_type="aot")),
+        lambda: collated(pairs(), "chosen_ids", "rejected_ids"),
+    ),
+    "kto": (
+        lambda: KTO.objective(KTOOptions()),
+        lambda: collated(unpaired(), "completion_ids", "kl_completion_ids"),
+    ),
+    "bco": (lambda: BCO.objective(BCOOptions()), lambda: collated(unpaired(), "completion_ids")),
+}
+
+
+def reference(batch: RaggedBatch) -> torch.Tensor:
+    return torch.full((batch.scores,), -4.0, dtype=torch.float64)
+
+
+def step(name: str, model, limits: Limits, **ways):
+    objective, batch = (make() for make in OBJECTIVES[name])
+    totals = Totals()
+    torch.manual_seed(5)
+    models = Models(model, reference)
+    loss, taken = surviving_step(models, batch, objective, limits=limits, totals=totals, **ways)
+    return loss, taken, totals.read(torch.device("cpu")), vars(getattr(objective, "running", None) or Totals())
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_failed_step_is_repeated_with_half_the_budget(name, place):
+    number = random.Random(f"{name} {place}").randrange(4)
+    model = dropping(build())
+    with out_of_memory(model, place, number) as fired:
+        loss, taken, metrics, carried = step(name, model, Limits(rows=2))
+    assert fired == [place]
+    assert taken.tokens is not None
+
+    never_failed = dropping(build())
+    expected, same, its_metrics, its_carried = step(name, never_failed, taken)
+    assert same == taken
+    assert torch.equal(loss, expected)
+    assert metrics == its_metrics
+    if name == "bco":
+        assert carried == its_carried
+    found = gradients(model)
+    assert all(torch.equal(found[n], g) for n, g in gradients(never_failed).items())
+
+
+def test_one_row_that_does_not_fit_stops_the_run_and_says_what_to_change():
+    model = build()
+    always = functools.partial(out_of_memory, model, "forward")
+    with always(0), pytest.raises(OutOfMemory, match=r"in forward .* one row of [0-9]+ tokens, .*`max_length`"):
+        surviving_step(Models(model), texts(), NLL, limits=Limits(rows=1), totals=Totals())
+
+
+@pytest.mark.parametrize(("failures", "tokens"), [(1, 94 // 2), (2, 19)], ids=["half", "the longest row"])
+def test_the_budget_is_halved_until_it_fits(failures, tokens):
+    model = build()
+    plain = type(model.model).forward
+
+    def crowded(self, *args, **kwargs):
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+        return plain(self, *args, **kwargs)
+
+    model.model.forward = functools.partial(crowded, model.model)
+    _, taken = surviving_step(Models(model), texts(), NLL, limits=Limits(), totals=Totals())
+    assert taken.tokens == tokens
+
+
+def test_other_errors_are_not_taken_for_an_exhausted_memory():
+    model = build()
+    model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        surviving_step(Models(model), texts(), NLL, limits=Limits(), totals=Totals())
+
+
+class TestOptimizer:
+    def run(self, break_at: str | None):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        broken = break_at
+        for number in range(3):
+            model(torch.ones(2, 4)).square().sum().backward()
+
+            def inner(number=number):
+                nonlocal broken
+                if broken == f"{number} before":
+                    broken = None
+                    optimizer.state[model.weight]["step"] = torch.zeros(())  # half made
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                if broken == f"{number} half way":
+                    with torch.no_grad():
+                        model.bias.add_(1)
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                if broken == f"{number} always":
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                optimizer.step()
+
+            surviving_optimizer_step(optimizer, inner)
+            optimizer.zero_grad()
+        return model.weight
+
+    def test_a_step_that_failed_before_it_changed_anything_is_repeated(self):
+        assert torch.equal(self.run("0 before"), self.run(None))
+
+    @pytest.mark.parametrize(("place", "message"), [("1 half way", "half way|others not"), ("2 always", "do not fit")])
+    def test_otherwise_it_stops_and_says_what_to_change(self, place, message):
+        with pytest.raises(OutOfMemory, match=message):
+            self.run(place)
+
+
+def rank_main(rank: int, rendezvous: str, path: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    found = {}
+    for name in ("sft", "aot", "kto"):
+        for place in (*PLACES, None):
+            model = dropping(build())
+            ways = {"exchange": functools.partial(average_gradients, model)}
+            number = random.Random(f"{name} {place}").randrange(3)
+            # The second rank alone fails; the first learns of it where they meet.
+            limits = Limits(rows=2) if place else taken  # noqa: F821
+            with out_of_memory(model, place or "forward", number if place and rank == 1 else 10**6):
+                loss, taken, metrics, _ = step(name, model, limits, **ways)
+            found[f"{name} {place}"] = (loss, taken.tokens, metrics, gradients(model))
+    if rank == 0:
+        torch.save(found, path)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(rank_main, (f"file://{folder}/rendezvous", f"{folder}/found.pt"), nprocs=2)
+    return torch.load(folder / "found.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["sft", "aot", "kto"])
+def test_all_ranks_repeat_the_step_when_one_fails(name, place, on_two_ranks):
+    loss, tokens, metrics, grads = on_two_ranks[f"{name} {place}"]
+    expected, same, its_metrics, its_grads = on_two_ranks[f"{name} None"]
+    assert tokens == same is not None
+    assert torch.equal(loss, expected)
+    assert metrics == its_metrics
+    assert all(torch.equal(grads[n], g) for n, g in its_grads.items())

@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowtide.data.collate import REFERENCE
 from lowtide.engine.forward import score
 from lowtide.engine.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.metrics import Totals, distributed
 from lowtide.objectives.outcome import Counts
 from lowtide.ragged import RaggedBatch
-
-REFERENCE = "reference"
-"""The score value in which a reference's log-probabilities travel, where they were computed before training."""
 
 
 @dataclass(frozen=True)

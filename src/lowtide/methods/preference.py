@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lowtide.data.collate import LENGTHS
 from lowtide.methods.completions import (
-    LENGTHS,
     completion_segments,
     in_completion,
     place_in_segment,

@@ -318,10 +318,6 @@ class RaggedBatch:
             changed[name] = {key: change(value) for key, value in values[name].items()}
         return replace(self, **changed)
 
-    def with_score_values(self, **values: Tensor) -> RaggedBatch:
-        """The same batch with more known of each score, [scores] each."""
-        return replace(self, score_values={**self.score_values, **values})
-
     def unscored(self) -> RaggedBatch:
         """The same tokens with nothing to score: a micro-batch that keeps other ranks company."""
         segments = [part._replace(score_start=0, score_stop=0) for part in self.segments]

@@ -116,12 +116,6 @@ class TrainingConfig(TrainingArguments):
         accelerator: Any = self.accelerator_config
         accelerator.dispatch_batches = False
 
-    def to_plain_dict(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as YAML can hold them."""
-        plain = self.to_dict()
-        defaults = type(self)(output_dir=self.output_dir).to_dict()
-        return {name: value for name, value in plain.items() if value != defaults.get(name)}
-
 
 def whose(name: str) -> str:
     """`: it is of ...`, the methods that have an option of this name; empty if there is none."""

@@ -8,7 +8,7 @@ respect to them is what the second pass carries into the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide.data.collate import REFERENCE
-from lowtide.engine.forward import score
+from lowtide.engine.forward import score_shared
 from lowtide.engine.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.metrics import Totals, distributed
@@ -37,13 +37,7 @@ class Models:
 
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
         """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
-        joined = batch.share_prefixes()
-        return score(
-            self.policy,
-            joined,
-            replace(scores, index=joined.score_index, target=joined.score_target),
-            padding_free=self.padding_free,
-        )
+        return score_shared(self.policy, batch, scores, padding_free=self.padding_free)
 
     def referred(self, batch: RaggedBatch, objective: RowObjective) -> Tensor | None:
         """[scores]: the reference's log-probabilities of one micro-batch, for an objective that wants them."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.data.collate import REFERENCE
+from lowtide.data.values import REFERENCE
 from lowtide.engine.forward import score_shared
 from lowtide.engine.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective

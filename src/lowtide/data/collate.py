@@ -27,17 +27,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.data.values import LENGTHS, OF_PROMPT, REFERENCE
 from lowtide.ragged import IGNORE, RaggedBatch
 
 Row = Mapping[str, Any]
 REFERENCE_COLUMN = "ref_logprobs"
 """The column of a reference's log-probabilities, of all scores of a row."""
-REFERENCE = "reference"
-"""Score value: a reference's log-probability, where it was computed before training."""
-LENGTHS = "lengths"
-"""Row value, [rows, completions]: the tokens of each completion."""
-OF_PROMPT = "of_prompt"
-"""Score value: whether a score is of a prompt. Absent where no prompt is scored."""
 
 
 class RaggedCollator:

@@ -50,8 +50,8 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
 
     method, shape = METHODS[spec["method"]], SHAPES[spec["shape"]]
     contestant = method.contestants[spec["contestant"]]
-    library = importlib.import_module(contestant.library)
-    config_class, trainer_class = getattr(library, method.config), getattr(library, method.trainer)
+    package = importlib.import_module(contestant.package)
+    config_class, trainer_class = getattr(package, method.config), getattr(package, method.trainer)
     dataset = Dataset.from_list(CASES[spec["method"]][spec["case"]].rows())
     tokenizer = load_tokenizer(Path(spec["tokenizer"]))
     model = (
@@ -88,7 +88,7 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
 
 def reference_for(method: Method, contestant: Contestant, model: Any) -> dict[str, Any]:
     """The copy that TRL is given where lowtide makes its own; see `methods.py`."""
-    given = method.reference and contestant.library == "trl"
+    given = method.reference and contestant.package == "trl"
     return {"ref_model": copy.deepcopy(model)} if given else {}
 
 

@@ -18,7 +18,8 @@ PACKED_BATCH = 2
 class Contestant:
     """One library with one set of flags."""
 
-    library: str
+    package: str
+    """The library, by the name that it is imported under."""
     flags: dict[str, Any] = field(default_factory=dict)
     fastest_attention: bool = False
     """The model's own choice, or FlashAttention 2 on CUDA where it is installed and sdpa elsewhere."""

@@ -99,7 +99,7 @@ def contestants_list() -> str:
             flags += ["sdpa (FlashAttention 2 on CUDA where installed)"] * chosen.fastest_attention
             given = ", ".join(flags) or "its defaults"
             remark = f"; {chosen.remark}" if chosen.remark else ""
-            lines.append(f"- {method.title}, `{contestant}`: {chosen.library} with {given}{remark}")
+            lines.append(f"- {method.title}, `{contestant}`: {chosen.package} with {given}{remark}")
     return "\n".join(lines)
 
 

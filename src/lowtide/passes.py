@@ -7,24 +7,23 @@ respect to them is what the second pass carries into the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.engine.forward import score
+from lowtide.data.values import REFERENCE
+from lowtide.engine.forward import score_shared
 from lowtide.engine.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.metrics import Totals, distributed
 from lowtide.objectives.outcome import Counts
 from lowtide.ragged import RaggedBatch
 from lowtide.watch import Watch, random_state, set_random_state
-
-REFERENCE = "reference"
-"""The score value in which a reference's log-probabilities travel, where they were computed before training."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,13 @@ class Models:
     """Of a micro-batch; not called where the batch knows the reference's log-probabilities already."""
     padding_free: bool = True
     """False runs the padded path."""
+    around: Callable[[], AbstractContextManager] = nullcontext
+    """Entered for each forward of the policy: where a memory technique takes hold of what autograd saves."""
 
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
         """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
-        joined = batch.share_prefixes()
-        return score(
-            self.policy,
-            joined,
-            replace(scores, index=joined.score_index, target=joined.score_target),
-            padding_free=self.padding_free,
-        )
+        with self.around():
+            return score_shared(self.policy, batch, scores, padding_free=self.padding_free)
 
     def referred(self, batch: RaggedBatch, objective: RowObjective) -> Tensor | None:
         """[scores]: the reference's log-probabilities of one micro-batch, for an objective that wants them."""

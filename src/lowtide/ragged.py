@@ -117,55 +117,27 @@ class RaggedBatch:
         labels = token_ids if labels is None else labels
         prefix = [-1] * count if prefix is None else prefix
         row = list(range(count)) if row is None else row
-        for name, values in (("labels", labels), ("prefix", prefix), ("row", row)):
-            if len(values) != count:
-                raise ValueError(f"RaggedBatch: {count} segments but {len(values)} entries in `{name}`")
-
+        _check_lists(token_ids, labels, prefix, row)
         shared = set(prefix)
         segments: list[Segment] = []
-        positions: list[Tensor] = []
-        indices: list[Tensor] = []
-        targets: list[Tensor] = []
+        places: list[tuple[Tensor, Tensor, Tensor]] = []  # position_ids, score_index and score_target of each
         start = scored = 0
         for number, (tokens, wanted) in enumerate(zip(token_ids, labels, strict=True)):
-            if len(tokens) == 0:
-                raise ValueError(f"RaggedBatch: segment {number} (row {row[number]}) holds no token")
-            if len(wanted) != len(tokens):
-                raise ValueError(
-                    f"RaggedBatch: segment {number} (row {row[number]}) has {len(tokens)} tokens "
-                    f"but {len(wanted)} labels"
-                )
-            if not -1 <= prefix[number] < number:
-                raise ValueError(
-                    f"RaggedBatch: segment {number} names segment {prefix[number]} as its prefix, "
-                    "which does not stand before it"
-                )
+            stop = start + len(tokens)
             before = segments[prefix[number]] if prefix[number] >= 0 else None
-            if before is not None and before.row != row[number]:
-                raise ValueError(
-                    f"RaggedBatch: segment {number} has prefix {prefix[number]}, which belongs to another row "
-                    f"({before.row} instead of {row[number]})"
-                )
             if read_last:
-                index = torch.full((0 if number in shared else 1,), start + len(tokens) - 1)
+                index = torch.full((0 if number in shared else 1,), stop - 1)
                 target = torch.zeros_like(index)
             else:
                 index, target = _scored_places(wanted, start, before)
-            indices.append(index)
-            targets.append(target)
-            first_position = before.length if before is not None else 0
-            positions.append(torch.arange(first_position, first_position + len(tokens)))
-            key = hash(torch.as_tensor(tokens, dtype=torch.long).numpy().tobytes()) if number in shared else 0
-            segments.append(
-                Segment(start, start + len(tokens), prefix[number], row[number], scored, scored + len(index), key)
-            )
-            start += len(tokens)
-            scored += len(index)
-        if not segments:
-            raise ValueError("RaggedBatch: no segments")
+            first = before.length if before is not None else 0
+            places.append((torch.arange(first, first + len(tokens)), index, target))
+            key = _key(tokens) if number in shared else 0
+            segments.append(Segment(start, stop, prefix[number], row[number], scored, scored + len(index), key))
+            start, scored = stop, scored + len(index)
         tokens = torch.cat([torch.as_tensor(tokens, dtype=torch.long) for tokens in token_ids])
-        places = torch.cat(positions), torch.cat(indices), torch.cat(targets)
-        return cls._assemble(tokens, *places, segments, row_values, score_values)
+        positions, indices, targets = (torch.cat(each) for each in zip(*places, strict=True))
+        return cls._assemble(tokens, positions, indices, targets, segments, row_values, score_values)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> RaggedBatch:
@@ -318,10 +290,6 @@ class RaggedBatch:
             changed[name] = {key: change(value) for key, value in values[name].items()}
         return replace(self, **changed)
 
-    def with_score_values(self, **values: Tensor) -> RaggedBatch:
-        """The same batch with more known of each score, [scores] each."""
-        return replace(self, score_values={**self.score_values, **values})
-
     def unscored(self) -> RaggedBatch:
         """The same tokens with nothing to score: a micro-batch that keeps other ranks company."""
         segments = [part._replace(score_start=0, score_stop=0) for part in self.segments]
@@ -459,6 +427,34 @@ def _balance(tokens: Sequence[int], count: int, max_tokens: int | None, max_rows
         if max_tokens is not None and loads[lightest] > max_tokens:
             return None
     return [sorted(group) for group in groups if group]
+
+
+def _check_lists(
+    token_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], prefix: Sequence[int], row: Sequence[int]
+) -> None:
+    """Refuses lists of segments that contradict each other, before anything is made of them."""
+    for name, values in (("labels", labels), ("prefix", prefix), ("row", row)):
+        if len(values) != len(token_ids):
+            raise ValueError(f"RaggedBatch: {len(token_ids)} segments but {len(values)} entries in `{name}`")
+    if len(token_ids) == 0:
+        raise ValueError("RaggedBatch: no segments")
+    for number, (tokens, wanted, before) in enumerate(zip(token_ids, labels, prefix, strict=True)):
+        where = f"RaggedBatch: segment {number}"
+        if len(tokens) == 0:
+            raise ValueError(f"{where} (row {row[number]}) holds no token")
+        if len(wanted) != len(tokens):
+            raise ValueError(f"{where} (row {row[number]}) has {len(tokens)} tokens but {len(wanted)} labels")
+        if not -1 <= before < number:
+            raise ValueError(f"{where} names segment {before} as its prefix, which does not stand before it")
+        if before >= 0 and row[before] != row[number]:
+            raise ValueError(
+                f"{where} has prefix {before}, which belongs to another row ({row[before]} instead of {row[number]})"
+            )
+
+
+def _key(tokens: Sequence[int]) -> int:
+    """The same for the same tokens, within one process."""
+    return hash(torch.as_tensor(tokens, dtype=torch.long).numpy().tobytes())
 
 
 def _scored_places(labels: Sequence[int], start: int, before: Segment | None) -> tuple[Tensor, Tensor]:

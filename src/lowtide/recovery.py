@@ -43,10 +43,7 @@ def surviving_step(
     Raises:
         OutOfMemory: a micro-batch of one row does not fit; names the row's length, the phase and what to change.
     """
-    device = batch.token_ids.device
-    random = random_state(device)
-    running = getattr(objective, "running", None)
-    carried = {} if running is None else copy.deepcopy(vars(running))
+    before = Before(objective, batch.token_ids.device)
     while True:
         attempt = Totals()
         try:
@@ -58,11 +55,23 @@ def surviving_step(
             return loss, limits
         models.policy.zero_grad()
         free_caches()
-        set_random_state(random, device)
-        if running is not None:
-            vars(running).update(carried)
+        before.put_back()
         limits = smaller(limits, batch, failed)
         logger.warning(f"out of memory {failed}; the step is repeated with at most {limits.tokens:,} tokens a forward")
+
+
+class Before:
+    """What a step changes beside gradients and metrics: the random state, and what the objective carries along."""
+
+    def __init__(self, objective: Objective, device: torch.device) -> None:
+        self.device, self.random = device, random_state(device)
+        self.running = getattr(objective, "running", None)
+        self.carried = {} if self.running is None else copy.deepcopy(vars(self.running))
+
+    def put_back(self) -> None:
+        set_random_state(self.random, self.device)
+        if self.running is not None:
+            vars(self.running).update(self.carried)
 
 
 def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory) -> Limits:

@@ -31,12 +31,12 @@ def test_names_of_a_method_resolve(name: str):
     assert CASES[name].keys() == {"gsm8k", "longtail"}
     assert {"trl", "lowtide"} <= method.contestants.keys()
     for contestant in method.contestants.values():
-        if contestant.library == "trl":
+        if contestant.package == "trl":
             pytest.importorskip("trl")
-        library = importlib.import_module(contestant.library)
-        flags = getattr(library, method.config).__dataclass_fields__
+        package = importlib.import_module(contestant.package)
+        flags = getattr(package, method.config).__dataclass_fields__
         assert contestant.flags.keys() <= flags.keys()
-        assert hasattr(library, method.trainer)
+        assert hasattr(package, method.trainer)
         assert contestant.against is None or contestant.against in method.contestants
 
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.cli import main, train
+from lowtide.cli import demo, main, train
 from lowtide.cli.adapters import AdapterOptions
 from lowtide.cli.layout import LAYOUT
 from lowtide.cli.run_file import read_run_file
+from lowtide.demo.lessons import LESSONS
 from lowtide.methods import METHODS
 
 EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*.yaml"))
@@ -24,11 +25,14 @@ def test_a_shipped_run_file_is_one(path, tmp_path):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_its_command_and_its_trainer(name):
-    assert name in main.METHODS
     config, trainer = train._trainer(name)
     assert issubclass(config, METHODS[name].options)
     assert (trainer.method, trainer.config) == (METHODS[name], config)
-    assert len(main.METHODS) == len(METHODS)
+
+
+def test_the_lists_that_help_reads_agree_with_the_tables():
+    assert list(main.METHODS) == list(METHODS)
+    assert list(demo.METHODS) == list(LESSONS)
 
 
 def test_the_help_lists_options_that_exist_and_each_once():

@@ -4,11 +4,9 @@ import json
 
 import pytest
 
-from lowtide.cli import demo
 from lowtide.cli.main import main
 from lowtide.demo.answers import answers, exact_match
 from lowtide.demo.data import Question
-from lowtide.demo.lessons import LESSONS
 from lowtide.demo.model import make_model, make_tokenizer, save
 from lowtide.demo.run import Sizes, run_demo
 
@@ -51,10 +49,6 @@ def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, met
     shown = capsys.readouterr().out
     for part in ("rightly preferred", "chosen less rejected", str(tmp_path / "model")):
         assert part in shown
-
-
-def test_the_command_offers_every_lesson():
-    assert set(demo.METHODS) == set(LESSONS)
 
 
 def test_a_run_that_fails_is_no_report(tmp_path):

@@ -1,4 +1,5 @@
-"""The small world in which lowtide and TRL are compared: rows, a tokenizer and models, all built in code.
+"""The small world in which lowtide and TRL are compared: rows, a tokenizer and models, all built in code; and how they
+are trained there.
 
 Weights start large enough (`initializer_range`) for attention to be far from uniform: a row that saw its neighbour,
 or a position off by one, would show in the loss at once.
@@ -9,8 +10,24 @@ from functools import cache
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+STEPS = 20
+COMMON: dict[str, Any] = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 4,
+    "lr_scheduler_type": "constant",
+    "train_sampling_strategy": "sequential",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+}
+"""What both libraries are told of every run."""
 
 VOCABULARY = 320
 CHATML = (
@@ -47,6 +64,11 @@ def build_model(name: str) -> PreTrainedModel:
     """Returns a tiny float32 model with seeded weights."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=torch.float32)
+
+
+def lora(**more: Any) -> LoraConfig:
+    """Returns adapters on attention and on the feed-forward part."""
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **more)
 
 
 def sums(count: int, seed: int = 0) -> list[tuple[str, str]]:
@@ -108,3 +130,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
     )
+
+
+def train(trainer: Any) -> dict[str, torch.Tensor]:
+    """Trains, and returns every metric that was logged at every step."""
+    trainer.train()
+    return numbers([entry for entry in trainer.state.log_history if "loss" in entry])
+
+
+def numbers(entries: list[dict[str, float]]) -> dict[str, torch.Tensor]:
+    """Returns the values of each key that all entries have, in their order."""
+    shared = set.intersection(*(set(entry) for entry in entries))
+    return {key: torch.tensor([float(entry[key]) for entry in entries], dtype=torch.float64) for key in shared}

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from parity_world import MODELS, assistant, build_model, sums, tokenizer, user
-from peft import LoraConfig
+from parity_world import COMMON, MODELS, STEPS, assistant, build_model, lora, sums, tokenizer, train, user
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
@@ -23,20 +22,7 @@ lowtide = pytest.importorskip("lowtide")
 cpo = pytest.importorskip("trl.experimental.cpo")
 orpo = pytest.importorskip("trl.experimental.orpo")
 
-STEPS = 20
-COMMON = {
-    "max_steps": STEPS,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 3e-4,
-    "lr_scheduler_type": "constant",
-    "train_sampling_strategy": "sequential",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
-}
+SETTINGS = COMMON | {"learning_rate": 3e-4}
 THEIRS = {"dpo": trl, "kto": trl, "reward": trl, "orpo": orpo, "cpo": cpo}
 NAMES = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "orpo": "ORPO", "cpo": "CPO"}
 
@@ -152,7 +138,7 @@ def model_for(case: Case):
 
 def build_trainer(library: Any, case: Case, output_dir: Any, more: dict[str, Any] | None = None) -> Any:
     name = NAMES[case.method]
-    own = dict(COMMON)
+    own = dict(SETTINGS)
     if library in (cpo, orpo):
         own["max_length"] = 1024
     config = getattr(library, f"{name}Config")(output_dir=str(output_dir), **own | case.flags | (more or {}))
@@ -165,10 +151,9 @@ def build_trainer(library: Any, case: Case, output_dir: Any, more: dict[str, Any
     if case.method in ("dpo", "kto") and not case.lora and not (library is lowtide and precomputes):
         arguments["ref_model"] = copy.deepcopy(model)
     if case.lora:
-        target = ["q_proj", "v_proj", "down_proj"]
         save = {"modules_to_save": ["score"], "task_type": "SEQ_CLS"} if case.method == "reward" else {}
         torch.manual_seed(1)
-        arguments["peft_config"] = LoraConfig(r=4, target_modules=target, **save)
+        arguments["peft_config"] = lora(**save)
     return getattr(library, f"{name}Trainer")(
         model=model,
         args=config,
@@ -176,13 +161,6 @@ def build_trainer(library: Any, case: Case, output_dir: Any, more: dict[str, Any
         processing_class=tokenizer(),
         **arguments,
     )
-
-
-def train(trainer: Any) -> dict[str, torch.Tensor]:
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    names = set.intersection(*(set(entry) for entry in logs))
-    return {name: torch.tensor([float(entry[name]) for entry in logs]) for name in names}
 
 
 COMPARED = (

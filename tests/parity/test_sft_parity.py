@@ -10,27 +10,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from parity_world import build_model, rows_of, tokenizer
-from peft import LoraConfig
+from parity_world import COMMON, STEPS, build_model, lora, numbers, rows_of, tokenizer, train
 
 trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
 lowtide = pytest.importorskip("lowtide")
 
-STEPS = 20
-COMMON = {
-    "max_steps": STEPS,
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 4,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "train_sampling_strategy": "sequential",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
-}
+SETTINGS = COMMON | {"per_device_eval_batch_size": 4, "learning_rate": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -138,27 +123,15 @@ def test_evaluation_agrees_with_trl(name, tmp_path):
 
 def build_trainer(library: Any, case: Case, folder: Any, more: dict[str, Any] | None = None, **datasets: Any) -> Any:
     """Returns the library's SFTTrainer for a case."""
-    args = library.SFTConfig(output_dir=str(folder / library.__name__), **{**COMMON, **case.flags, **(more or {})})
+    args = library.SFTConfig(output_dir=str(folder / library.__name__), **SETTINGS | case.flags | (more or {}))
     return library.SFTTrainer(
         model=build_model(case.model),
         args=args,
         train_dataset=Dataset.from_list(rows_of(case.format, case.rows)),
         processing_class=tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]) if case.lora else None,
+        peft_config=lora() if case.lora else None,
         **datasets,
     )
-
-
-def train(trainer: Any) -> dict[str, torch.Tensor]:
-    """Trains, and returns every metric that was logged at every step."""
-    trainer.train()
-    return numbers([entry for entry in trainer.state.log_history if "loss" in entry])
-
-
-def numbers(entries: list[dict[str, float]]) -> dict[str, torch.Tensor]:
-    """Returns the values of each key that all entries have, in their order."""
-    shared = set.intersection(*(set(entry) for entry in entries))
-    return {key: torch.tensor([float(entry[key]) for entry in entries], dtype=torch.float64) for key in shared}
 
 
 def compare_token_metrics(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], prefix: str = "") -> None:

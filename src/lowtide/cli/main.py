@@ -23,7 +23,8 @@ METHODS = {
     "cpo": "contrastive preference optimization and SimPO: pairs, without a reference",
     "bco": "binary classifier optimization: single answers that are desirable or not, against a reference",
 }
-"""The training methods, which `lowtide.cli.train` runs, and the line of help of each."""
+"""The training methods, which `lowtide.cli.train` runs, and the line of help of each: those of `lowtide.methods`, which
+is not imported for a line of help."""
 TOOLS = {
     "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),

@@ -27,6 +27,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.data.values import LENGTHS, OF_PROMPT, REFERENCE
 from lowtide.ragged import IGNORE, RaggedBatch
 
 Row = Mapping[str, Any]
@@ -77,10 +78,10 @@ class CompletionCollator:
             for place, name in enumerate(self.completions):
                 repeated = [] if before >= 0 else prompt
                 add(number, repeated, row[name], self.scores_prompt and place == 0, before)
-        score_values = {"of_prompt": torch.tensor(flags)} if self.scores_prompt else {}
+        score_values = {OF_PROMPT: torch.tensor(flags)} if self.scores_prompt else {}
         if REFERENCE_COLUMN in rows[0]:
             known = [value for row in rows for value in row[REFERENCE_COLUMN]]
-            score_values["reference"] = torch.tensor(known, dtype=torch.float32)
+            score_values[REFERENCE] = torch.tensor(known, dtype=torch.float32)
         lengths = torch.tensor([[len(row[name]) for name in self.completions] for row in rows])
         columns = {name: torch.tensor([row[name] for row in rows]) for name in self.values if name in rows[0]}
         return RaggedBatch.from_segments(
@@ -89,7 +90,7 @@ class CompletionCollator:
             prefix=prefix,
             row=owner,
             read_last=self.reads_last,
-            row_values={"lengths": lengths, **columns},
+            row_values={LENGTHS: lengths, **columns},
             score_values=score_values,
         )
 

@@ -25,8 +25,7 @@ from rich.text import Text
 from lowtide.demo.data import Question, make_questions, write_rows
 from lowtide.demo.lessons import COMMON, LESSONS, Finding, Lesson
 from lowtide.demo.model import save
-from lowtide.memory.measure import resident_bytes
-from lowtide.trainers.report import bytes_text
+from lowtide.memory.measure import bytes_text, resident_bytes
 
 Sample = tuple[Question, Finding, Finding]
 

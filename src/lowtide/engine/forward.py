@@ -78,6 +78,16 @@ def score(
         return model(**inputs, scores=scores)
 
 
+def score_shared(
+    model: nn.Module, batch: RaggedBatch, scores: Scores | None = None, *, padding_free: bool = True
+) -> ScoreOutput:
+    """As `score`, with each prompt that several rows repeat computed once."""
+    shared = batch.share_prefixes()
+    if scores is not None:
+        scores = replace(scores, index=shared.score_index, target=shared.score_target)
+    return score(model, shared, scores, padding_free=padding_free)
+
+
 def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:
     """The padded form: `input_ids` and `attention_mask` [rows, longest], and the scores' places in it, flattened."""
     segments = batch.segments

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.engine.forward import install, score
-from lowtide.engine.head import Scores
+from lowtide.engine.forward import install, score_shared
 from lowtide.ragged import RaggedBatch
 
 
@@ -64,9 +63,7 @@ def logprobs(model: nn.Module, batch: RaggedBatch, *, padding_free: bool) -> Ten
     training = model.training
     model.eval()
     try:
-        joined = batch.share_prefixes()
-        scores = Scores(joined.score_index, joined.score_target)
-        return score(model, joined, scores, padding_free=padding_free).logprobs
+        return score_shared(model, batch, padding_free=padding_free).logprobs
     finally:
         model.train(training)
 

@@ -27,6 +27,15 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
+def bytes_text(count: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"
+
+
 def _status(field: str) -> int:
     if not _STATUS.exists():
         return 0

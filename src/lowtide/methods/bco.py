@@ -11,25 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.methods.method import Method, RowObjective, option
-from lowtide.methods.options import CompletionOptions, ReferenceOptions
-from lowtide.methods.unpaired import read_unpaired, row_counts, unpaired_metrics
+from lowtide.methods.method import Method, RowObjective
+from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective
 from lowtide.objectives.kto import Unpaired, bco
 from lowtide.objectives.outcome import Counts, Mean, Outcome
-from lowtide.ops.linear_logprobs import Want
 
 
 @dataclass(kw_only=True)
-class BCOOptions(CompletionOptions, ReferenceOptions):
+class BCOOptions(UnpairedOptions):
     """The options of binary classifier optimization, under TRL's names and with its defaults."""
-
-    beta: float = option(0.1, "How closely the policy keeps to the reference.")
-    desirable_weight: float = option(1.0, "Weight of the losses of desirable rows.")
-    undesirable_weight: float = option(1.0, "Weight of the losses of undesirable rows.")
-
-    def check(self) -> None:
-        """Refuses what cannot work, naming the option and the way out."""
-        self.check_reference()
 
 
 @dataclass
@@ -52,8 +42,7 @@ def loss(rows: Unpaired, counts: Counts, *, options: BCOOptions, running: Runnin
     """The weighted losses of the rows of the whole batch. Where gradients are taken, the running mean goes on."""
     if torch.is_grad_enabled():
         running.take_in(options.beta * rows.ratio)
-    weights = torch.where(rows.desirable, options.desirable_weight, options.undesirable_weight)
-    losses = bco(rows, options.beta, running.value) * weights.to(rows.policy.dtype)
+    losses = bco(rows, options.beta, running.value) * row_weights(rows, options)
     means = {**unpaired_metrics(rows, options.beta), "delta": Mean(torch.tensor(running.value), 1.0)}
     return Outcome(losses.sum() / counts["rows"], means)
 
@@ -61,16 +50,8 @@ def loss(rows: Unpaired, counts: Counts, *, options: BCOOptions, running: Runnin
 def objective(options: BCOOptions, *, aux_coefficient: float = 0.0, running: RunningMean | None = None) -> RowObjective:
     """The loss of the options over single completions; `running` is kept by the caller who checkpoints it."""
     running = running or RunningMean()
-    return RowObjective(
-        read=read_unpaired,
-        loss=functools.partial(loss, options=options, running=running),
-        counts=row_counts,
-        want=Want(entropies=options.token_metrics),
-        aux_coefficient=aux_coefficient,
-        needs_reference=True,
-        whole=True,
-        running=running,
-    )
+    with_mean = functools.partial(loss, running=running)
+    return unpaired_objective(with_mean, options, aux_coefficient, whole=True, running=running)
 
 
 BCO = Method("bco", "binary classifier optimization", BCOOptions, objective)

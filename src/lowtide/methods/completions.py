@@ -2,7 +2,7 @@
 
 A row ends with its completions, one segment each: chosen and rejected, or the one completion of an unpaired row.
 Before them stands the prompt they share, or, in the repeated form, inside each of them. The collators say with the
-row value `lengths` how many tokens each completion has, and with the score value `of_prompt`, where a method scores
+row value `LENGTHS` how many tokens each completion has, and with the score value `OF_PROMPT`, where a method scores
 prompts too, which scores those are.
 """
 
@@ -12,12 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lowtide.data.values import OF_PROMPT
 from lowtide.ragged import RaggedBatch
-
-LENGTHS = "lengths"
-"""Row value, [rows, completions]: the tokens of each completion."""
-OF_PROMPT = "of_prompt"
-"""Score value: whether a score is of a prompt. Absent where no prompt is scored."""
 
 
 def completion_segments(batch: RaggedBatch, count: int) -> list[Int[Tensor, " rows"]]:

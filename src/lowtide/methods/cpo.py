@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective, option
 from lowtide.methods.options import CompletionOptions, in_table
-from lowtide.methods.preference import ReadPairs, pair_counts, pair_metrics, pair_want, per_token, read_pairs
+from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.reference_free import LOSSES, PER_TOKEN, SMOOTHED, alpha_reward
 
@@ -47,13 +46,7 @@ def loss(pairs: ReadPairs, counts: Counts, *, options: CPOOptions) -> Outcome:
 
 def objective(options: CPOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
     """The loss of the options over pairs."""
-    return RowObjective(
-        read=read_pairs,
-        loss=functools.partial(loss, options=options),
-        counts=pair_counts,
-        want=pair_want(options.token_metrics),
-        aux_coefficient=aux_coefficient,
-    )
+    return pair_objective(loss, options, aux_coefficient)
 
 
 CPO = Method("cpo", "contrastive preference optimization", CPOOptions, objective)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective, option
 from lowtide.methods.options import CompletionOptions, ReferenceOptions, in_table
-from lowtide.methods.preference import ReadPairs, pair_counts, pair_metrics, pair_want, read_pairs
+from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, read_pairs
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.objectives.preference import DIVERGENCES, DIVERGENT, LOSSES, SMOOTHED, WHOLE
 
@@ -101,12 +101,12 @@ def loss(pairs: ReadPairs, counts: Counts, *, options: DPOOptions) -> Outcome:
 
 def objective(options: DPOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
     """The losses of the options over pairs."""
-    return RowObjective(
+    return pair_objective(
+        loss,
+        options,
+        aux_coefficient,
         read=functools.partial(read_pairs, ld_alpha=options.ld_alpha, weighted=options.use_weighting),
-        loss=functools.partial(loss, options=options),
-        counts=pair_counts,
-        want=pair_want(options.token_metrics, collisions=options.use_weighting),
-        aux_coefficient=aux_coefficient,
+        collisions=options.use_weighting,
         needs_reference=True,
         whole=bool(WHOLE & set(options.loss_types)),
     )

@@ -6,17 +6,15 @@ the whole batch of an optimizer step, over all ranks, and computed before the ba
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from lowtide.methods.method import Method, RowObjective, Scorer, option
-from lowtide.methods.options import CompletionOptions, ReferenceOptions, in_table
-from lowtide.methods.unpaired import read_unpaired, row_counts, unpaired_metrics
+from lowtide.methods.options import in_table
+from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective
 from lowtide.objectives.kto import LOSSES, Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
-from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
 
 BASELINE = "kto"
@@ -24,28 +22,21 @@ BASELINE = "kto"
 
 
 @dataclass(kw_only=True)
-class KTOOptions(CompletionOptions, ReferenceOptions):
+class KTOOptions(UnpairedOptions):
     """The options of Kahneman-Tversky optimization, under TRL's names and with its defaults."""
 
     loss_type: str = option("kto", "KTO's value against a baseline, or APO's without.", choices=[*LOSSES])
-    beta: float = option(0.1, "How closely the policy keeps to the reference.")
-    desirable_weight: float = option(1.0, "Weight of the losses of desirable rows.")
-    undesirable_weight: float = option(1.0, "Weight of the losses of undesirable rows.")
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out."""
-        self.check_reference()
+        super().check()
         in_table("loss_type", self.loss_type, LOSSES)
-        for name in ("desirable_weight", "undesirable_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
 
 def loss(rows: Unpaired, counts: Counts, *, options: KTOOptions) -> Outcome:
     """The weighted losses of the rows, over the rows of the whole batch."""
     shift = max(counts["kl"] / counts["kl_rows"], 0.0) if "kl" in counts else 0.0
-    weights = torch.where(rows.desirable, options.desirable_weight, options.undesirable_weight)
-    losses = LOSSES[options.loss_type](rows, options.beta, shift) * weights.to(rows.policy.dtype)
+    losses = LOSSES[options.loss_type](rows, options.beta, shift) * row_weights(rows, options)
     means = {**unpaired_metrics(rows, options.beta), "kl": Mean(torch.tensor(shift), 1.0)}
     return Outcome(losses.sum() / counts["rows"], means)
 
@@ -63,15 +54,8 @@ def baseline(batch: RaggedBatch, policy: Scorer, reference: Scorer) -> tuple[Rag
 
 def objective(options: KTOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
     """The loss of the options over single completions."""
-    return RowObjective(
-        read=read_unpaired,
-        loss=functools.partial(loss, options=options),
-        counts=row_counts,
-        want=Want(entropies=options.token_metrics),
-        aux_coefficient=aux_coefficient,
-        needs_reference=True,
-        baseline=baseline if options.loss_type == BASELINE else None,
-    )
+    has_baseline = options.loss_type == BASELINE
+    return unpaired_objective(loss, options, aux_coefficient, baseline=baseline if has_baseline else None)
 
 
 KTO = Method("kto", "Kahneman-Tversky optimization", KTOOptions, objective)

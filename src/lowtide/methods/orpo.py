@@ -7,14 +7,13 @@ log-probabilities a token.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 
 from lowtide.methods.method import Method, RowObjective, option
 from lowtide.methods.options import CompletionOptions
-from lowtide.methods.preference import ReadPairs, pair_counts, pair_metrics, pair_want, per_token, read_pairs
+from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.reference_free import log_odds_ratio
 
@@ -46,13 +45,7 @@ def loss(pairs: ReadPairs, counts: Counts, *, options: ORPOOptions) -> Outcome:
 
 def objective(options: ORPOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
     """The loss of the options over pairs."""
-    return RowObjective(
-        read=read_pairs,
-        loss=functools.partial(loss, options=options),
-        counts=pair_counts,
-        want=pair_want(options.token_metrics),
-        aux_coefficient=aux_coefficient,
-    )
+    return pair_objective(loss, options, aux_coefficient)
 
 
 ORPO = Method("orpo", "odds ratio preference optimization", ORPOOptions, objective)

@@ -1,23 +1,27 @@
-"""What the methods over pairs share: how a batch is read into pairs, and the metrics that they log."""
+"""What the methods over pairs share: how a batch is read into pairs, their objective, and the metrics that they log."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lowtide.data.values import LENGTHS
 from lowtide.methods.completions import (
-    LENGTHS,
     completion_segments,
     in_completion,
     place_in_segment,
     row_sums,
     segment_sums,
 )
-from lowtide.objectives.outcome import Counts, Mean, mean_of
+from lowtide.methods.method import RowObjective
+from lowtide.methods.options import CompletionOptions
+from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.preference import Pairs
 from lowtide.ops.linear_logprobs import TokenStats, Want
 from lowtide.ragged import RaggedBatch
@@ -101,9 +105,31 @@ def pair_counts(batch: RaggedBatch) -> Counts:
     return {"pairs": batch.rows, "nll_tokens": batch.scores - unlikely}
 
 
-def pair_want(token_metrics: bool, *, collisions: bool = False) -> Want:
-    """The statistics that losses and metrics over pairs need."""
-    return Want(entropies=token_metrics, top1=token_metrics, collisions=collisions)
+def pair_objective(
+    loss: Callable[..., Outcome],
+    options: CompletionOptions,
+    aux_coefficient: float,
+    *,
+    read: Callable[..., ReadPairs] = read_pairs,
+    collisions: bool = False,
+    **more: Any,
+) -> RowObjective:
+    """The objective of a loss over pairs.
+
+    Args:
+        loss: called with `ReadPairs`, the counts of `pair_counts` and `options`.
+        read: `read_pairs`, or a form of it.
+        collisions: `read` needs them.
+        more: further fields of `RowObjective`.
+    """
+    return RowObjective(
+        read=read,
+        loss=functools.partial(loss, options=options),
+        counts=pair_counts,
+        want=Want(entropies=options.token_metrics, top1=options.token_metrics, collisions=collisions),
+        aux_coefficient=aux_coefficient,
+        **more,
+    )
 
 
 def pair_metrics(pairs: ReadPairs, chosen_reward: Tensor, rejected_reward: Tensor) -> Mapping[str, Mean]:

@@ -1,20 +1,42 @@
-"""What KTO and BCO share: rows of one completion each, desirable or not."""
+"""What KTO and BCO share: rows of one completion each, desirable or not; their options, objective and metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lowtide.methods.completions import completion_segments, in_completion, segment_sums
+from lowtide.methods.method import RowObjective, option
+from lowtide.methods.options import CompletionOptions, ReferenceOptions
 from lowtide.objectives.kto import Unpaired
-from lowtide.objectives.outcome import Counts, Mean
-from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.objectives.outcome import Counts, Mean, Outcome
+from lowtide.ops.linear_logprobs import TokenStats, Want
 from lowtide.ragged import RaggedBatch
 
 LABEL = "label"
 """Row value: whether a completion is desirable."""
+
+
+@dataclass(kw_only=True)
+class UnpairedOptions(CompletionOptions, ReferenceOptions):
+    """Of the methods over single completions, under TRL's names and with its defaults."""
+
+    beta: float = option(0.1, "How closely the policy keeps to the reference.")
+    desirable_weight: float = option(1.0, "Weight of the losses of desirable rows.")
+    undesirable_weight: float = option(1.0, "Weight of the losses of undesirable rows.")
+
+    def check(self) -> None:
+        """Refuses what cannot work, naming the option and the way out."""
+        self.check_reference()
+        for name in ("desirable_weight", "undesirable_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
 
 def read_unpaired(batch: RaggedBatch, stats: TokenStats, reference: Float[Tensor, " scores"] | None) -> Unpaired:
@@ -29,6 +51,32 @@ def read_unpaired(batch: RaggedBatch, stats: TokenStats, reference: Float[Tensor
 def row_counts(batch: RaggedBatch) -> Counts:
     """The rows of a batch."""
     return {"rows": batch.rows}
+
+
+def row_weights(rows: Unpaired, options: UnpairedOptions) -> Float[Tensor, " rows"]:
+    """The weight of each row's loss."""
+    weights = torch.where(rows.desirable, options.desirable_weight, options.undesirable_weight)
+    return weights.to(rows.policy.dtype)
+
+
+def unpaired_objective(
+    loss: Callable[..., Outcome], options: UnpairedOptions, aux_coefficient: float, **more: Any
+) -> RowObjective:
+    """The objective of a loss over single completions.
+
+    Args:
+        loss: called with `Unpaired`, the counts of `row_counts` and `options`.
+        more: further fields of `RowObjective`.
+    """
+    return RowObjective(
+        read=read_unpaired,
+        loss=functools.partial(loss, options=options),
+        counts=row_counts,
+        want=Want(entropies=options.token_metrics),
+        aux_coefficient=aux_coefficient,
+        needs_reference=True,
+        **more,
+    )
 
 
 def unpaired_metrics(rows: Unpaired, beta: float) -> Mapping[str, Mean]:

@@ -37,6 +37,7 @@ from lowtide.step import Limits, evaluate_batch
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.progress import RichProgress
+from lowtide.trainers.rehearsal import rehearse
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """How a full disk shows: in Python, in torch.save, in safetensors."""
@@ -67,6 +68,8 @@ class LowtideTrainer(Trainer):
         self._train_totals = Totals()
         self._tokens_seen = 0.0
         self._token_budget: int | None = None
+        self.rehearsed_bytes: int | None = None
+        self._guarded: Any = None
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
         super().__init__(callbacks=callbacks, **kwargs)
@@ -79,13 +82,13 @@ class LowtideTrainer(Trainer):
         if self._signature_columns is None:
             self._signature_columns = ["input_ids", "labels", "seq_lengths", "attention_mask", "position_ids"]
 
-    def _as_ragged(self, inputs: Any) -> RaggedBatch:
+    def as_ragged(self, inputs: Any) -> RaggedBatch:
         batch = inputs if isinstance(inputs, RaggedBatch) else ragged_from_collated(inputs)
         return batch.to(self.args.device, non_blocking=True)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
-        batches = [self._as_ragged(inputs) for _, inputs in zip(range(num_batches), epoch_iterator, strict=False)]
+        batches = [self.as_ragged(inputs) for _, inputs in zip(range(num_batches), epoch_iterator, strict=False)]
         if not batches:
             return [], None
         return [None] * (len(batches) - 1) + [RaggedBatch.concat(batches)], None
@@ -93,30 +96,40 @@ class LowtideTrainer(Trainer):
     # -- the step ----------------------------------------------------------------------------------------------------
 
     @property
-    def _limits(self) -> Limits:
+    def limits(self) -> Limits:
         """The caps on a micro-batch; the token budget is smaller than the option's after an out-of-memory."""
         return Limits(self._train_batch_size, self._token_budget or self.args.tokens_per_microbatch)
+
+    def models(self, model: nn.Module) -> Models:
+        """What a step runs."""
+        return Models(model, self.reference, self.padding_free)
+
+    def ways(self, model: nn.Module) -> dict[str, Any]:
+        """How a step goes backward and meets the other ranks: arguments of `train_step`."""
+        return {
+            "accumulate": self.accelerator.scaler is None,
+            "backward": self.accelerator.backward,
+            "exchange": functools.partial(average_gradients, model) if distributed() else None,
+        }
 
     def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
         if inputs is None:
             return torch.zeros((), device=self.args.device)
         start = time.perf_counter()
-        if "step" not in vars(self.optimizer):
+        if self.optimizer is not self._guarded:
             self._before_first_step(model)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
         with self.compute_loss_context_manager():
             loss, limits = surviving_step(
-                Models(model, self.reference, self.padding_free),
+                self.models(model),
                 inputs,
                 self.objective,
-                limits=self._limits,
+                limits=self.limits,
                 totals=self._train_totals,
-                accumulate=self.accelerator.scaler is None,
-                backward=self.accelerator.backward,
-                exchange=functools.partial(average_gradients, model) if distributed() else None,
+                **self.ways(model),
             )
         self._token_budget = limits.tokens
         if not math.isfinite(loss.item()):
@@ -135,15 +148,20 @@ class LowtideTrainer(Trainer):
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
 
     def _before_first_step(self, model: nn.Module) -> None:
-        """Ranks start equal; the optimizer's step survives an out-of-memory that comes before it changes anything."""
+        """Ranks start equal; the optimizer survives an out-of-memory that comes before it changes anything."""
         if distributed():
             broadcast_weights(model)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        self.optimizer.step = functools.partial(surviving_optimizer_step, inner, self.optimizer.step)
+        step = self.optimizer.step
+        self.optimizer.step = functools.update_wrapper(functools.partial(surviving_optimizer_step, inner, step), step)
+        self._guarded = self.optimizer
+        if self.args.rehearsal:
+            with self.compute_loss_context_manager():
+                self._token_budget = rehearse(self, model).tokens
 
     def _stop_at_nonfinite(self, model: nn.Module, batch: RaggedBatch, loss: float) -> None:
         model.zero_grad()
-        parts = batch.split(self._limits.tokens, self._limits.rows)
+        parts = batch.split(self.limits.tokens, self.limits.rows)
         findings = (find_nonfinite(model, part, padding_free=self.padding_free) for part in parts)
         number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, "a second forward of it is finite"))
         raise ValueError(
@@ -190,10 +208,10 @@ class LowtideTrainer(Trainer):
         `compute_metrics` gets the log-probs of the targets as `predictions` and the targets as `label_ids`, both
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
-        models = Models(self._evaluation_model(), self.reference, self.padding_free)
+        models = self.models(self._evaluation_model())
         totals, kept, rows = Totals(), Predictions(), 0
         for inputs in dataloader:
-            batch = self._as_ragged(inputs)
+            batch = self.as_ragged(inputs)
             count = real_rows(self.accelerator, batch.rows, self.args.eval_batch_size)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if count == 0:

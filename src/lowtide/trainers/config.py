@@ -52,6 +52,9 @@ class TrainingConfig(TrainingArguments):
     tokens_per_microbatch: int | None = option(
         None, "Token budget: the most tokens that one forward sees. The batch of a step is cut to fit; same numbers."
     )
+    rehearsal: bool = option(
+        True, "Before the first step, run the heaviest micro-batch once, so that what will not fit fails at once."
+    )
     memory_report: str | None = option(None, "JSON file to write peak, states, speed and ledger to after training.")
 
     # other defaults than TrainingArguments'
@@ -118,12 +121,6 @@ class TrainingConfig(TrainingArguments):
         # A stream's rows are dealt out, not cut from one batch made on the first rank.
         accelerator: Any = self.accelerator_config
         accelerator.dispatch_batches = False
-
-    def to_plain_dict(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as YAML can hold them."""
-        plain = self.to_dict()
-        defaults = type(self)(output_dir=self.output_dir).to_dict()
-        return {name: value for name, value in plain.items() if value != defaults.get(name)}
 
 
 def whose(name: str) -> str:

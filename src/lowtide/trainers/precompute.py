@@ -104,7 +104,7 @@ def _compute(trainer: ReferenceTrainer, dataset: Dataset, limits: Limits, traini
         quiet = trainer.args.disable_tqdm or trainer.args.process_index > 0
         console = Console(stderr=True, quiet=quiet)
         for _ in track(steps, f"reference log-probs of {name}", console=console, disable=quiet):
-            batches = [trainer._as_ragged(inputs) for _, inputs in zip(range(size), iterator, strict=False)]
+            batches = [trainer.as_ragged(inputs) for _, inputs in zip(range(size), iterator, strict=False)]
             batch = RaggedBatch.concat(batches)
             values = score_in_parts(batch, limits, trainer.reference).float().cpu().numpy()
             for number, value in _by_row(batch, values):

@@ -15,12 +15,12 @@ from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.loading import load_model, load_tokenizer
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.reference_storage import STORAGES
+from lowtide.memory.measure import bytes_text
 from lowtide.methods.method import Scorer
 from lowtide.trainers.completions import CompletionTrainer
 from lowtide.trainers.inputs import model_name
 from lowtide.trainers.method import disable_dropout
 from lowtide.trainers.precompute import Precomputed, precompute
-from lowtide.trainers.report import bytes_text
 from lowtide.trainers.setup import Engine
 
 logger = logging.getLogger(__name__)

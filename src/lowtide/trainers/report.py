@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import TrainerCallback
 
 from lowtide.engine.forward import causal_model
-from lowtide.memory.measure import peak_bytes
+from lowtide.memory.measure import bytes_text, peak_bytes
 from lowtide.planner.states import predict_states
 from lowtide.trainers.config import cpu_has_bf16
 from lowtide.trainers.setup import Engine
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from lowtide.trainers.method import MethodTrainer
 
 logger = logging.getLogger(__name__)
-
-
-def bytes_text(count: float) -> str:
-    """A number of bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return f"{count:,.2f} GiB"
 
 
 class StartReport(TrainerCallback):
@@ -108,11 +99,12 @@ class StartReport(TrainerCallback):
             path.write_text(json.dumps(self.memory_report(), indent=2) + "\n")
 
     def memory_report(self) -> dict[str, Any]:
-        """`peak_bytes`, `states_bytes` by category, `tokens_per_second` and the ledger."""
+        """Peaks, the rehearsed one too, states by category, `tokens_per_second` and the ledger."""
         trainer = self.trainer
         seconds = trainer.seconds_in_steps
         return {
             "peak_bytes": peak_bytes(trainer.args.device),
+            "rehearsed_bytes": trainer.rehearsed_bytes,
             "states_bytes": self.states.total,
             "states": {
                 "weights": self.states.weights,

@@ -1,0 +1,111 @@
+"""Before the first step, the heaviest micro-batch that data and budget can produce is run once.
+
+What will not fit fails at once, and not hours later on the longest rows. Room is held where the optimizer's states
+will be, and where a step has several micro-batches two are run, so that the second finds the gradients of the first.
+Nothing is left behind: gradients are dropped, the random state and what the objective carries are put back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+
+from lowtide.memory.measure import bytes_text, peak_bytes
+from lowtide.memory.out_of_memory import free_caches
+from lowtide.metrics import Totals
+from lowtide.planner.states import predict_states
+from lowtide.ragged import RaggedBatch
+from lowtide.recovery import Before, surviving_step
+from lowtide.step import Limits
+
+if TYPE_CHECKING:
+    from lowtide.trainers.base import LowtideTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def rehearse(trainer: LowtideTrainer, model: nn.Module) -> Limits:
+    """Runs the heaviest micro-batch; smaller ones if it does not fit.
+
+    Returns:
+        the limits of a micro-batch that fits.
+
+    Raises:
+        OutOfMemory: the longest row alone does not fit; says what to change.
+    """
+    limits, dataset = trainer.limits, trainer.train_dataset
+    lengths = row_lengths(dataset)
+    if lengths is None:
+        logger.info("no rehearsal: the lengths of the rows are not known beforehand")
+        return limits
+    assert limits.rows is not None
+    rows = heaviest_rows(lengths, limits.rows, limits.tokens)
+    heaviest = trainer.as_ragged(trainer.data_collator([dataset[row] for row in rows]))  # type: ignore[index]
+    in_a_step = limits.rows * trainer.args.gradient_accumulation_steps
+    several = len(rows) < min(in_a_step, len(lengths))
+    batch = RaggedBatch.concat([heaviest, heaviest]) if several else heaviest
+    before = Before(trainer.objective, trainer.args.device)
+    room = room_for_states(trainer)
+    _, limits = surviving_step(
+        trainer.models(model), batch, trainer.objective, limits=limits, totals=Totals(), **trainer.ways(model)
+    )
+    del room
+    model.zero_grad()
+    before.put_back()
+    free_caches()
+    longest = int(lengths[list(rows)].max())
+    trainer.rehearsed_bytes = peak_bytes(trainer.args.device)
+    logger.info(
+        f"rehearsed the heaviest micro-batch: {len(rows)} row(s), {heaviest.tokens:,} tokens, the longest row "
+        f"{longest:,}; peak {bytes_text(trainer.rehearsed_bytes)}"
+    )
+    return limits
+
+
+def row_lengths(dataset: Any) -> np.ndarray | None:
+    """[rows]: the tokens of each prepared row; None for streams and for data of other kinds."""
+    if not isinstance(dataset, Dataset):
+        return None
+    columns = [name for name in dataset.column_names if name.endswith("_ids") and name != "position_ids"]
+    if not columns:
+        return None
+    table = dataset.with_format("arrow").select_columns(columns)
+    found = []
+    for part in table.iter(batch_size=10_000):
+        lists: Any = part
+        if not all(pa.types.is_list(field.type) or pa.types.is_large_list(field.type) for field in lists.schema):
+            return None
+        found.append(sum(pc.list_value_length(lists[name]).to_numpy() for name in columns))
+    return np.concatenate(found) if found else None
+
+
+def heaviest_rows(lengths: np.ndarray, most: int, budget: int | None) -> list[int]:
+    """The longest rows, so many as one micro-batch takes: at most `most`, and `budget` tokens in all."""
+    chosen: list[int] = []
+    held = 0
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        if len(chosen) == most:
+            break
+        if budget is None or held + lengths[row] <= budget:
+            chosen.append(row)
+            held += int(lengths[row])
+    return sorted(chosen)
+
+
+def room_for_states(trainer: LowtideTrainer) -> Sequence[Tensor]:
+    """Memory of the size that the optimizer's states will take, if they are not there yet and their size is known."""
+    if len(trainer.optimizer.state):
+        return []
+    states = predict_states(trainer.model, str(getattr(trainer.args.optim, "value", trainer.args.optim)))
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    share = (states.optimizer or 0) / max(count, 1)
+    return [torch.zeros(int(p.numel() * share), dtype=torch.uint8, device=p.device) for p in trained]

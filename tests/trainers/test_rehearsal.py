@@ -1,0 +1,126 @@
+"""The rehearsal: the heaviest micro-batch runs first, leaves nothing behind, and no step needs more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from sabotage import out_of_memory
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lowtide import SFTConfig, SFTTrainer
+from lowtide.trainers.rehearsal import heaviest_rows, row_lengths
+from lowtide.watch import OutOfMemory
+
+
+def rows(count: int = 24, longest: int = 30) -> Dataset:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, longest, (count,), generator=generator).tolist()
+    made = [torch.randint(0, 40, (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_dict({"input_ids": made, "labels": made})
+
+
+def trainer(folder: Path, **options) -> SFTTrainer:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            attention_dropout=0.1,
+        )
+    )
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        **options,
+    }
+    return SFTTrainer(model, SFTConfig(**settings), train_dataset=rows())
+
+
+def test_the_heaviest_rows_are_the_longest_that_go_together():
+    lengths = np.array([3, 9, 1, 8, 5, 9])
+    assert heaviest_rows(lengths, 3, None) == [1, 3, 5]
+    assert heaviest_rows(lengths, 3, 20) == [1, 2, 5]
+    assert heaviest_rows(lengths, 1, 9) == [1]
+
+
+def test_lengths_are_of_all_columns_of_tokens():
+    data = Dataset.from_dict({"prompt_ids": [[1, 2], [3]], "chosen_ids": [[1], [1, 2, 3]], "margin": [0.0, 1.0]})
+    assert row_lengths(data).tolist() == [3, 4]
+    assert row_lengths(data.select([1])).tolist() == [4]
+    assert row_lengths(iter([])) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens_per_microbatch": 40}], ids=str)
+def test_it_leaves_nothing_behind(tmp_path, options):
+    runs = []
+    for on in (True, False):
+        runs.append(trainer(tmp_path, rehearsal=on, **options))
+        runs[-1].train()
+    with_it, without = runs
+    assert with_it.rehearsed_bytes
+    assert without.rehearsed_bytes is None
+    theirs = dict(without.model.named_parameters())
+    assert all(torch.equal(p, theirs[name]) for name, p in with_it.model.named_parameters())
+    assert with_it.state.log_history[-1]["train_loss"] == without.state.log_history[-1]["train_loss"]
+
+
+def test_what_will_not_fit_is_found_before_the_first_step(tmp_path):
+    run = trainer(tmp_path)
+    with out_of_memory(run.model, "forward", 0) as fired:
+        run.train()
+    assert fired == ["forward"]
+    assert run.limits.tokens < 4 * 30  # half of what the rehearsal could not run
+
+    run = trainer(tmp_path, per_device_train_batch_size=1)
+    with out_of_memory(run.model, "forward", 0), pytest.raises(OutOfMemory, match="one row of 26 tokens"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+import torch
+torch.set_num_threads(1)
+from test_rehearsal import *
+from lowtide.memory.measure import peak_bytes
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=1024,
+    num_hidden_layers=4, num_attention_heads=4))
+lengths = [256] * 4 + [32] * 60
+data = Dataset.from_dict({{"input_ids": [[7] * n for n in lengths], "labels": [[7] * n for n in lengths]}})
+args = SFTConfig(sys.argv[1], per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=8, use_cpu=True,
+    report_to="none", save_strategy="no", disable_tqdm=True, dataset_kwargs={{"skip_prepare_dataset": True}},
+    gradient_checkpointing=False, train_sampling_strategy="sequential")
+run = SFTTrainer(model, args, train_dataset=data)
+before = peak_bytes(torch.device("cpu"))
+run.train()
+print(json.dumps([before, run.rehearsed_bytes, peak_bytes(torch.device("cpu"))]))
+"""
+
+
+def test_no_step_needs_more_than_the_rehearsed_peak(tmp_path):
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    script = SCRIPT.format(paths=paths)
+    out = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    before, rehearsed, peak = json.loads(out.stdout.strip().split("\n")[-1])
+    assert rehearsed - before > 100e6
+    assert peak - before <= 1.03 * (rehearsed - before)

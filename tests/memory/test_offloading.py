@@ -12,6 +12,7 @@ from torch import nn
 
 from lowtide.memory.offloading import ActivationOffload
 from lowtide.memory.spill_file import FreeSpace, SpillFile
+from lowtide.memory.tiled_mlp import install_tiled_mlp
 
 CPU = torch.device("cpu")
 EVERYTHING = partial(ActivationOffload, device=CPU, min_bytes=1)
@@ -19,6 +20,11 @@ EVERYTHING = partial(ActivationOffload, device=CPU, min_bytes=1)
 
 def checkpointed(model, use_reentrant):
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model
+
+
+def tiled(model):
+    install_tiled_mlp(model, 5)
     return model
 
 
@@ -31,6 +37,8 @@ MODELS = {
     "checkpointed": lambda: checkpointed(prepared(build()), use_reentrant=False),
     "checkpointed_reentrant": lambda: checkpointed(prepared(build()), use_reentrant=True),
     "checkpointed_adapters": lambda: with_adapters(checkpointed(prepared(build()), use_reentrant=False)),
+    "tiled": lambda: tiled(prepared(build())),
+    "tiled_checkpointed": lambda: tiled(checkpointed(prepared(build()), use_reentrant=False)),
     "soft_caps": lambda: prepared(build("gemma2", num_hidden_layers=2, attn_logit_softcapping=2.0)),
 }
 

@@ -100,7 +100,7 @@ class Host(PinnedHost):
 
     def _buffer(self, size):
         buffer = torch.full((size,), 171, dtype=torch.uint8)
-        buffer.is_host = True
+        buffer.is_host = True  # pyright: ignore[reportAttributeAccessIssue]
         return buffer
 
 

@@ -148,7 +148,7 @@ def test_hooks_on_parameters_see_the_whole_gradient_once(checkpointing):
     seen: list[torch.Tensor] = []
     after: list[torch.Tensor] = []
     weight.register_hook(lambda grad: seen.append(grad.clone()))
-    weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
+    weight.register_post_accumulate_grad_hook(lambda p: after.append(torch.clone(p.grad)))
     loss_of(model, separate()).backward()
     assert len(seen) == len(after) == 1
     assert torch.equal(seen[0], weight.grad)

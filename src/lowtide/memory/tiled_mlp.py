@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,9 @@ NAMES = ("mlp", "feed_forward", "feedforward", "ffn")
 """What transformers' models call the MLP of a layer."""
 PACKAGES = ("torch.nn.modules.activation", "torch.nn.modules.dropout", "transformers.activations", "peft.")
 """Where modules without children come from that treat each token by itself, besides linear ones."""
+
+computing_tiles: ContextVar[bool] = ContextVar("computing_tiles", default=False)
+"""Whether tiles are being computed in the forward of a step, whose inner results nobody needs to keep."""
 
 
 def install_tiled_mlp(model: nn.Module, tile_tokens: int) -> int:
@@ -203,7 +207,11 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, module: nn.Module, x: Tensor) -> Tensor:
-        out = _tile_by_tile(module, x)
+        token = computing_tiles.set(True)
+        try:
+            out = _tile_by_tile(module, x)
+        finally:
+            computing_tiles.reset(token)
         # What comes back from here passes `_Input` in the input's dtype, which must lose nothing of it.
         assert torch.promote_types(out.dtype, x.dtype) == x.dtype, "the output of an MLP is no wider than its input"
         return out

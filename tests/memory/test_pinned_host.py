@@ -190,3 +190,14 @@ def test_host_memory_is_bounded():
         z = (z * 2).sin()
     assert torch.equal(gradient, torch.autograd.grad(z.sum(), x)[0])
     assert offload.offloaded_bytes == 0
+
+
+def test_what_is_dropped_before_its_copy_is_done_is_not_held():
+    store = host()
+    x = torch.ones(10)
+    alive = StorageWeakRef(x.untyped_storage())
+    stored = store.put(x)
+    del x
+    assert not alive.expired()
+    store.free(stored)
+    assert alive.expired()

@@ -80,12 +80,14 @@ class ActivationOffload:
     ) -> None:
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"activations can be offloaded from a CPU or a CUDA device, not from {device}")
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.model, self.device, self.min_bytes, self.max_host_bytes = model, device, min_bytes, max_host_bytes
         self.store: Store = SpillFile(folder) if device.type == "cpu" else PinnedHost(device)
         self._away: weakref.WeakValueDictionary[tuple[int, int], _Offloaded] = weakref.WeakValueDictionary()
         """By storage and version. An entry keeps its storage's address from being reused, and dies with the graph."""
         self._unwanted: deque[Any] = deque()
-        """Copies whose last user is gone; whichever thread frees a graph adds to it, `_settle` takes them out."""
+        """Copies that nobody wants. Whichever thread frees a graph adds to it; `_settle` takes them out."""
         self._held: frozenset[int] = frozenset()
         self._bytes = self._peak = 0
 
@@ -115,7 +117,7 @@ class ActivationOffload:
         return _View(offloaded, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.device.type != self.device.type or tensor.layout != torch.strided:
+        if type(tensor) is not Tensor or tensor.device != self.device or tensor.layout != torch.strided:
             return False
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
@@ -136,7 +138,7 @@ class ActivationOffload:
         self._settle()
         if self.max_host_bytes is not None and self._bytes + self.store.needs(storage.nbytes()) > self.max_host_bytes:
             return None
-        offloaded = self._away[key] = _Offloaded(self.store, self._unwanted, tensor)
+        offloaded = self._away[key] = _Offloaded(self, tensor)
         self._bytes += offloaded.stored.bytes
         self._peak = max(self._peak, self._bytes)
         return offloaded
@@ -155,20 +157,20 @@ class _Offloaded:
     """Stands for the copy in the store, while there is one."""
     back: UntypedStorage | None = None
 
-    def __init__(self, store: Store, unwanted: deque[Any], tensor: Tensor) -> None:
-        self.source = StorageWeakRef(tensor.untyped_storage())
-        self.device, self.store, self.unwanted = tensor.device, store, unwanted
-        self.stored = store.put(tensor)
+    def __init__(self, owner: ActivationOffload, tensor: Tensor) -> None:
+        self.owner, self.source = owner, StorageWeakRef(tensor.untyped_storage())
+        self.stored = owner.store.put(tensor)
 
     def storage(self) -> UntypedStorage:
         if self.back is None:
-            self.back = self.store.get(self.stored)
+            self.back = self.owner.store.get(self.stored)
             self._forget()
+            self.owner._settle()
         return self.back
 
     def _forget(self) -> None:
         if self.stored is not None:
-            self.unwanted.append(self.stored)
+            self.owner._unwanted.append(self.stored)
             self.stored = None
 
     __del__ = _forget
@@ -184,7 +186,7 @@ class _View(NamedTuple):
     offset: int
 
     def tensor(self) -> Tensor:
-        empty = torch.empty(0, dtype=self.dtype, device=self.offloaded.device)
+        empty = torch.empty(0, dtype=self.dtype, device=self.offloaded.owner.device)
         return empty.set_(self.offloaded.storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload]
 
 

@@ -95,6 +95,8 @@ class PinnedHost:
     def free(self, stored: Pinned) -> None:
         """Forgets a copy, whether or not it was read back."""
         self._waiting.pop(stored.number, None)
+        while any(stored is each for each, *_ in self._leaving):
+            self._let_go()
         if stored.back is not None:  # it set out and nobody asked: its memory is the computation's again
             self.cuda.current_stream(self.device).wait_event(stored.arrived)
             stored.back = None

@@ -122,6 +122,17 @@ def test_accumulating_straight_into_grad(variant):
     torch.testing.assert_close(grads[0], grads[1])
 
 
+def test_accumulating_reaches_the_weight_under_hooks_for_saved_tensors():
+    """What such hooks give back in backward is another tensor with the weight's values."""
+    terms, index, target, _ = problem()
+    (-linear_logprobs(terms, index, target).logprobs.sum()).backward()
+    expected, terms[0].weight.grad = terms[0].weight.grad, None
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda packed: packed):
+        total = -linear_logprobs(terms, index, target, accumulate=True).logprobs.sum()
+    total.backward()
+    torch.testing.assert_close(terms[0].weight.grad, expected)
+
+
 def test_a_frozen_head_gets_no_gradient():
     terms, index, target, _ = problem()
     frozen = [Term(terms[0].x, terms[0].weight.detach())]

@@ -57,6 +57,13 @@ def settle_heap(model: nn.Module) -> bool:
     return large
 
 
+def trim_heap() -> None:
+    """Gives the heap's holes back to the system if they add up; without glibc it does nothing."""
+    heap = _glibc()
+    if heap is not None:
+        _trim(heap)
+
+
 def _trim_in_layers(model: nn.Module, trim: Callable[[], None]) -> None:
     def before_forward(_layer: nn.Module, _inputs: object) -> None:
         trim()
@@ -75,6 +82,7 @@ def _trim_in_layers(model: nn.Module, trim: Callable[[], None]) -> None:
             layer.register_forward_hook(after_forward)
 
 
+@functools.cache
 def _glibc() -> Any:
     """The C library, if it is a glibc that tells of its heap."""
     try:

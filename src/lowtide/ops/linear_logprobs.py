@@ -224,14 +224,16 @@ def _add_product(into: Tensor, slope: Tensor, x: Tensor) -> None:
         part += columns.t() @ x
 
 
-def _sinks(terms: Sequence[Term], accumulate: bool) -> list[Tensor | None]:
+def _sinks(leaves: Sequence[Tensor | None], accumulate: bool) -> list[Tensor | None]:
     """The `.grad` of each weight that takes its gradient directly, made if it is not there yet."""
     sinks: list[Tensor | None] = []
-    for term in terms:
-        direct = accumulate and term.weight.is_leaf and term.weight.requires_grad
-        if direct and term.weight.grad is None:
-            term.weight.grad = torch.zeros_like(term.weight)
-        sinks.append(term.weight.grad if direct else None)
+    for weight in leaves:
+        if weight is None or not (accumulate and weight.requires_grad):
+            sinks.append(None)
+            continue
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        sinks.append(weight.grad)
     return sinks
 
 
@@ -251,6 +253,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 columns += [rows.stats(spec.want, keep=False) for _, rows in head.blocks(span, logits)]
         logprobs, entropies, means, top1, lse, collisions = _joined(columns, terms[0].x)
         ctx.spec, ctx.dtype = spec, head.dtype
+        # What comes back from under hooks for saved tensors is not the parameter itself, and has no `.grad` of its own.
+        ctx.leaves = [t.weight if t.weight.is_leaf else None for t in terms]
         ctx.save_for_backward(index, target, bias, lse, entropies, *flat)
         ctx.set_materialize_grads(False)  # statistics that are only looked at cost nothing in backward
         ctx.mark_non_differentiable(top1, collisions)
@@ -262,7 +266,7 @@ class _LinearLogprobs(torch.autograd.Function):
         index, target, bias, lse, entropies, *flat = ctx.saved_tensors
         terms, spec = _pairs(flat), ctx.spec
         of_logprobs = torch.zeros_like(lse) if of_logprobs is None else of_logprobs
-        sinks = _sinks(terms, spec.accumulate)
+        sinks = _sinks(ctx.leaves, spec.accumulate)
         with torch.autocast(index.device.type, dtype=ctx.dtype, enabled=ctx.dtype != terms[0].x.dtype):
             head = _Head(spec, index, target, bias, terms)
         gradients = _Gradients(head, terms, bias, ctx.needs_input_grad[3:], sinks)

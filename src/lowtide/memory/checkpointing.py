@@ -1,0 +1,122 @@
+"""Which activations gradient checkpointing keeps, over transformers' own mechanism.
+
+transformers checkpoints whole layers: `activation_checkpointing_enable` gives each of its layers a flag and a function
+that runs it. `set_checkpointing` sets both anew, after it, so that a layer keeps some of what is dear to compute again,
+or only some layers are checkpointed. What is kept is chosen by operation, as in selective activation checkpointing
+(arXiv 2205.05198) with PyTorch's `create_selective_checkpoint_contexts`.
+
+Exact: what is computed again comes out with the same bits, wherever the model's operations are deterministic. Under
+autocast the policies that keep something do without its cache of cast weights. That shows in the last bits only where
+one autocast spans several forwards: the gradients of a weight from each are then added in its own dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lowtide.memory.tiled_mlp import computing_tiles
+
+ATTENTION = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+        "flash_attn_3::fwd",
+        "flash_attn_3::_flash_attn_forward",
+        "flex_attention",
+    }
+)
+"""Fused attention, by the operation's name. What is computed in the open (soft-caps and sinks on a CPU) or inside a
+compiled kernel is not among them, and is computed again."""
+PRODUCTS = frozenset({f"aten::{name}" for name in ("mm", "addmm", "linear", "_scaled_mm", "_grouped_mm")})
+"""Products of activations with weights. Batched products (`bmm`) are none: open attention makes its scores by them,
+[tokens, keys] for each head, and those are the last thing to keep."""
+
+POLICIES: dict[str, frozenset[str]] = {
+    "full": frozenset(),
+    "attention": ATTENTION,
+    "matmul": ATTENTION | PRODUCTS,
+}
+"""By name, the operations whose results a checkpointed layer keeps; it computes everything else again. The later ones
+keep more and compute less again."""
+
+
+def set_checkpointing(
+    model: nn.Module, policy: str = "full", every: int = 1, kwargs: dict[str, Any] | None = None
+) -> int:
+    """Sets what each layer keeps; for a model whose checkpointing transformers has enabled.
+
+    Args:
+        model: of transformers, wrapped or not.
+        policy: one of `POLICIES`.
+        every: each so many-th layer is checkpointed, the first among them; the others keep all that they compute.
+        kwargs: of `torch.utils.checkpoint.checkpoint`; by default `{"use_reentrant": False}`.
+
+    Returns:
+        How many layers are checkpointed.
+
+    Raises:
+        ValueError: an unknown policy; one that reentrant checkpointing cannot follow; a model without layers that
+            transformers can checkpoint.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    options = {"use_reentrant": False, **(kwargs or {})}
+    if policy not in POLICIES:
+        raise ValueError(f"unknown checkpointing policy {policy!r}: choose one of {', '.join(POLICIES)}")
+    if every < 1:
+        raise ValueError(f"every {every}-th layer cannot be checkpointed: give 1 for all, 2 for every second, ...")
+    if POLICIES[policy] and options["use_reentrant"]:
+        raise ValueError(
+            f"the checkpointing policy {policy!r} keeps some results, which reentrant checkpointing cannot: set "
+            "`use_reentrant` to False in `gradient_checkpointing_kwargs`, or use the policy 'full'"
+        )
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise ValueError(
+            f"transformers knows no layers to checkpoint in this model (model type {kind}): leave checkpointing "
+            "policies off"
+        )
+    if POLICIES[policy]:
+        options["context_fn"] = functools.partial(_contexts, POLICIES[policy])
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number % every == 0
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, **options)
+    return len(range(0, len(layers), every))
+
+
+def _contexts(kept: frozenset[str]) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """For the forward of a layer and for its recomputation."""
+
+    def choose(_context: object, op: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        # Tiles are computed again by their own backward, which asks for none of their products.
+        keep = op.name() in kept and not computing_tiles.get()
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    forward, again = create_selective_checkpoint_contexts(choose)
+    return _without_cached_casts(forward), again
+
+
+@contextlib.contextmanager
+def _without_cached_casts(inner: contextlib.AbstractContextManager) -> Iterator[None]:
+    """Under autocast a weight's cast is computed in forward as it will be in backward, where no cache has it yet."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with inner:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

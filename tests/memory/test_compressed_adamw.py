@@ -48,10 +48,7 @@ def assert_same(optimizer: CompressedAdamW, compressed, reference: torch.optim.O
 
 
 @pytest.mark.parametrize("rate", [float, torch.tensor])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_two_hundred_steps_are_those_of_float32_masters(rate, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+def test_two_hundred_steps_are_those_of_float32_masters(rate):
     compressed, masters = parameters(), parameters(torch.float32)
     optimizer = CompressedAdamW(compressed, **{**OPTIONS, "lr": rate(1e-2)})
     reference = torch.optim.AdamW(masters, **{**OPTIONS, "lr": rate(1e-2)}, fused=True)
@@ -61,9 +58,26 @@ def test_two_hundred_steps_are_those_of_float32_masters(rate, threads):
         take_step(reference, masters, step)
         for schedule in schedules:
             schedule.step()
-    torch.set_num_threads(before)
     assert_same(optimizer, compressed, reference, masters)
     assert any(optimizer.state[p]["remainder"].any() for p in compressed)
+
+
+@pytest.mark.parametrize("block", [1 << 16, 1 << 17])
+def test_threads_and_blocks_do_not_show(block, monkeypatch):
+    monkeypatch.setitem(compressed_adamw.BLOCK, "cpu", block)
+    start = torch.randn(200_003).bfloat16()  # threads share what is larger than 32,768 elements
+    compressed, masters = [nn.Parameter(start.clone())], [nn.Parameter(start.float())]
+    optimizer = CompressedAdamW(compressed, **OPTIONS)
+    reference = torch.optim.AdamW(masters, **OPTIONS, fused=True)
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        compressed[0].grad = torch.randn_like(compressed[0])
+        masters[0].grad = compressed[0].grad.float()
+        optimizer.step()
+        torch.set_num_threads(before)
+        reference.step()
+    assert_same(optimizer, compressed, reference, masters)
 
 
 def every_kind_of_master() -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""Compressed AdamW on CUDA takes the steps of torch's fused AdamW on float32 masters."""
+"""Optimizers on CUDA: compressed masters, steps in backward and states in host memory equal torch's AdamW, in less
+memory."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -6,6 +11,8 @@ from torch import nn
 
 from lowtide.memory import compressed_adamw
 from lowtide.memory.compressed_adamw import CompressedAdamW
+from lowtide.memory.host_states import HostStates
+from lowtide.memory.optimizer_in_backward import OptimizerInBackward
 
 SHAPES = [(370, 110), (1,), (30, 5, 7), (20001,)]
 
@@ -38,3 +45,74 @@ def test_a_master_comes_back_whatever_its_bits():
     back = compressed_adamw._decode(weight, remainder, exp_avg_sq)
     same = back.view(torch.int32) == master.view(torch.int32)
     assert (same | (master.isnan() & back.isnan())).all()
+
+
+WIDTH, LAYERS = 1024, 8
+LAYER_BYTES = 4 * WIDTH * WIDTH
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).cuda()
+
+
+def step(
+    model: nn.Sequential, optimizer: torch.optim.Optimizer, around: Callable[[], Any] = contextlib.nullcontext
+) -> None:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).cuda()
+    with around():
+        model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def equal(left: nn.Module, right: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+
+
+def test_steps_in_backward_hold_few_gradients(peak_above_start):
+    plain, model = stack(), stack()
+    optimizer, other = adamw(plain), adamw(model)
+    early = OptimizerInBackward(other)
+    for _ in range(4):
+        step(plain, optimizer)
+        step(model, other, early.armed)
+    assert equal(plain, model)
+    assert peak_above_start(lambda: step(model, other, early.armed)) < 4 * LAYER_BYTES
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_states_in_host_memory(in_backward, peak_above_start):
+    plain, model = stack(), stack()
+    optimizer, other = adamw(plain), adamw(model)
+    step(plain, optimizer)
+    start = torch.cuda.memory_allocated()
+    states = HostStates(other)
+    around = OptimizerInBackward(other, step=states.step_alone).armed if in_backward else contextlib.nullcontext
+    step(model, other, around)
+    assert torch.cuda.memory_allocated() - start < LAYER_BYTES
+    for _ in range(4):
+        step(plain, optimizer)
+        step(model, other, around)
+    assert equal(plain, model)
+    saved = other.state_dict()
+    for ours, theirs in zip(saved["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
+        assert ours["exp_avg"].is_pinned()
+        assert torch.equal(ours["exp_avg"], theirs["exp_avg"].cpu())
+        assert torch.equal(ours["exp_avg_sq"], theirs["exp_avg_sq"].cpu())
+    visitors = 3 * 2 * LAYER_BYTES
+    gradients = (3 if in_backward else LAYERS + 1) * LAYER_BYTES
+    assert peak_above_start(lambda: step(model, other, around)) < visitors + gradients
+
+    resumed = stack()
+    resumed.load_state_dict(model.state_dict())
+    third = adamw(resumed)
+    HostStates(third)
+    third.load_state_dict(saved)
+    step(plain, optimizer)
+    step(resumed, third)
+    assert equal(plain, resumed)

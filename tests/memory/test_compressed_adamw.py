@@ -186,7 +186,6 @@ def test_a_state_of_torchs_adamw_is_taken():
     take_step(reference, masters, 0)
     optimizer = CompressedAdamW(compressed, **OPTIONS)
     saved = copy.deepcopy(reference.state_dict())
-    saved["param_groups"] = [{**saved["param_groups"][0], "remainder": "exact"}]
     optimizer.load_state_dict(saved)
     for parameter, master in zip(compressed, masters, strict=True):
         master.data = master.data.bfloat16().float()
@@ -194,6 +193,22 @@ def test_a_state_of_torchs_adamw_is_taken():
     take_step(reference, masters, 1)
     take_step(optimizer, compressed, 1)
     assert_same(optimizer, compressed, reference, masters)
+
+
+def test_another_remainder_may_be_chosen_on_resuming():
+    compressed = parameters()
+    exact = CompressedAdamW(compressed, **OPTIONS)
+    take_step(exact, compressed, 0)
+    stochastic = CompressedAdamW(compressed, remainder="stochastic")
+    stochastic.load_state_dict(copy.deepcopy(exact.state_dict()))
+    take_step(stochastic, compressed, 1)
+    for parameter in compressed:
+        assert "remainder" not in stochastic.state[parameter]
+        assert not stochastic.state[parameter]["exp_avg_sq"].signbit().any()
+        assert torch.equal(stochastic.master(parameter), parameter.float())
+    exact.load_state_dict(copy.deepcopy(stochastic.state_dict()))
+    take_step(exact, compressed, 2)
+    assert all("remainder" in exact.state[parameter] for parameter in compressed)
 
 
 def test_infinite_and_missing_gradients():

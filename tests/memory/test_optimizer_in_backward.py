@@ -97,6 +97,19 @@ def test_steps_are_those_of_an_ordinary_optimizer(name, head, tied):
     assert_same_run((plain, model), (optimizer, other))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_beside_checkpointing(reentrant):
+    runs = [build("adamw"), build("adamw")]
+    for model, _ in runs:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    train(*runs[0], "plain")
+    early = OptimizerInBackward(runs[1][1])
+    train(*runs[1], "plain", last=early.armed)
+    assert_same_run(*zip(*runs, strict=True))
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_clipping_in_two_passes(head):
     plain, optimizer = build("adamw", tied=True, head=head)

@@ -79,7 +79,7 @@ class CompressedAdamW(Optimizer):
                     "choose another optimizer"
                 )
             if group["remainder"] == "stochastic" and parameter.dtype == torch.bfloat16:
-                self.state[parameter]["seed"] = int(torch.randint(1 << 62, ()))
+                self.state[parameter]["seed"] = _draw_seed()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -123,15 +123,17 @@ class CompressedAdamW(Optimizer):
         return _decode(parameter.detach(), state["remainder"], state["exp_avg_sq"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would round the moments to the parameters' dtype. Takes the states of
-        `torch.optim.AdamW` too: a master then starts at the weight's value."""
+        """As torch's, which would round the moments to the parameters' dtype; `remainder` stays what it is here.
+        Takes the states of `torch.optim.AdamW` too: a master then starts at the weight's value."""
+        remainders = [group["remainder"] for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if number in state_dict["state"]:
-                saved = state_dict["state"][number]
-                self.state[parameter] = {name: _loaded(name, value, parameter) for name, value in saved.items()}
+        numbers = iter([number for group in state_dict["param_groups"] for number in group["params"]])
+        for group, remainder in zip(self.param_groups, remainders, strict=True):
+            group["remainder"] = remainder
+            for parameter, number in zip(group["params"], numbers, strict=False):
+                for name, value in state_dict["state"].get(number, {}).items():
+                    if name != "remainder" or remainder == "exact":
+                        self.state[parameter][name] = _loaded(name, value, parameter)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -232,9 +234,13 @@ def _round_stochastically_(
     weight.masked_fill_(master.isnan(), torch.nan)
 
 
+def _draw_seed() -> int:
+    return int(torch.randint(1 << 62, ()))
+
+
 def _advance(state: dict[str, Any], parameter: Tensor) -> torch.Generator:
     """The random numbers of this parameter's next step."""
-    state["seed"] = state.get("seed", 0) + 1
+    state["seed"] = (state["seed"] if "seed" in state else _draw_seed()) + 1
     return torch.Generator(parameter.device).manual_seed(state["seed"])
 
 

@@ -1,0 +1,250 @@
+"""AdamW on bfloat16 parameters with the trajectory of float32 masters, without the masters.
+
+Mixed precision keeps each weight twice, as a float32 master and as the bfloat16 copy that the passes use. But the copy
+is the upper half of the master, so here the other half is kept in its place: the *remainder*, `bits(master) -
+bits(copy)`, which is a signed 16-bit number. A parameter takes 2 (weight) + 2 (remainder) + 8 (moments) = 12 bytes
+instead of 14, and its gradient 2 instead of 4. The float32 masters exist for a block of elements at a time.
+
+Exact, bit by bit. Rounding to the nearest even leaves 65,537 remainders: from -0x8000 to 0x8000, since a weight
+that is even attracts the ties on both of its sides. The one bit that 16 cannot hold is the sign of the second moment,
+which is never negative: where it is set, the remainder reads 0x8000 instead of -0x8000.
+
+The same split is in NVIDIA's Apex (`DistributedFusedAdam`, `store_param_remainders`), which truncates where the passes
+would round. Stochastic rounding, the other option, keeps no remainder and is not exact: the float32 result is rounded
+up or down at random, so that it is right on average (arXiv 2010.06192).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from jaxtyping import BFloat16, Float32, Int16
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import Optimizer, ParamsT
+
+BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
+"""Elements at a time: on a CPU what the second-level cache holds, on a GPU what keeps it busy."""
+TIE = 0x8000
+"""Half of the distance between two bfloat16 numbers, counted in float32 numbers."""
+REMAINDERS = ("exact", "stochastic")
+
+
+class CompressedAdamW(Optimizer):
+    """`torch.optim.AdamW(fused=True)` on float32 masters, of which bfloat16 parameters are the rounded copies.
+
+    float32 parameters among the others (norms, adapters) are stepped by torch's AdamW as they are.
+
+    Args:
+        params: bfloat16 or float32 parameters, or groups of them.
+        lr, betas, eps, weight_decay: those of `torch.optim.AdamW`.
+        remainder: of the master, beyond the bfloat16 weight. "exact" keeps it, as int16 in the state; a master starts
+            at the weight's value, or see `compress_`. "stochastic" does not keep it and rounds stochastically; a
+            parameter's random numbers come from a seed in its state, drawn from torch's generator when the optimizer
+            is made, so neither the order of steps nor a resumed run changes them.
+
+    State of a bfloat16 parameter: `step`, float32 `exp_avg` and `exp_avg_sq` (the sign of which belongs to the
+    remainder), and int16 `remainder` or the integer `seed`.
+
+    Raises:
+        ValueError: a parameter of another dtype or not contiguous, or an unknown `remainder`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        remainder: str = "exact",
+    ):
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "remainder": remainder}
+        super().__init__(params, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, for bfloat16 and float32 parameters alone."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["remainder"] not in REMAINDERS:
+            raise ValueError(f"remainder is {group['remainder']!r}: choose one of {', '.join(REMAINDERS)}")
+        for parameter in group["params"]:
+            if parameter.dtype not in (torch.bfloat16, torch.float32) or not parameter.is_contiguous():
+                raise ValueError(
+                    f"CompressedAdamW steps contiguous bfloat16 and float32 parameters, got one of {parameter.dtype}, "
+                    f"shape {tuple(parameter.shape)}, strides {parameter.stride()}: load the model in bfloat16, or "
+                    "choose another optimizer"
+                )
+            if group["remainder"] == "stochastic" and parameter.dtype == torch.bfloat16:
+                self.state[parameter]["seed"] = _draw_seed()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimizer step of every parameter that has a gradient."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                self._start_state(parameter, group)
+                if parameter.dtype == torch.bfloat16:
+                    self._step_compressed(parameter, group)
+            self._step_plain([parameter for parameter in trained if parameter.dtype != torch.bfloat16], group)
+        return loss
+
+    @torch.no_grad()
+    def compress_(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Makes float32 parameters bfloat16 ones in place; their masters go on from the float32 values, bit by bit.
+
+        Args:
+            parameters: of this optimizer and without state so far; by default all that are float32.
+        """
+        chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dtype != torch.float32 or (chosen is not None and id(parameter) not in chosen):
+                    continue
+                master = parameter.data
+                parameter.data = master.to(torch.bfloat16)
+                if group["remainder"] == "exact":
+                    state = self._start_state(parameter, group)
+                    _encode_(master, parameter.data, state["remainder"], state["exp_avg_sq"])
+
+    @torch.no_grad()
+    def master(self, parameter: nn.Parameter) -> Tensor:
+        """float32, in the parameter's shape: the value that the optimizer goes on from, which the weight is rounded
+        from."""
+        state = self.state.get(parameter, {})
+        if "remainder" not in state:
+            return parameter.detach().float()
+        return _decode(parameter.detach(), state["remainder"], state["exp_avg_sq"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would round the moments to the parameters' dtype; `remainder` stays what it is here.
+        Takes the states of `torch.optim.AdamW` too: a master then starts at the weight's value."""
+        remainders = [group["remainder"] for group in self.param_groups]
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = iter([number for group in state_dict["param_groups"] for number in group["params"]])
+        for group, remainder in zip(self.param_groups, remainders, strict=True):
+            group["remainder"] = remainder
+            for parameter, number in zip(group["params"], numbers, strict=False):
+                for name, value in state_dict["state"].get(number, {}).items():
+                    if name != "remainder" or remainder == "exact":
+                        self.state[parameter][name] = _loaded(name, value, parameter)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _start_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        if parameter.dtype == torch.bfloat16 and group["remainder"] == "exact" and "remainder" not in state:
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+        return state
+
+    def _step_plain(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        if parameters:
+            grads = [cast(Tensor, parameter.grad) for parameter in parameters]
+            states = [self.state[parameter] for parameter in parameters]
+            exp_avgs, exp_avg_sqs, steps = ([s[name] for s in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+            _adamw(parameters, grads, exp_avgs, exp_avg_sqs, steps, group)
+
+    def _step_compressed(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        remainder = state["remainder"] if group["remainder"] == "exact" else None
+        generator = None if remainder is not None else _advance(state, parameter)
+        whole = (parameter.detach(), cast(Tensor, parameter.grad), state["exp_avg"], state["exp_avg_sq"])
+        size = BLOCK.get(parameter.device.type, BLOCK["cuda"])
+        blocks = zip(*(tensor.reshape(-1).split(size) for tensor in whole), strict=True)
+        remainders = iter(() if remainder is None else remainder.view(-1).split(size))
+        for weight, grad, exp_avg, exp_avg_sq in blocks:
+            rest = next(remainders, None)
+            master = weight.float() if rest is None else _decode(weight, rest, exp_avg_sq)
+            exp_avg_sq.abs_()
+            _adamw([master], [grad.float()], [exp_avg], [exp_avg_sq], [state["step"].clone()], group)
+            if rest is None:
+                _round_stochastically_(master, weight, generator)
+            else:
+                _encode_(master, weight, rest, exp_avg_sq)
+        state["step"] += 1
+
+
+def _adamw(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    group: dict[str, Any],
+) -> None:
+    beta1, beta2 = group["betas"]
+    adamw(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _decode(
+    weight: BFloat16[Tensor, " *shape"], remainder: Int16[Tensor, " *shape"], exp_avg_sq: Float32[Tensor, " *shape"]
+) -> Float32[Tensor, " *shape"]:
+    """The master, in memory of its own."""
+    bits = weight.float().view(torch.int32)
+    bits += remainder
+    bits.sub_(exp_avg_sq.view(torch.int32) >> 31, alpha=2 * TIE)  # the shift gives -1 for a sign, else 0
+    return bits.view(torch.float32)
+
+
+def _encode_(
+    master: Float32[Tensor, " *shape"],
+    weight: BFloat16[Tensor, " *shape"],
+    remainder: Int16[Tensor, " *shape"],
+    exp_avg_sq: Float32[Tensor, " *shape"],
+) -> None:
+    """Splits the master into weight, remainder and the sign of the second moment. NaN stays NaN, whatever remains."""
+    weight.copy_(master)
+    left = master.view(torch.int32) - weight.float().view(torch.int32)
+    remainder.copy_(left)  # 0x8000 wraps to -0x8000
+    exp_avg_sq.copysign_(0.5 - (left == TIE).float())
+
+
+def _round_stochastically_(
+    master: Float32[Tensor, " *shape"], weight: BFloat16[Tensor, " *shape"], generator: torch.Generator | None
+) -> None:
+    """The weight becomes one of the two neighbours of the master, each the likelier the nearer it is."""
+    noise = torch.randint(2 * TIE, master.shape, generator=generator, dtype=torch.int32, device=master.device)
+    upper = (noise + master.view(torch.int32)) >> 16
+    weight.copy_(upper.to(torch.int16).view(torch.bfloat16))
+    weight.masked_fill_(master.isnan(), torch.nan)
+
+
+def _draw_seed() -> int:
+    return int(torch.randint(1 << 62, ()))
+
+
+def _advance(state: dict[str, Any], parameter: Tensor) -> torch.Generator:
+    """The random numbers of this parameter's next step."""
+    state["seed"] = (state["seed"] if "seed" in state else _draw_seed()) + 1
+    return torch.Generator(parameter.device).manual_seed(state["seed"])
+
+
+def _loaded(name: str, value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(parameter.device, torch.int16 if name == "remainder" else torch.float32)

@@ -113,8 +113,7 @@ class PinnedHost:
         if stored.back is not None:
             return
         stored.back = back = torch.empty(stored.size, dtype=torch.uint8, device=self.device)
-        self.into.wait_stream(self.cuda.current_stream(self.device))
-        self.into.wait_event(stored.left)
+        self.into.wait_stream(self.cuda.current_stream(self.device))  # which has waited for the copy out
         with self.cuda.stream(self.into):
             back.copy_(stored.host, non_blocking=True)
             stored.arrived = self.into.record_event()

@@ -53,6 +53,7 @@ def train_step(
     backward: Callable[[Tensor], object] = Tensor.backward,
     no_sync: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     exchange: Callable[[], None] | None = None,
+    around_last: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     totals: Totals | None = None,
 ) -> Tensor:
     """Adds the gradients of one optimizer step to the model's parameters.
@@ -66,6 +67,7 @@ def train_step(
         no_sync: entered for all micro-batches but the last, so that ranks exchange gradients once.
         exchange: exchanges the gradients once all ranks came through; `no_sync` is entered for the last too. Without
             it the wrapper exchanges them in the last backward, where the failure of one rank leaves the others waiting.
+        around_last: entered for the last micro-batch, in whose backward every gradient is complete as it arrives.
         totals: takes in the sums behind the metrics.
 
     Returns:
@@ -93,8 +95,9 @@ def train_step(
     with watch.local() if alone else contextlib.nullcontext():
         for number, part in enumerate(parts):
             watch.phase, watch.micro_batch, watch.part = "forward", number, part
-            syncs = number == len(parts) - 1 and exchange is None
-            with contextlib.nullcontext() if syncs else no_sync():
+            last = number == len(parts) - 1
+            quiet = contextlib.nullcontext() if last and exchange is None else no_sync()
+            with quiet, around_last() if last else contextlib.nullcontext():
                 output, loss = run(number, part)
                 if output.aux_loss is not None and part.scores:
                     loss = loss + objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)

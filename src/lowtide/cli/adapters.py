@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from lowtide.cli.main import UsageError
-from lowtide.methods.method import option
+from lowtide.option import option
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -22,8 +22,8 @@ from lowtide.cli.layout import LAYOUT
 from lowtide.cli.main import METHODS, UsageError
 from lowtide.cli.options import Option, add_options, options_of, read_options
 from lowtide.cli.run_file import read_run_file, write_run_file
-from lowtide.methods.method import option
 from lowtide.methods.options import ReferenceOptions
+from lowtide.option import option
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.methods.method import Method, RowObjective, option
+from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import CompletionOptions, in_table
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.reference_free import LOSSES, PER_TOKEN, SMOOTHED, alpha_reward
+from lowtide.option import option
 
 
 @dataclass(kw_only=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from lowtide.methods.method import Method, RowObjective, option
+from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import CompletionOptions, ReferenceOptions, in_table
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, read_pairs
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.objectives.preference import DIVERGENCES, DIVERGENT, LOSSES, SMOOTHED, WHOLE
+from lowtide.option import option
 
 SFT_LOSS = "sft"
 """The loss type that is the negative log-likelihood a token of the chosen completions."""

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.methods.method import Method, RowObjective, Scorer, option
+from lowtide.methods.method import Method, RowObjective, Scorer
 from lowtide.methods.options import in_table
 from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective
 from lowtide.objectives.kto import LOSSES, Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
+from lowtide.option import option
 from lowtide.ragged import RaggedBatch
 
 BASELINE = "kto"

@@ -7,7 +7,7 @@ and one line there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,14 +15,6 @@ from torch import Tensor
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, TokenStats, Want
 from lowtide.ragged import RaggedBatch
-
-
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A field of an options class: its default, and the one sentence that documents it."""
-    if isinstance(default, dict | list):
-        return field(default_factory=lambda: default, metadata={"help": help, **metadata})
-    return field(default=default, metadata={"help": help, **metadata})
-
 
 Scorer = Callable[[RaggedBatch], Tensor]
 """From a batch to its log-probabilities [scores], without gradient."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.methods.method import option
+from lowtide.option import option
 
 
 @dataclass(kw_only=True)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 
-from lowtide.methods.method import Method, RowObjective, option
+from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import CompletionOptions
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.reference_free import log_odds_ratio
+from lowtide.option import option
 
 
 @dataclass(kw_only=True)

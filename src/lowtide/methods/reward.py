@@ -10,10 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowtide.methods.completions import completion_segments
-from lowtide.methods.method import Method, RowObjective, option
+from lowtide.methods.method import Method, RowObjective
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.objectives.reward import bradley_terry
 from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.option import option
 from lowtide.ragged import RaggedBatch
 
 MARGIN = "margin"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lowtide.methods.method import Method, TokenObjective, option
+from lowtide.methods.method import Method, TokenObjective
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
+from lowtide.option import option
 
 
 @dataclass(kw_only=True)

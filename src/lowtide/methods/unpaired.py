@@ -12,11 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowtide.methods.completions import completion_segments, in_completion, segment_sums
-from lowtide.methods.method import RowObjective, option
+from lowtide.methods.method import RowObjective
 from lowtide.methods.options import CompletionOptions, ReferenceOptions
 from lowtide.objectives.kto import Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.ops.linear_logprobs import TokenStats, Want
+from lowtide.option import option
 from lowtide.ragged import RaggedBatch
 
 LABEL = "label"

@@ -13,11 +13,12 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.utils import DynamoBackend
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -31,11 +32,12 @@ from lowtide.methods.method import Scorer
 from lowtide.metrics import Totals, distributed
 from lowtide.passes import Models
 from lowtide.ragged import RaggedBatch
-from lowtide.recovery import surviving_optimizer_step, surviving_step
+from lowtide.recovery import Before, surviving_optimizer_step, surviving_step
 from lowtide.replicas import average_gradients, broadcast_weights
 from lowtide.step import Limits, evaluate_batch
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
+from lowtide.trainers.optimizers import OPTIMIZERS, InBackward, own_optimizer, settle_optimizer
 from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
 
@@ -70,6 +72,8 @@ class LowtideTrainer(Trainer):
         self._token_budget: int | None = None
         self.rehearsed_bytes: int | None = None
         self._guarded: Any = None
+        self._in_backward: InBackward | None = None
+        self._around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
         super().__init__(callbacks=callbacks, **kwargs)
@@ -102,7 +106,7 @@ class LowtideTrainer(Trainer):
 
     def models(self, model: nn.Module) -> Models:
         """What a step runs."""
-        return Models(model, self.reference, self.padding_free)
+        return Models(model, self.reference, self.padding_free, self._around)
 
     def ways(self, model: nn.Module) -> dict[str, Any]:
         """How a step goes backward and meets the other ranks: arguments of `train_step`."""
@@ -111,6 +115,11 @@ class LowtideTrainer(Trainer):
             "backward": self.accelerator.backward,
             "exchange": functools.partial(average_gradients, model) if distributed() else None,
         }
+
+    def rehearsal_ways(self, model: nn.Module) -> dict[str, Any]:
+        """The same for a rehearsal, in which nothing is stepped."""
+        freed = {} if self._in_backward is None else {"around_last": self._in_backward.steps.norm_pass}
+        return {**self.ways(model), **freed}
 
     def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
@@ -123,15 +132,7 @@ class LowtideTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
         with self.compute_loss_context_manager():
-            loss, limits = surviving_step(
-                self.models(model),
-                inputs,
-                self.objective,
-                limits=self.limits,
-                totals=self._train_totals,
-                **self.ways(model),
-            )
-        self._token_budget = limits.tokens
+            loss = self._gradients(model, inputs)
         if not math.isfinite(loss.item()):
             self._stop_at_nonfinite(model, inputs, loss.item())
         every = self.args.torch_empty_cache_steps
@@ -141,11 +142,50 @@ class LowtideTrainer(Trainer):
         self.tokens_in_steps += inputs.tokens
         return loss
 
+    def _gradients(self, model: nn.Module, batch: RaggedBatch) -> Tensor:
+        """The gradients of one optimizer step, or the step itself where it is taken in backward; returns the loss."""
+
+        def step(totals: Totals, **more: Any) -> Tensor:
+            loss, limits = surviving_step(
+                self.models(model),
+                batch,
+                self.objective,
+                limits=self.limits,
+                totals=totals,
+                **self.ways(model),
+                **more,
+            )
+            self._token_budget = limits.tokens
+            return loss
+
+        in_backward = self._in_backward
+        if in_backward is None or len(batch.plan_split(self.limits.tokens, self.limits.rows)) > 1:
+            return step(self._train_totals)
+        if in_backward.max_grad_norm:
+            before = Before(self.objective, self.args.device)
+            step(Totals(), around_last=in_backward.steps.norm_pass)
+            before.put_back()
+        return step(self._train_totals, around_last=in_backward.stepping)
+
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; ranks that hold the same weights are not wrapped (see `lowtide.replicas`)."""
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+        accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # layers are compiled, not the model
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As the Trainer's, and lowtide's own."""
+        return own_optimizer(args) if args.optim in OPTIMIZERS else Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As the Trainer's, with its states where they belong."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if made:
+            settle_optimizer(optimizer, self.args)
+        return optimizer
 
     def _before_first_step(self, model: nn.Module) -> None:
         """Ranks start equal; the optimizer survives an out-of-memory that comes before it changes anything."""
@@ -155,9 +195,22 @@ class LowtideTrainer(Trainer):
         step = self.optimizer.step
         self.optimizer.step = functools.update_wrapper(functools.partial(surviving_optimizer_step, inner, step), step)
         self._guarded = self.optimizer
+        if self.args.optimizer_in_backward:
+            self._in_backward = InBackward(self.optimizer, model, self.args.max_grad_norm)
         if self.args.rehearsal:
             with self.compute_loss_context_manager():
                 self._token_budget = rehearse(self, model).tokens
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self._in_backward is not None and self._in_backward.norm is not None:
+            norm, self._in_backward.norm = self._in_backward.norm, None
+            return norm
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Unknown where gradients are gone before they were all there."""
+        gone = self._in_backward is not None and all(p.grad is None for p in model.parameters())
+        return grad_norm if gone else super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _stop_at_nonfinite(self, model: nn.Module, batch: RaggedBatch, loss: float) -> None:
         model.zero_grad()

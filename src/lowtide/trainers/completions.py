@@ -12,7 +12,7 @@ from torch import nn
 from lowtide.data.collate import CompletionCollator
 from lowtide.data.preference import PreferenceOptions, prepare_pairs
 from lowtide.engine.forward import embedding_weight
-from lowtide.methods.method import option
+from lowtide.option import option
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.method import MethodTrainer, Prepared
 from lowtide.trainers.setup import Engine, check_prefixes

@@ -7,10 +7,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
+from lowtide.memory.options import MemoryOptions
 from lowtide.methods import METHODS
-from lowtide.methods.method import option
+from lowtide.option import option
 from lowtide.spelling import nearest
+from lowtide.trainers.optimizers import OPTIMIZERS
 
 DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
@@ -18,9 +21,6 @@ REFUSED: dict[str, str] = {
     "label_names": "labels are found by their column, `labels`",
     "include_for_metrics": "`compute_metrics` gets token ids and log-probs; there are no inputs or losses to include",
     "batch_eval_metrics": "`compute_metrics` is called once, over the whole evaluation set",
-    "use_liger_kernel": "liger's kernels replace the model's forward, which the fused head lives in; leave it off",
-    "torch_compile": "ragged batches would be compiled anew for each shape; leave it off",
-    "activation_offloading": "it is not built yet; gradient checkpointing (on by default) is what there is",
     "deepspeed": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
     "fsdp": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
     "parallelism_config": "sharded models are not built yet; several GPUs train with equal weights on each (torchrun)",
@@ -32,7 +32,7 @@ REFUSED: dict[str, str] = {
 
 
 @dataclass
-class TrainingConfig(TrainingArguments):
+class TrainingConfig(MemoryOptions, TrainingArguments):
     """What every lowtide trainer takes. Fields not listed here are those of `transformers.TrainingArguments`.
 
     Raises:
@@ -52,9 +52,6 @@ class TrainingConfig(TrainingArguments):
     tokens_per_microbatch: int | None = option(
         None, "Token budget: the most tokens that one forward sees. The batch of a step is cut to fit; same numbers."
     )
-    rehearsal: bool = option(
-        True, "Before the first step, run the heaviest micro-batch once, so that what will not fit fails at once."
-    )
     memory_report: str | None = option(None, "JSON file to write peak, states, speed and ledger to after training.")
 
     # other defaults than TrainingArguments'
@@ -63,11 +60,15 @@ class TrainingConfig(TrainingArguments):
     gradient_checkpointing: bool = option(
         True, "Recompute activations in backward: about a quarter slower, for a fraction of their memory."
     )
+    optim: str = option(
+        "adamw_torch_fused",
+        "The optimizer: lowtide's compressed or stochastically rounded AdamW in bfloat16, or one of transformers'.",
+        choices=[*OPTIMIZERS, *(name.value for name in OptimizerNames)],
+    )
     bf16: bool | None = option(
         None, "bfloat16 mixed precision. None: on a GPU that has it, if fp16 is not set; on a CPU float32."
     )
     # TRL's, refused with a reason rather than as unknown
-    activation_offloading: bool = option(False, "Not built yet.")
     pad_to_multiple_of: int | str | None = option(None, "Refused: there is no padding.")
     pad_token: str | None = option(None, "Refused: there is no padding.")
 
@@ -112,7 +113,12 @@ class TrainingConfig(TrainingArguments):
             if getattr(self, new, old) is None:
                 setattr(self, new, getattr(self, old))
         self.dataloader_pin_memory &= torch.cuda.is_available()
+        own = self.optim if self.optim in OPTIMIZERS else None
+        if own is not None:
+            self.optim = "adamw_torch_fused"  # transformers knows its own names alone
         super().__post_init__()
+        self.optim = own or self.optim
+        self.check_memory(self.max_grad_norm)
         if not self.average_tokens_across_devices:
             raise ValueError(
                 f"{type(self).__name__}: average_tokens_across_devices=False is refused: every scored token counts "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.methods.kto import BASELINE, KTO, KTOOptions
-from lowtide.methods.method import option
+from lowtide.option import option
 from lowtide.trainers.completions import CompletionConfig
 from lowtide.trainers.unpaired import UnpairedTrainer
 

@@ -17,6 +17,8 @@ from lowtide.data.collate import RaggedCollator
 from lowtide.data.ledger import Ledger
 from lowtide.engine.forward import causal_model
 from lowtide.engine.loading import adapt
+from lowtide.memory.table import active, around, begin, prepare
+from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective, Scorer
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.config import TrainingConfig
@@ -92,6 +94,9 @@ class MethodTrainer(LowtideTrainer):
         if eval_dataset is not None:
             eval_dataset = self._prepared_for_evaluation(eval_dataset)
         engine = install_engine(model, args)
+        site = Site(args, model, args.device, args.world_size)
+        self.techniques = active(args)
+        prepare(site, self.techniques)
         aux = router_coefficient(causal_model(model), getattr(args, "router_aux_loss_coef", None))
         super().__init__(
             objective=self.make_objective(args, aux),
@@ -108,6 +113,8 @@ class MethodTrainer(LowtideTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
+        self.site = site
+        self._around = around(site, self.techniques)
         self.add_callback(StartReport(self, engine))
 
     # -- what a method's trainer says of itself ----------------------------------------------------------------------
@@ -142,6 +149,10 @@ class MethodTrainer(LowtideTrainer):
     def report_lines(self) -> list[tuple[str, str]]:
         """What the method adds to the start-up report, as (name, text)."""
         return []
+
+    def _before_first_step(self, model: nn.Module) -> None:
+        begin(self.site, self.techniques)
+        super()._before_first_step(model)
 
     # -- data --------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
@@ -55,7 +54,7 @@ def rehearse(trainer: LowtideTrainer, model: nn.Module) -> Limits:
     before = Before(trainer.objective, trainer.args.device)
     room = room_for_states(trainer)
     _, limits = surviving_step(
-        trainer.models(model), batch, trainer.objective, limits=limits, totals=Totals(), **trainer.ways(model)
+        trainer.models(model), batch, trainer.objective, limits=limits, totals=Totals(), **trainer.rehearsal_ways(model)
     )
     del room
     model.zero_grad()
@@ -83,7 +82,7 @@ def row_lengths(dataset: Any) -> np.ndarray | None:
         lists: Any = part
         if not all(pa.types.is_list(field.type) or pa.types.is_large_list(field.type) for field in lists.schema):
             return None
-        found.append(sum(pc.list_value_length(lists[name]).to_numpy() for name in columns))
+        found.append(sum(lists[name].combine_chunks().value_lengths().to_numpy() for name in columns))
     return np.concatenate(found) if found else None
 
 

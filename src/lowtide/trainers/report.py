@@ -75,8 +75,21 @@ class StartReport(TrainerCallback):
                 f"{bytes_text(self.states.total)} = weights {bytes_text(self.states.weights)} + gradients "
                 f"{bytes_text(self.states.gradients)}{optimizer}",
             ),
+            *self._technique_lines(),
             *self.trainer.report_lines(),
         ]
+
+    def _technique_lines(self) -> list[tuple[str, str]]:
+        """The techniques that a user switched on, and what they change."""
+        lines = []
+        for technique in self.trainer.techniques:
+            idle = technique.idle(self.trainer.site)
+            if technique.named:
+                exact = f"not exact: {technique.changes}" if technique.changes else "exact"
+                lines.append((technique.name, f"does nothing here: {idle}" if idle else exact))
+        if self.trainer.args.optimizer_in_backward:
+            lines.append(("", "steps of several micro-batches keep their gradients to the end, as they would without"))
+        return lines
 
     def _precision(self, trained: list) -> str:
         args = self.trainer.args

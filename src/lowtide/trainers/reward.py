@@ -12,8 +12,8 @@ from torch import nn
 from lowtide.data.preference import prepare_pairs
 from lowtide.engine.forward import causal_model
 from lowtide.engine.head import is_reward_model
-from lowtide.methods.method import option
 from lowtide.methods.reward import REWARD, RewardOptions
+from lowtide.option import option
 from lowtide.trainers.completions import CompletionConfig, CompletionTrainer
 from lowtide.trainers.method import Prepared
 

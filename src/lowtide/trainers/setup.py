@@ -13,6 +13,7 @@ from lowtide.engine.forward import causal_model, install
 from lowtide.engine.probe import Probe, probe
 from lowtide.memory.host_heap import settle_heap
 from lowtide.trainers.config import TrainingConfig
+from lowtide.trainers.optimizers import OPTIMIZERS, check_own_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
             f"{len(half)} trained parameters are stored in float16 ({half[0]}, ...), in which updates underflow and "
             "overflow: load the model with dtype float32 (and fp16=True for float16 compute) or bfloat16"
         )
+    if args.optim in OPTIMIZERS:
+        check_own_optimizer(model)
     settle_heap(model)
     _place(model, args)
     inner = causal_model(model)

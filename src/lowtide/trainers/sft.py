@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.engine.forward import embedding_weight
-from lowtide.methods.method import option
 from lowtide.methods.sft import SFT, SFTOptions
+from lowtide.option import option
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.method import MethodTrainer, Prepared
 

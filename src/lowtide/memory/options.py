@@ -1,0 +1,70 @@
+"""The options of the memory techniques, which every trainer takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.memory.checkpointing import POLICIES
+from lowtide.option import option
+
+TWO_PASS = "two_pass"
+"""The value of `optimizer_in_backward` that clips exactly."""
+
+
+@dataclass(kw_only=True)
+class MemoryOptions:
+    """When and where bytes live; none of these changes a number, unless its help says so."""
+
+    checkpointing_policy: str = option(
+        "full", "What a checkpointed layer keeps: nothing, attention outputs, or matrix products too.",
+        choices=[*POLICIES],
+    )  # fmt: skip
+    checkpointing_every: int = option(1, "Checkpoint each so many-th layer; the others keep their activations.")
+    activation_offloading: bool = option(
+        False, "Keep what backward needs in host memory (from a GPU) or in a file (from a CPU) until it is needed."
+    )
+    activation_offloading_dir: str | None = option(
+        None, "Folder of that file; by default the system's for temporary files, which should be on a disk."
+    )
+    activation_offloading_max_bytes: int | None = option(None, "The most that is away at a time. None: no limit.")
+    mlp_tile_tokens: int | None = option(None, "Tokens that an MLP sees at a time, for long rows. None: all.")
+    optimizer_in_backward: bool | str = option(
+        False,
+        "Step each parameter as its gradient arrives, and free that. 'two_pass' clips exactly, at twice the time.",
+    )
+    optimizer_states_on_host: bool = option(False, "Keep the optimizer's states in host memory, for a GPU.")
+    rehearsal: bool = option(
+        True, "Before the first step, run the heaviest micro-batch once, so that what will not fit fails at once."
+    )
+    use_liger_loss: bool | None = option(None, "An older name of the fused head, which is always on.")
+
+    def check_memory(self, max_grad_norm: float) -> None:
+        """Refuses what cannot work together.
+
+        Raises:
+            ValueError: naming the options and the way out.
+        """
+        if self.checkpointing_policy not in POLICIES:
+            raise ValueError(f"checkpointing_policy={self.checkpointing_policy!r} is not one of {', '.join(POLICIES)}")
+        for name in ("checkpointing_every", "mlp_tile_tokens", "activation_offloading_max_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        for name in ("activation_offloading_dir", "activation_offloading_max_bytes"):
+            if getattr(self, name) is not None and not self.activation_offloading:
+                raise ValueError(f"{name} is of activation_offloading=True, which is off: set that, or leave this out")
+        if self.optimizer_in_backward not in (False, True, TWO_PASS):
+            raise ValueError(
+                f"optimizer_in_backward={self.optimizer_in_backward!r} must be true, false or {TWO_PASS!r}"
+            )
+        if self.optimizer_in_backward is True and max_grad_norm:
+            raise ValueError(
+                f"optimizer_in_backward=True steps a parameter before the norm of all gradients is known, which "
+                f"max_grad_norm={max_grad_norm} clips by: set max_grad_norm=0 to train without clipping, or "
+                f"optimizer_in_backward={TWO_PASS!r}, which takes the norm in a pass of its own"
+            )
+        if self.optimizer_in_backward == TWO_PASS and not max_grad_norm:
+            raise ValueError(
+                f"optimizer_in_backward={TWO_PASS!r} takes a pass for the norm, which max_grad_norm=0 does not clip "
+                "by: set optimizer_in_backward=True"
+            )

@@ -1,0 +1,285 @@
+"""The table of all memory techniques, which trainers, planner, docs and tests read; a new one is one entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+from lowtide.memory.checkpointing import set_checkpointing
+from lowtide.memory.offloading import ActivationOffload
+from lowtide.memory.options import TWO_PASS
+from lowtide.memory.technique import Site, Technique
+from lowtide.memory.tiled_mlp import install_tiled_mlp
+
+PACKAGES = {
+    "torchao": "'lowtide[ao]'",
+    "bitsandbytes": "'lowtide[bnb]'",
+    "galore_torch": "galore-torch",
+    "apollo_torch": "apollo-torch",
+}
+"""What to install for a package that a technique needs."""
+EIGHT = "moments are rounded to 8 bits in blocks (arXiv 2110.02861)"
+FOUR = "moments are rounded to 4 bits in blocks (arXiv 2309.01507)"
+
+
+def option_is(name: str, *values: Any) -> Callable[[Any], bool]:
+    """Whether an option has one of some values, or any that is not empty."""
+
+    def on(options: Any) -> bool:
+        value = getattr(options, name, None)
+        value = getattr(value, "value", value)  # a member of an enumeration
+        return value in values if values else bool(value)
+
+    return on
+
+
+def _checkpointing(site: Site) -> None:
+    options = site.options
+    kwargs = dict(options.gradient_checkpointing_kwargs or {})
+    set_checkpointing(site.model, options.checkpointing_policy, options.checkpointing_every, kwargs)
+
+
+def _without_checkpointing(site: Site) -> str | None:
+    if site.options.gradient_checkpointing:
+        return None
+    return "it is of gradient_checkpointing=True, which is off: switch that on, or leave it out"
+
+
+def _offloading(site: Site) -> Callable[[], Any]:
+    options = site.options
+    offload = ActivationOffload(
+        site.model,
+        site.device,
+        folder=options.activation_offloading_dir,
+        max_host_bytes=options.activation_offloading_max_bytes,
+    )
+    return offload.around
+
+
+def _whole_gradients(site: Site) -> str | None:
+    if site.ranks > 1:
+        return f"gradients of {site.ranks} ranks are added up after backward, and each would be stepped before"
+    return None
+
+
+def _no_gpu(what: str) -> Callable[[Site], str | None]:
+    return lambda site: None if site.device.type == "cuda" else what
+
+
+def _optimizer(name: str, saves: str, changes: str, *values: str, needs: tuple[str, ...] = ()) -> Technique:
+    """An optimizer that transformers names."""
+    changes = f"another optimizer ({changes})" if changes.startswith("arXiv") else changes
+    return Technique(name, saves, {"optim": values[0]}, option_is("optim", *values), changes, needs=needs)
+
+
+TECHNIQUES: dict[str, Technique] = {
+    each.name: each
+    for each in (
+        Technique(
+            "gradient checkpointing",
+            "all activations of a layer but its input, for a third more compute",
+            {"gradient_checkpointing": True},
+            option_is("gradient_checkpointing"), named=False,
+        ),
+        Technique(
+            "checkpointing that keeps attention",
+            "activations but attention's outputs, which are dear to compute again for long rows",
+            {"checkpointing_policy": "attention"},
+            option_is("checkpointing_policy", "attention"),
+            refused=_without_checkpointing,
+            begin=_checkpointing,
+        ),
+        Technique(
+            "checkpointing that keeps products",
+            "activations but the outputs of matrix products and attention: little is computed again",
+            {"checkpointing_policy": "matmul"},
+            option_is("checkpointing_policy", "matmul"),
+            refused=_without_checkpointing,
+            begin=_checkpointing,
+        ),
+        Technique(
+            "checkpointing of every k-th layer",
+            "activations of one layer in k",
+            {"checkpointing_every": 2},
+            lambda options: options.checkpointing_every > 1,
+            refused=_without_checkpointing,
+            begin=_checkpointing,
+        ),
+        Technique(
+            "activation offloading",
+            "what backward needs waits in host memory (GPU) or in a file (CPU); with checkpointing the layers' inputs",
+            {"activation_offloading": True},
+            option_is("activation_offloading"),
+            around=_offloading,
+        ),
+        Technique("fused head", "logits: scores x vocab never exist", {}, lambda options: True, named=False),
+        Technique(
+            "tiled MLP",
+            "the wide inner activations of MLPs, for long rows",
+            {"mlp_tile_tokens": 16},
+            option_is("mlp_tile_tokens"),
+            prepare=lambda site: install_tiled_mlp(site.model, site.options.mlp_tile_tokens),
+        ),
+        Technique(
+            "optimizer in backward",
+            "gradients: each is freed as its parameter is stepped; with one micro-batch a step",
+            {"optimizer_in_backward": True, "max_grad_norm": 0.0},
+            option_is("optimizer_in_backward", True),
+            refused=_whole_gradients,
+        ),
+        Technique(
+            "optimizer in backward, two passes",
+            "gradients, with exact clipping by the global norm, at twice the compute",
+            {"optimizer_in_backward": TWO_PASS},
+            option_is("optimizer_in_backward", TWO_PASS),
+            refused=_whole_gradients,
+        ),
+        Technique(
+            "compressed AdamW",
+            "a quarter of the states: bfloat16 weights and 16 bits of remainder in place of float32 masters",
+            {"optim": "adamw_compressed"},
+            option_is("optim", "adamw_compressed"),
+            changes="forward and backward run in bfloat16; the trajectory is that of float32 masters, bit by bit",
+        ),
+        Technique(
+            "bfloat16 AdamW with stochastic rounding",
+            "float32 masters: weights are bfloat16, rounded up or down at random",
+            {"optim": "adamw_stochastic"},
+            option_is("optim", "adamw_stochastic"),
+            changes="weights are rounded at each step, right on average; forward and backward run in bfloat16",
+        ),
+        _optimizer(
+            "Adafactor", "both moments, but a row and a column of the second", "arXiv 1804.04235", "adafactor"
+        ),
+        _optimizer(
+            "8-bit AdamW (torchao)", "three quarters of the moments", EIGHT, "adamw_torch_8bit", needs=("torchao",)
+        ),
+        _optimizer(
+            "4-bit AdamW (torchao)", "seven eighths of the moments", FOUR, "adamw_torch_4bit", needs=("torchao",)
+        ),
+        _optimizer(
+            "8-bit AdamW (bitsandbytes)", "three quarters of the moments", EIGHT,
+            "adamw_8bit", "adamw_bnb_8bit", needs=("bitsandbytes",),
+        ),
+        _optimizer(
+            "paged AdamW", "peaks: moments move to host memory when the GPU is full", "its sums round otherwise",
+            "paged_adamw_32bit", "paged_adamw_8bit", needs=("bitsandbytes",),
+        ),
+        _optimizer(
+            "Lion", "one of the two moments", "arXiv 2302.06675",
+            "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", needs=("bitsandbytes",),
+        ),
+        _optimizer(
+            "GaLore", "moments: those of a low-rank projection of the gradient", "arXiv 2403.03507",
+            "galore_adamw", "galore_adamw_8bit", "galore_adafactor", needs=("galore_torch",),
+        ),
+        _optimizer(
+            "APOLLO", "moments: those of a random low-rank projection", "arXiv 2412.05270",
+            "apollo_adamw", needs=("apollo_torch",),
+        ),
+        Technique(
+            "optimizer states in host memory",
+            "moments visit the GPU a parameter at a time",
+            {"optimizer_states_on_host": True},
+            option_is("optimizer_states_on_host"),
+            idle=_no_gpu("the states of a model on the CPU are in host memory anyway"),
+        ),
+        Technique(
+            "bfloat16 mixed precision",
+            "half of the activations; weights and moments stay float32",
+            {"bf16": True},
+            option_is("bf16"),
+            changes="forward and backward are computed in bfloat16",
+        ),
+        Technique(
+            "liger kernels",
+            "activations of norms, rotary embeddings and gates, computed again in fused kernels",
+            {"use_liger_kernel": True},
+            option_is("use_liger_kernel"),
+            idle=_no_gpu("liger's kernels are Triton's, for a GPU"),
+        ),
+        Technique(
+            "padding-free batches",
+            "padding: no token is computed that is not in the data",
+            {"padding_free": True},
+            option_is("padding_free"), named=False,
+        ),
+        Technique("packing", "rows laid end to end in full bins", {"packing": True}, option_is("packing"), named=False),
+        Technique(
+            "prefix sharing",
+            "the prompt, computed once for all its completions",
+            {"prefix_sharing": True},
+            option_is("prefix_sharing"), named=False,
+        ),
+        Technique(
+            "token budget",
+            "activations: a strict cap on the tokens of a forward",
+            {"tokens_per_microbatch": 64},
+            option_is("tokens_per_microbatch"), named=False,
+        ),
+        Technique(
+            "gradient accumulation",
+            "activations: a batch in several forwards; gradients stay in between",
+            {"gradient_accumulation_steps": 2},
+            lambda options: options.gradient_accumulation_steps > 1, named=False,
+        ),
+        Technique(
+            "rehearsal",
+            "nothing, but what will not fit fails before the first step",
+            {"rehearsal": True},
+            option_is("rehearsal"), named=False,
+        ),
+    )
+}  # fmt: skip
+"""By name. Truncation, adapters and quantization are of the data and the model: `max_length`, `peft_config`,
+`quantization_config`."""
+
+
+def active(options: Any) -> list[Technique]:
+    """The techniques that a config has on."""
+    return [technique for technique in TECHNIQUES.values() if technique.on(options)]
+
+
+def prepare(site: Site, techniques: Iterable[Technique]) -> None:
+    """Refuses what cannot work at a site, and changes the model for the rest.
+
+    Raises:
+        ValueError: naming the technique, its options and the reason.
+    """
+    techniques = list(techniques)
+    for technique in techniques:
+        if reason := technique.refused(site) or _missing(technique):
+            settings = ", ".join(f"{name}={value!r}" for name, value in technique.options.items())
+            raise ValueError(f"{technique.name} ({settings}) cannot work here: {reason}")
+    for technique in techniques:
+        if technique.prepare is not None and technique.idle(site) is None:
+            technique.prepare(site)
+
+
+def _missing(technique: Technique) -> str | None:
+    missing = [package for package in technique.needs if find_spec(package) is None]
+    named = [PACKAGES.get(package, package) for package in missing]
+    return f"it needs {', '.join(missing)}: pip install {' '.join(named)}" if missing else None
+
+
+def begin(site: Site, techniques: Iterable[Technique]) -> None:
+    """What is done as training begins."""
+    for technique in techniques:
+        if technique.begin is not None and technique.idle(site) is None:
+            technique.begin(site)
+
+
+def around(site: Site, techniques: Iterable[Technique]) -> Callable[[], AbstractContextManager]:
+    """What is entered for each forward of the policy."""
+    entered = [each.around(site) for each in techniques if each.around is not None and each.idle(site) is None]
+
+    @contextmanager
+    def all_of_them() -> Iterator[None]:
+        with ExitStack() as stack:
+            for enter in entered:
+                stack.enter_context(enter())
+            yield
+
+    return all_of_them if entered else nullcontext

@@ -1,0 +1,59 @@
+"""What a memory technique is: what it saves, whether it changes a number, how it is switched on and applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where techniques are to work: a model that is placed and prepared, on one of so many ranks."""
+
+    options: Any
+    """The trainer's config."""
+    model: nn.Module
+    device: torch.device
+    ranks: int = 1
+
+
+Reason = Callable[[Site], str | None]
+"""Why something is so at a site; None where it is not."""
+
+
+def never(site: Site) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One row of the table: the technique in words, and where it takes hold of a run."""
+
+    name: str
+    saves: str
+    """One line."""
+    options: Mapping[str, Any]
+    """What switches it on, as a user would write it."""
+    on: Callable[[Any], bool]
+    """Whether a config has it on."""
+    changes: str | None = None
+    """What it changes in the numbers, beyond rounding; None where it is exact."""
+    refused: Reason = never
+    """Why it cannot work at a site."""
+    idle: Reason = never
+    """Why it does nothing at a site."""
+    prepare: Callable[[Site], object] | None = None
+    """Changes the model, once, before it is trained."""
+    begin: Callable[[Site], object] | None = None
+    """The same as training begins, when the Trainer has set up its own checkpointing."""
+    around: Callable[[Site], Callable[[], AbstractContextManager]] | None = None
+    """Gives what is entered for each forward of the policy."""
+    needs: tuple[str, ...] = ()
+    """Packages beside lowtide's own requirements."""
+    named: bool = True
+    """Whether the start-up report has a line of its own for it; what is on by default is part of other lines."""

@@ -1,0 +1,89 @@
+"""lowtide's own optimizers by the names that `optim` takes, beside those of transformers; and stepping in backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.engine.forward import causal_model
+from lowtide.memory.compressed_adamw import CompressedAdamW
+from lowtide.memory.host_states import HostStates
+from lowtide.memory.optimizer_in_backward import OptimizerInBackward
+
+OPTIMIZERS = {"adamw_compressed": "exact", "adamw_stochastic": "stochastic"}
+"""By name, what `CompressedAdamW` does with the bits that bfloat16 has no room for."""
+
+
+def own_optimizer(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Class and arguments of one of `OPTIMIZERS`."""
+    betas = (args.adam_beta1, args.adam_beta2)
+    options = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+    return CompressedAdamW, {**options, "remainder": OPTIMIZERS[args.optim]}
+
+
+def check_own_optimizer(model: nn.Module) -> None:
+    """Refuses a model whose trained weights are no float32 or bfloat16 throughout.
+
+    Raises:
+        ValueError: some weights are frozen, so that weights of two dtypes would meet.
+    """
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"optim='adamw_compressed' and 'adamw_stochastic' train all weights in bfloat16; {len(frozen)} are frozen "
+            f"({frozen[0]}, ...). Adapters have few states: take optim='adamw_torch_fused'"
+        )
+
+
+def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any) -> None:
+    """What happens to an optimizer before a scheduler is made for it."""
+    if isinstance(optimizer, CompressedAdamW):
+        optimizer.compress_()
+    if args.optimizer_states_on_host and args.device.type == "cuda":
+        optimizer.host_states = HostStates(optimizer)  # type: ignore[attr-defined]
+
+
+class InBackward:
+    """Steps the optimizer in the backward of a step's only micro-batch; more than one are stepped after, as ever."""
+
+    def __init__(self, optimizer: Any, model: nn.Module, max_grad_norm: float) -> None:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        host_states = getattr(inner, "host_states", None)
+        more = {} if host_states is None else {"step": host_states.step_alone}
+        self.steps = OptimizerInBackward(inner, direct=lambda: _direct(model), **more)
+        self.max_grad_norm = max_grad_norm
+        self.norm: Tensor | None = None
+        """Of the last step's gradients, before they were clipped; None where nothing was clipped."""
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around a micro-batch.
+
+        Raises:
+            ValueError: memory ran out when some parameters were stepped, so the step cannot be repeated.
+        """
+        scale = None
+        if self.max_grad_norm:
+            self.norm = self.steps.total_norm
+            scale = self.steps.clip_coefficient(self.max_grad_norm)
+        try:
+            with self.steps.armed(scale):
+                yield
+        except torch.OutOfMemoryError as error:
+            if self.steps.started:
+                raise ValueError(
+                    f"out of memory in backward, when some parameters were stepped and others not: {error}. Resume "
+                    "from the last checkpoint with a smaller tokens_per_microbatch"
+                ) from None
+            raise
+
+
+def _direct(model: nn.Module) -> set[Tensor]:
+    """The weights whose gradients the fused head and the embedding add in place."""
+    inner: Any = causal_model(model)
+    modules = (inner.get_input_embeddings(), inner.get_output_embeddings())
+    return {module.weight for module in modules if isinstance(getattr(module, "weight", None), nn.Parameter)}

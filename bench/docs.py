@@ -13,7 +13,7 @@ from bench.contestants import BATCH, PACKED_BATCH
 from bench.measure import GIGABYTE
 from bench.methods import METHODS
 from bench.processes import ROOT
-from bench.results import COMPARISON, MEMORY, VOCABULARY, ratios, recorded
+from bench.results import ACCUMULATION, COMPARISON, MEMORY, VOCABULARY, ratios, recorded
 from bench.shapes import SHAPES
 from bench.tables import COLUMNS, comparison_rows, verdict, vocabulary_verdict
 
@@ -59,6 +59,7 @@ def main() -> int:
     sections += [comparison_section(result) for result in comparisons]
     sections += [memory_section(result) for result in results if result.get("kind") == MEMORY]
     sections += [vocabulary_section(result) for result in results if result.get("kind") == VOCABULARY]
+    sections += [accumulation_section(result) for result in results if result.get("kind") == ACCUMULATION]
     sections += [not_yet_section({(result["method"], result["shape"]) for result in comparisons})]
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(section for section in sections if section), encoding="utf-8")
@@ -131,6 +132,30 @@ def case_table(results: dict[str, Any], case: str) -> list[str]:
     rows = header + comparison_rows(results["method"], results["cases"][case])
     table = [f"| {' | '.join(row)} |" for row in rows]
     return ["", f"### {case}", "", f"{results['sources'][case]}:", "", *table, "", verdict(results, case)]
+
+
+def accumulation_section(results: dict[str, Any]) -> str:
+    """Returns what tensors hold beside weights and moments, with and without accumulation."""
+    rows = [
+        f"| {name} | {run['peak_bytes'] / GIGABYTE:.3f} GB | {run['gradients_bytes'] / GIGABYTE:.3f} GB |"
+        for name, run in results["runs"].items()
+    ]
+    return "\n".join(
+        [
+            "## What gradient accumulation costs",
+            "",
+            "The most that tensors hold in a step beside weights and moments, llama-22m, AdamW, rows of 256 tokens, no",
+            "checkpointing; what it means is in [gradient accumulation](gradient-accumulation.md).",
+            "",
+            "| | at most | all gradients |",
+            "|---|---:|---:|",
+            *rows,
+            "",
+            f"{described(results['hardware'])}. {dated(results['versions'])}. Measured with "
+            "`python -m bench.accumulation`.",
+            "",
+        ]
+    )
 
 
 def memory_section(results: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from bench.processes import ROOT
 
 FOLDER = Path(__file__).parent / "results"
-COMPARISON, MEMORY, VOCABULARY = "comparison", "memory", "vocabulary"
+COMPARISON, MEMORY, VOCABULARY, ACCUMULATION = "comparison", "memory", "vocabulary", "accumulation"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
 

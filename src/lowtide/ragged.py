@@ -227,7 +227,9 @@ class RaggedBatch:
             row=torch.tensor([part.row for part in segments], device=device),
             score_index=index,
             score_target=target,
-            score_segment=torch.repeat_interleave(torch.arange(len(segments)), scores).to(device),
+            score_segment=torch.repeat_interleave(
+                torch.arange(len(segments)), scores, output_size=segments[-1].score_stop
+            ).to(device),
             segments=tuple(segments),
             row_values=row_values or {},
             score_values=score_values or {},

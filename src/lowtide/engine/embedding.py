@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from lowtide.ops.embedding import embed_tokens
@@ -27,6 +28,8 @@ def install_embedding(model: PreTrainedModel) -> None:
         return out if plain else out * self.embed_scale.to(self.weight.dtype)
 
     module.forward = types.MethodType(forward, module)
+    if isinstance(module.weight, FakeTensor):
+        return  # no values to compare, only shapes to plan with
     probe = torch.arange(min(8, module.num_embeddings), device=module.weight.device)
     if not torch.equal(module.forward(probe), type(module).forward(module, probe)):
         del module.forward  # an embedding that does more than we know keeps its own way

@@ -11,7 +11,7 @@ tokens with `prefix = [-1, 0, 0]`; padded it would be 2 x 9 = 18.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -279,18 +279,35 @@ class RaggedBatch:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> RaggedBatch:
         """The same batch on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> RaggedBatch:
         """The same batch in page-locked host memory, from which copies to a GPU overlap with compute."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Any) -> RaggedBatch:
+    def map(self, change: Callable[[Tensor], Tensor]) -> RaggedBatch:
+        """The same batch with each of its tensors changed."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
         for name in ("row_values", "score_values"):
             changed[name] = {key: change(value) for key, value in values[name].items()}
         return replace(self, **changed)
+
+    def thinned(self, most: int) -> RaggedBatch:
+        """The same tokens with at most so many scores, the first of each segment: for what depends on tokens alone."""
+        each = max(most // len(self.segments), 1)
+        counts = [min(part.score_stop - part.score_start, each) for part in self.segments]
+        kept = [
+            torch.arange(part.score_start, part.score_start + n) for part, n in zip(self.segments, counts, strict=True)
+        ]
+        segments, score = [], 0
+        for part, count in zip(self.segments, counts, strict=True):
+            segments.append(part._replace(score_start=score, score_stop=score + count))
+            score += count
+        place = torch.cat(kept)
+        values = {name: value[place] for name, value in self.score_values.items()}
+        places = self.token_ids, self.position_ids, self.score_index[place], self.score_target[place]
+        return self._assemble(*places, segments, self.row_values, values)
 
     def unscored(self) -> RaggedBatch:
         """The same tokens with nothing to score: a micro-batch that keeps other ranks company."""

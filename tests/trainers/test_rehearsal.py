@@ -53,11 +53,13 @@ def trainer(folder: Path, **options) -> SFTTrainer:
     return SFTTrainer(model, SFTConfig(**settings), train_dataset=rows())
 
 
-def test_the_heaviest_rows_are_the_longest_that_go_together():
+def test_the_heaviest_rows_are_the_longest_that_go_together_and_those_that_fill_the_budget():
     lengths = np.array([3, 9, 1, 8, 5, 9])
-    assert heaviest_rows(lengths, 3, None) == [1, 3, 5]
-    assert heaviest_rows(lengths, 3, 20) == [1, 2, 5]
-    assert heaviest_rows(lengths, 1, 9) == [1]
+    assert heaviest_rows(lengths, 3, None) == [[1, 3, 5]]
+    assert heaviest_rows(lengths, 3, 20) == [[1, 2, 5]]
+    assert heaviest_rows(lengths, 3, 13) == [[0, 1, 2]]
+    assert heaviest_rows(lengths, 1, 9) == [[1]]
+    assert heaviest_rows(np.array([300, 200, 250, 120]), 4, 400) == [[0], [2, 3]]
 
 
 def test_lengths_are_of_all_columns_of_tokens():

@@ -83,7 +83,7 @@ def install_head(model: PreTrainedModel) -> None:
     Raises:
         ValueError: the model has no head to speak of, or one that cannot be fused; names the model type.
     """
-    if _body(model) is model or (model.get_output_embeddings() is None and not is_reward_model(model)):
+    if body(model) is model or (model.get_output_embeddings() is None and not is_reward_model(model)):
         raise ValueError(
             f"{type(model).__name__} (model type {model.config.model_type}) has no language-modelling head: "
             "load it with AutoModelForCausalLM"
@@ -111,7 +111,7 @@ def is_reward_model(model: nn.Module) -> bool:
 def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> ScoreOutput:
     if scores.aux_loss:
         kwargs["output_router_logits"] = True
-    outputs = _body(model)(*args, **kwargs, use_cache=False)
+    outputs = body(model)(*args, **kwargs, use_cache=False)
     hidden = outputs[0].flatten(0, -2)
     if is_reward_model(model):
         values = cast(Any, model).score(hidden.index_select(0, scores.index)).squeeze(-1)
@@ -131,7 +131,7 @@ def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs:
     return ScoreOutput(stats.logprobs, loss, stats.entropies, stats.mean_logprobs, stats.top1, stats.collisions, aux)
 
 
-def _body(model: PreTrainedModel) -> nn.Module:
+def body(model: PreTrainedModel) -> nn.Module:
     """All of the model but its head; Llama 4 names a prefix that it has no attribute for."""
     return model.base_model if model.base_model is not model else getattr(model, "model", model)
 

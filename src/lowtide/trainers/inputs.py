@@ -45,12 +45,14 @@ def load_inputs(
     *,
     has_adapters: bool,
     rewards: bool = False,
+    needs_tokenizer: bool = True,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
     """The model and its tokenizer, loaded where they are given by name.
 
     Args:
         has_adapters: whether adapters will be put on the model, which leave its embeddings as they are.
         rewards: whether the model is to give one value a row, in place of log-probabilities.
+        needs_tokenizer: whether rows are to be prepared.
 
     Raises:
         ValueError: they cannot be loaded, or do not belong together.
@@ -61,7 +63,6 @@ def load_inputs(
             if given:
                 raise ValueError(f"{what} came with a model that is loaded already: pass the model's name, or drop it")
     name = model_name(model)
-    needs_tokenizer = not getattr(args, "skips_preparation", False)
     if tokenizer is None and needs_tokenizer:
         if not name:
             raise ValueError("a model without a name needs its tokenizer: pass it as `processing_class`")

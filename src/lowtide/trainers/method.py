@@ -51,6 +51,7 @@ class MethodTrainer(LowtideTrainer):
     config: ClassVar[type[TrainingConfig]]
     rewards: ClassVar[bool] = False
     """Whether the model gives one value a row."""
+    needs_tokenizer: ClassVar[bool] = True
     ledger: Ledger | None
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -78,6 +79,7 @@ class MethodTrainer(LowtideTrainer):
             quantization_config,
             has_adapters=peft_config is not None,
             rewards=self.rewards,
+            needs_tokenizer=self.needs_tokenizer and not getattr(args, "skips_preparation", False),
         )
         if peft_config is not None:
             model = adapt(model, self.adapters(peft_config), gradient_checkpointing=args.gradient_checkpointing)

@@ -28,6 +28,9 @@ from lowtide.step import Limits
 if TYPE_CHECKING:
     from lowtide.trainers.base import LowtideTrainer
 
+STARTS = 256
+"""Row lengths to begin with, in the search for rows that fill a budget."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,26 +49,39 @@ def rehearse(trainer: LowtideTrainer, model: nn.Module) -> Limits:
         logger.info("no rehearsal: the lengths of the rows are not known beforehand")
         return limits
     assert limits.rows is not None
-    rows = heaviest_rows(lengths, limits.rows, limits.tokens)
-    heaviest = trainer.as_ragged(trainer.data_collator([dataset[row] for row in rows]))  # type: ignore[index]
-    in_a_step = limits.rows * trainer.args.gradient_accumulation_steps
-    several = len(rows) < min(in_a_step, len(lengths))
-    batch = RaggedBatch.concat([heaviest, heaviest]) if several else heaviest
     before = Before(trainer.objective, trainer.args.device)
     room = room_for_states(trainer)
-    _, limits = surviving_step(
-        trainer.models(model), batch, trainer.objective, limits=limits, totals=Totals(), **trainer.rehearsal_ways(model)
-    )
+    for rows in heaviest_rows(lengths, limits.rows, limits.tokens):
+        limits = _run(trainer, model, rows, several=len(rows) < min(rows_in_a_step(trainer), len(lengths)))
     del room
-    model.zero_grad()
     before.put_back()
     free_caches()
-    longest = int(lengths[list(rows)].max())
     trainer.rehearsed_bytes = peak_bytes(trainer.args.device)
     logger.info(
-        f"rehearsed the heaviest micro-batch: {len(rows)} row(s), {heaviest.tokens:,} tokens, the longest row "
-        f"{longest:,}; peak {bytes_text(trainer.rehearsed_bytes)}"
+        f"rehearsed the heaviest micro-batch: the longest row has {int(lengths.max()):,} tokens; peak "
+        f"{bytes_text(trainer.rehearsed_bytes)}"
     )
+    return limits
+
+
+def rows_in_a_step(trainer: LowtideTrainer) -> int:
+    """On one rank."""
+    return trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+
+
+def _run(trainer: LowtideTrainer, model: nn.Module, rows: Sequence[int], several: bool) -> Limits:
+    """One micro-batch, or two of them, forward and backward; returns the limits that it took."""
+    dataset: Any = trainer.train_dataset
+    batch = trainer.as_ragged(trainer.data_collator([dataset[row] for row in rows]))
+    _, limits = surviving_step(
+        trainer.models(model),
+        RaggedBatch.concat([batch, batch]) if several else batch,
+        trainer.objective,
+        limits=trainer.limits,
+        totals=Totals(),
+        **trainer.rehearsal_ways(model),
+    )
+    model.zero_grad()
     return limits
 
 
@@ -86,16 +102,39 @@ def row_lengths(dataset: Any) -> np.ndarray | None:
     return np.concatenate(found) if found else None
 
 
-def heaviest_rows(lengths: np.ndarray, most: int, budget: int | None) -> list[int]:
-    """The longest rows, so many as one micro-batch takes: at most `most`, and `budget` tokens in all."""
+def heaviest_rows(lengths: np.ndarray, most: int, budget: int | None) -> list[list[int]]:
+    """The rows of the micro-batches that can take most: the longest rows together; and, where a budget cuts them off,
+    the rows that fill it best.
+
+    Args:
+        lengths: [rows], tokens of each row.
+        most: rows in a micro-batch.
+        budget: tokens in a micro-batch.
+    """
+    by_length: dict[int, list[int]] = {}
+    for row in np.argsort(-lengths, kind="stable")[: STARTS * most].tolist() if budget is None else range(len(lengths)):
+        by_length.setdefault(int(lengths[row]), []).append(row)
+    distinct = sorted(by_length, reverse=True)
+    longest = _filled(distinct, by_length, most, budget)
+    fullest = longest
+    for start in range(1, min(len(distinct), STARTS) if budget is not None else 0):
+        other = _filled(distinct[start:], by_length, most, budget)
+        if lengths[other].sum() > lengths[fullest].sum():
+            fullest = other
+    return [longest] if fullest is longest else [longest, fullest]
+
+
+def _filled(distinct: Sequence[int], by_length: dict[int, list[int]], most: int, budget: int | None) -> list[int]:
+    """Rows taken longest first for as long as they go together."""
     chosen: list[int] = []
-    held = 0
-    for row in np.argsort(-lengths, kind="stable").tolist():
-        if len(chosen) == most:
-            break
-        if budget is None or held + lengths[row] <= budget:
-            chosen.append(row)
-            held += int(lengths[row])
+    room = budget
+    for length in distinct:
+        count = most - len(chosen)
+        if room is not None:
+            count = min(count, room // length)
+        taken = by_length[length][:count]
+        chosen += taken
+        room = None if room is None else room - length * len(taken)
     return sorted(chosen)
 
 

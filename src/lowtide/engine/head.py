@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from lowtide.engine.quantized import is_quantized
 from lowtide.ops.linear_logprobs import (
     NOTHING_MORE,
     Projection,
@@ -160,12 +161,13 @@ def _head_terms(model: PreTrainedModel, hidden: Tensor | None) -> tuple[list[Ter
                 "leave the head out of `target_modules`, use plain LoRA on it, or put it into `modules_to_save`"
             )
         adapters = [] if head.disable_adapters or head.merged else [a for a in head.active_adapters if a in head.lora_A]
-    elif _is_linear(head):
-        base, adapters = head, []
     else:
+        base, adapters = head, []
+    if not isinstance(base, nn.Linear) or is_quantized(base.weight):
         raise ValueError(
-            f"the output head of {type(model).__name__} is a {type(head).__module__}.{type(head).__name__}, "
-            "which lowtide cannot fuse: keep the head in full precision and untouched, or adapt it with LoRA"
+            f"the output head of {type(model).__name__} is a {type(base).__module__}.{type(base).__name__} with "
+            f"weights of type {type(getattr(base, 'weight', None)).__name__}, which lowtide cannot fuse: keep the head "
+            "in full precision and untouched (`llm_int8_skip_modules`, `modules_to_not_convert`), or adapt it with LoRA"
         )
     if hidden is None:
         return [], None
@@ -175,10 +177,6 @@ def _head_terms(model: PreTrainedModel, hidden: Tensor | None) -> tuple[list[Ter
         low: Tensor = down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * head.scaling[name]
         terms.append(Term(low, up.weight))
     return terms, getattr(base, "bias", None)
-
-
-def _is_linear(head: Any) -> bool:
-    return isinstance(head, nn.Linear) and head.weight.is_floating_point()
 
 
 def _load_balancing_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:

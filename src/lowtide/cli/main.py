@@ -27,6 +27,7 @@ METHODS = {
 is not imported for a line of help."""
 TOOLS = {
     "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
+    "merge": ("lowtide.cli.merge", "write a model and its adapter as one model"),
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
 }
 """The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""

@@ -69,8 +69,7 @@ def save_merged(
 
 def _save_configs(model: PreTrainedModel, folder: Path, dtype: torch.dtype, *, untied: bool) -> None:
     config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     if untied:

@@ -44,6 +44,8 @@ class Scores:
     """A loss that is known score by score: its gradients are formed in forward, and `ScoreOutput.loss` is set."""
     factor: float = 1.0
     """Factor of that loss."""
+    grad_scale: float = 1.0
+    """What `backward` multiplies the loss by (see `ops.linear_logprobs.linear_loss`)."""
     temperature: float = 1.0
     accumulate: bool = False
     """The head's weight takes its gradient straight into `.grad` (see `ops.linear_logprobs`)."""
@@ -127,7 +129,8 @@ def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs:
     if scores.loss is None:
         loss, stats = None, linear_logprobs(terms, scores.index, scores.target, **shared)
     else:
-        loss, stats = linear_loss(terms, scores.index, scores.target, scores.loss, factor=scores.factor, **shared)
+        shared |= {"factor": scores.factor, "grad_scale": scores.grad_scale}
+        loss, stats = linear_loss(terms, scores.index, scores.target, scores.loss, **shared)
     aux = _load_balancing_loss(model, outputs, kwargs.get("attention_mask")) if scores.aux_loss else None
     return ScoreOutput(stats.logprobs, loss, stats.entropies, stats.mean_logprobs, stats.top1, stats.collisions, aux)
 

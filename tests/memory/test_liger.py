@@ -37,7 +37,7 @@ def fused_rotary(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
 
 
 def patch_llama(
-    rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None
+    rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model: Any = None
 ):
     assert not cross_entropy
     modeling_llama.apply_rotary_pos_emb = fused_rotary

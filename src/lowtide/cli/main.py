@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import lowtide
+from lowtide.memory.allocator import expand_segments
 from lowtide.spelling import nearest
 
 METHODS = {
@@ -87,6 +88,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if name != command:
             subparsers.add_parser(name, help=summary)
         elif name in METHODS:
+            expand_segments()  # before torch is imported
             import_module("lowtide.cli.train").add_parser(subparsers, name)
         else:
             import_module(TOOLS[name][0]).add_parser(subparsers)

@@ -44,12 +44,13 @@ def liger_kernels(model: nn.Module) -> LigerKernels:
     """
     from transformers import PreTrainedModel
 
-    inner: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    reason = "it is no transformers model" if inner is None else _why_not(inner)
+    found: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)][:1]
+    reason = _why_not(found[0]) if found else "it is no transformers model"
     if reason is not None:
         return LigerKernels((), f"no Liger kernels: {reason}", lambda: None)
     from liger_kernel.transformers import monkey_patch
 
+    (inner,) = found
     kind = inner.config.model_type
     known = inspect.signature(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[kind]).parameters
     undo = _remember(inner)

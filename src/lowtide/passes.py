@@ -76,9 +76,12 @@ class Run:
 class TokenRun(Run):
     """The loss is known score by score, and formed in forward."""
 
+    grad_scale: float
+
     def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
         factor = self.ranks / max(self.counts["scores"], 1)
-        output = self.models.forward(part, scores_of(part, self.objective, self.accumulate, factor))
+        scores = scores_of(part, self.objective, self.accumulate, factor, self.grad_scale)
+        output = self.models.forward(part, scores)
         assert output.loss is not None
         return output, output.loss
 
@@ -143,7 +146,9 @@ class WholeRun(Run):
         return self.loss
 
 
-def scores_of(part: RaggedBatch, objective: Objective, accumulate: bool, factor: float = 1.0) -> Scores:
+def scores_of(
+    part: RaggedBatch, objective: Objective, accumulate: bool, factor: float = 1.0, grad_scale: float = 1.0
+) -> Scores:
     """What an objective asks of the model's forward."""
     return Scores(
         part.score_index,
@@ -151,6 +156,7 @@ def scores_of(part: RaggedBatch, objective: Objective, accumulate: bool, factor:
         objective.want,
         objective.loss if isinstance(objective, TokenObjective) else None,
         factor,
+        grad_scale,
         accumulate=accumulate,
         aux_loss=objective.aux_coefficient != 0,
     )

@@ -51,6 +51,7 @@ def train_step(
     limits: Limits = Limits(),
     accumulate: bool = True,
     backward: Callable[[Tensor], object] = Tensor.backward,
+    grad_scale: float = 1.0,
     no_sync: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     exchange: Callable[[], None] | None = None,
     around_last: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
@@ -62,8 +63,11 @@ def train_step(
         model: prepared by `engine.forward.install`, wrapped or not; or `Models`, where there is a reference.
         batch: the whole local batch of the step; gradient accumulation is folded in.
         limits: of a micro-batch.
-        accumulate: gradients of the head go straight to `.grad`; needs a `backward` that does not scale the loss.
+        accumulate: gradients of the head go straight to `.grad`; needs a `backward` that scales the loss by
+            `grad_scale` and nothing else.
         backward: called with the loss of each micro-batch.
+        grad_scale: what `backward` multiplies the loss by, as a loss scaler for float16 does. The head forms its
+            gradients in forward, and so much larger, so that they do not underflow before.
         no_sync: entered for all micro-batches but the last, so that ranks exchange gradients once.
         exchange: exchanges the gradients once all ranks came through; `no_sync` is entered for the last too. Without
             it the wrapper exchanges them in the last backward, where the failure of one rank leaves the others waiting.
@@ -85,7 +89,7 @@ def train_step(
     counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device)
     parts = batch.split(limits.tokens, limits.rows, pieces=pieces)
     if isinstance(objective, TokenObjective):
-        run: Run = TokenRun(models, objective, counts, ranks, accumulate)
+        run: Run = TokenRun(models, objective, counts, ranks, accumulate, grad_scale)
     elif objective.whole and (len(parts) > 1 or ranks > 1):
         run = WholeRun(models, objective, counts, ranks, accumulate, totals, parts, watch)
     else:

@@ -166,3 +166,25 @@ def test_bfloat16_under_autocast_is_near_float32():
         (grad,) = torch.autograd.grad(total, terms[0].weight)
         assert grad.dtype == torch.float32
         assert (grad - expected).norm() / expected.norm() < 0.05
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_too_small_for_float16_survive_a_loss_scaler(accumulate):
+    scale, factor = 2.0**16, 2.0**-24  # one over millions of scores; a probability times that is no float16
+    terms, index, target, _ = problem(vocab=301)
+    exact = [leaf.detach().requires_grad_() for leaf in leaves(terms, None)]
+    linear_loss([Term(*exact)], index, target, lambda stats: -stats.logprobs, factor=factor)[0].backward()
+
+    def relative_error(grad_scale: float) -> float:
+        x, weight = (leaf.detach().half().requires_grad_() for leaf in exact)
+        x.grad, weight.grad = torch.zeros_like(x), torch.zeros_like(weight)
+        loss, _ = linear_loss(
+            [Term(x, weight)], index, target, lambda stats: -stats.logprobs,
+            factor=factor, grad_scale=grad_scale, accumulate=accumulate and grad_scale == scale,
+        )  # fmt: skip
+        (loss * scale).backward()
+        pairs = [(leaf.grad.double() / scale, wanted.grad) for leaf, wanted in zip((x, weight), exact, strict=True)]
+        return max(float((got - wanted).norm() / wanted.norm()) for got, wanted in pairs)
+
+    assert relative_error(scale) < 0.02
+    assert relative_error(1.0) > 0.2

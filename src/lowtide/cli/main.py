@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import lowtide
+from lowtide.memory.allocator import expand_segments
 from lowtide.spelling import nearest
 
 METHODS = {
@@ -27,6 +28,7 @@ METHODS = {
 is not imported for a line of help."""
 TOOLS = {
     "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
+    "merge": ("lowtide.cli.merge", "write a model and its adapter as one model"),
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
 }
 """The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""
@@ -86,6 +88,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if name != command:
             subparsers.add_parser(name, help=summary)
         elif name in METHODS:
+            expand_segments()  # before torch is imported
             import_module("lowtide.cli.train").add_parser(subparsers, name)
         else:
             import_module(TOOLS[name][0]).add_parser(subparsers)

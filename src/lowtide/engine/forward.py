@@ -17,6 +17,7 @@ from lowtide.engine.attention import NAME, ragged_inputs
 from lowtide.engine.convolution import install_convolution
 from lowtide.engine.embedding import install_embedding
 from lowtide.engine.head import ScoreOutput, Scores, install_head
+from lowtide.engine.quantized import keep_trainable
 from lowtide.ragged import RaggedBatch
 
 
@@ -41,9 +42,11 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     """Prepares a model for `score`: the fused head, and the ragged attention if `padding_free`.
 
     Raises:
-        ValueError: the model has no language-modelling head, or one that cannot be fused.
+        ValueError: the model has no language-modelling head, or one that cannot be fused; or its quantized weights
+            pass no gradients on.
     """
     inner = causal_model(model)
+    keep_trainable(inner)
     install_head(inner)
     install_embedding(inner)
     if padding_free:

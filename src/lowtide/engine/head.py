@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from lowtide.engine.quantized import is_quantized
 from lowtide.ops.linear_logprobs import (
     NOTHING_MORE,
     Projection,
@@ -43,6 +44,8 @@ class Scores:
     """A loss that is known score by score: its gradients are formed in forward, and `ScoreOutput.loss` is set."""
     factor: float = 1.0
     """Factor of that loss."""
+    grad_scale: float = 1.0
+    """What `backward` multiplies the loss by (see `ops.linear_logprobs.linear_loss`)."""
     temperature: float = 1.0
     accumulate: bool = False
     """The head's weight takes its gradient straight into `.grad` (see `ops.linear_logprobs`)."""
@@ -126,7 +129,8 @@ def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs:
     if scores.loss is None:
         loss, stats = None, linear_logprobs(terms, scores.index, scores.target, **shared)
     else:
-        loss, stats = linear_loss(terms, scores.index, scores.target, scores.loss, factor=scores.factor, **shared)
+        shared |= {"factor": scores.factor, "grad_scale": scores.grad_scale}
+        loss, stats = linear_loss(terms, scores.index, scores.target, scores.loss, **shared)
     aux = _load_balancing_loss(model, outputs, kwargs.get("attention_mask")) if scores.aux_loss else None
     return ScoreOutput(stats.logprobs, loss, stats.entropies, stats.mean_logprobs, stats.top1, stats.collisions, aux)
 
@@ -160,12 +164,13 @@ def _head_terms(model: PreTrainedModel, hidden: Tensor | None) -> tuple[list[Ter
                 "leave the head out of `target_modules`, use plain LoRA on it, or put it into `modules_to_save`"
             )
         adapters = [] if head.disable_adapters or head.merged else [a for a in head.active_adapters if a in head.lora_A]
-    elif _is_linear(head):
-        base, adapters = head, []
     else:
+        base, adapters = head, []
+    if not isinstance(base, nn.Linear) or is_quantized(base.weight):
         raise ValueError(
-            f"the output head of {type(model).__name__} is a {type(head).__module__}.{type(head).__name__}, "
-            "which lowtide cannot fuse: keep the head in full precision and untouched, or adapt it with LoRA"
+            f"the output head of {type(model).__name__} is a {type(base).__module__}.{type(base).__name__} with "
+            f"weights of type {type(getattr(base, 'weight', None)).__name__}, which lowtide cannot fuse: keep the head "
+            "in full precision and untouched (`llm_int8_skip_modules`, `modules_to_not_convert`), or adapt it with LoRA"
         )
     if hidden is None:
         return [], None
@@ -175,10 +180,6 @@ def _head_terms(model: PreTrainedModel, hidden: Tensor | None) -> tuple[list[Ter
         low: Tensor = down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * head.scaling[name]
         terms.append(Term(low, up.weight))
     return terms, getattr(base, "bias", None)
-
-
-def _is_linear(head: Any) -> bool:
-    return isinstance(head, nn.Linear) and head.weight.is_floating_point()
 
 
 def _load_balancing_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:

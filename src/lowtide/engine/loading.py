@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -58,18 +59,38 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def adapt(model: nn.Module, peft_config: Any, *, gradient_checkpointing: bool) -> nn.Module:
-    """The model with the adapters of a PEFT configuration, the rest of it frozen."""
-    from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
+def adapt(
+    model: nn.Module,
+    peft_config: Any,
+    *,
+    gradient_checkpointing: bool,
+    checkpointing_kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """The model with the adapters of a PEFT configuration, the rest of it frozen.
+
+    Adapters are in float32 over half-precision and quantized bases (PEFT's `autocast_adapter_dtype`). The base stays
+    as it is stored: PEFT's `prepare_model_for_kbit_training` would copy every parameter that is not quantized to
+    float32, embedding and head of vocab x hidden among them, and widen the activations behind each norm. Norms compute
+    in float32 inside in any case, and their frozen weights lose nothing in the dtype that they were loaded in.
+
+    Args:
+        checkpointing_kwargs: of `torch.utils.checkpoint.checkpoint`; with `use_reentrant`, which passes a gradient on
+            only to inputs that require one, the embedding's output is made to.
+
+    Raises:
+        ValueError: the model has adapters already.
+    """
+    from peft import PeftModel, get_peft_model
 
     if isinstance(model, PeftModel):
         raise ValueError(
             "the model is a PeftModel already and a `peft_config` came with it: merge the adapters first "
             "(model.merge_and_unload()), or leave `peft_config` out to train those that are there"
         )
-    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        model = prepare_model_for_kbit_training(cast(Any, model), use_gradient_checkpointing=gradient_checkpointing)
-    return get_peft_model(cast(PreTrainedModel, model), peft_config)
+    base = cast(PreTrainedModel, model)
+    if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
+        base.enable_input_require_grads()
+    return get_peft_model(base, peft_config)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:

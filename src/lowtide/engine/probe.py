@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model, embedding_weight, install, score
 from lowtide.engine.head import is_reward_model
+from lowtide.engine.quantized import keep_trainable
 from lowtide.ragged import RaggedBatch
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
@@ -62,6 +63,7 @@ def probe(model: nn.Module) -> Probe:
         ValueError: the fused head's log-probs are not those of the model's logits; names the model type.
     """
     inner = causal_model(model)
+    keep_trainable(inner)
     weight = embedding_weight(model)
     tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
     first, second, more = _rows(weight.shape[0])

@@ -95,6 +95,7 @@ def linear_loss(
     loss: ScoreLoss,
     *,
     factor: float | Tensor = 1.0,
+    grad_scale: float = 1.0,
     bias: Float[Tensor, " vocab"] | None = None,
     projection: Projection = PLAIN,
     want: Want = NOTHING_MORE,
@@ -106,13 +107,16 @@ def linear_loss(
     Args:
         loss: from statistics to losses, score by score.
         factor: of the sum, such as one over the number of scores; its gradient is not taken.
+        grad_scale: the gradient with which `backward` will be called, by a loss scaler for float16 training say. The
+            gradients are formed so much larger, so that small ones do not underflow before they are scaled. Another
+            gradient than this one in `backward` is right as well, without that benefit.
         accumulate: a weight that is a leaf and already has a `.grad` receives its gradient in *forward*, which is
-            right only if `backward` follows at once with a gradient of 1.
+            right only if `backward` follows at once with a gradient of `grad_scale`.
 
     The other arguments are those of `linear_logprobs`.
     """
     spec = _Spec(projection, want, accumulate, chunk, torch.is_grad_enabled())
-    total, *stats = _LinearLoss.apply(spec, loss, factor, index, target, bias, *_flat(terms))
+    total, *stats = _LinearLoss.apply(spec, loss, factor, grad_scale, index, target, bias, *_flat(terms))
     return total, _wanted(want, *stats)
 
 
@@ -286,9 +290,9 @@ class _LinearLogprobs(torch.autograd.Function):
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, spec: _Spec, loss: ScoreLoss, factor, index, target, bias, *flat):
+    def forward(ctx, spec: _Spec, loss: ScoreLoss, factor, grad_scale: float, index, target, bias, *flat):
         terms = _pairs(flat)
-        needs = [need and spec.grad for need in ctx.needs_input_grad[5:]]
+        needs = [need and spec.grad for need in ctx.needs_input_grad[6:]]
         head = _Head(spec, index, target, bias, terms)
         sinks = [t.weight.grad if spec.accumulate and t.weight.is_leaf else None for t in terms]
         gradients = _Gradients(head, terms, bias, needs, sinks)
@@ -299,14 +303,14 @@ class _LinearLoss(torch.autograd.Function):
                 for _, rows in head.blocks(span, logits):
                     stats = rows.stats(spec.want, keep=any(needs) and spec.want.entropies)
                     columns.append(stats)
-                    losses, slopes = _score_losses(loss, stats, spec.want, factor)
+                    losses, slopes = _score_losses(loss, stats, spec.want, factor, grad_scale)
                     total += losses
                     if any(needs):
                         rows.gradient(slopes, stats.entropies)
                 if any(needs):
                     gradients.add(span, xs, logits)
         ctx.weights = [t.weight for t in terms]
-        ctx.sinks, ctx.accumulate = sinks, spec.accumulate
+        ctx.sinks, ctx.accumulate, ctx.grad_scale = sinks, spec.accumulate, grad_scale
         ctx.gradients = gradients
         logprobs, entropies, means, top1, _, collisions = _joined(columns, terms[0].x)
         ctx.mark_non_differentiable(logprobs, entropies, means, top1, collisions)
@@ -314,7 +318,7 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        gradients, outer = ctx.gradients, grads[0]
+        gradients, rest = ctx.gradients, grads[0] / ctx.grad_scale
         assert gradients is not None, "the gradients of linear_loss are formed once and used once"
         ctx.gradients = None
         for sink, tensor in [
@@ -322,26 +326,26 @@ class _LinearLoss(torch.autograd.Function):
             *zip(ctx.sinks, gradients.weights, strict=True),
         ]:
             if sink is None and tensor is not None:
-                tensor.mul_(outer)
+                tensor.mul_(rest)
         sinks = list(ctx.sinks)
         for number, weight in enumerate(ctx.weights):
             # Set here rather than returned, so that a tied embedding can add to it and no second copy waits.
             if ctx.accumulate and weight.is_leaf and sinks[number] is None and gradients.weights[number] is not None:
                 weight.grad = sinks[number] = gradients.weights[number]
-        return None, None, None, None, None, gradients.bias, *_returned(gradients, sinks)
+        return None, None, None, None, None, None, gradients.bias, *_returned(gradients, sinks)
 
 
 def _score_losses(
-    loss: ScoreLoss, stats: RowStats, want: Want, factor: float | Tensor
+    loss: ScoreLoss, stats: RowStats, want: Want, factor: float | Tensor, grad_scale: float
 ) -> tuple[Float[Tensor, ""], Slopes]:
-    """`factor` times the sum of the losses, and its gradients at the statistics."""
+    """`factor` times the sum of the losses, and `grad_scale` times its gradients at the statistics."""
     with torch.enable_grad():
         logprobs = stats.logprobs.detach().requires_grad_()
         entropies = stats.entropies.detach().requires_grad_() if want.entropies else None
         means = stats.mean_logprobs.detach().requires_grad_() if want.mean_logprobs else None
         leaves = [leaf for leaf in (logprobs, entropies, means) if leaf is not None]
         total = loss(TokenStats(logprobs, entropies, means, stats.top1 if want.top1 else None)).sum() * factor
-        slopes = iter(torch.autograd.grad(total, leaves, allow_unused=True))
+        slopes = iter(torch.autograd.grad(total * grad_scale, leaves, allow_unused=True))
     of_logprobs = next(slopes)
     of_entropies = next(slopes) if entropies is not None else None
     of_means = next(slopes) if means is not None else None

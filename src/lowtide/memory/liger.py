@@ -1,0 +1,113 @@
+"""Liger's kernels (arXiv 2410.10989) for rotary embeddings, norms and gated MLPs, put into one model, and taken out.
+
+A fused norm or gated MLP keeps one tensor for backward where the model's own operations keep several. Liger's losses
+are left out: the fused head is there for that, and would be lost with the forward that they replace. Liger patches the
+modules of the model, and in the modeling file of its family the rotary function and some classes; the latter hold for
+other models of that family as well, for as long as the kernels are in. All of it is noted and put back.
+
+Equal to rounding: the mathematics are the model's, the kernels sum in another order. CUDA alone. Before `tiled_mlp`,
+which runs the MLPs that it finds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+"""Options of Liger's patches that are switched off; which kernels a model type can have is in their defaults."""
+
+
+@dataclass(frozen=True)
+class LigerKernels:
+    """What became of `liger_kernels`."""
+
+    applied: tuple[str, ...]
+    """The kinds of kernels that the model has now; none if it could have none."""
+    reason: str
+    """One line: which, or why none."""
+    undo: Callable[[], None]
+    """Gives the model and its family back what they had."""
+
+
+def liger_kernels(model: nn.Module) -> LigerKernels:
+    """Puts Liger's kernels into a model, where they can run.
+
+    Args:
+        model: of transformers, wrapped or not, on its device.
+    """
+    from transformers import PreTrainedModel
+
+    found: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)][:1]
+    reason = _why_not(found[0]) if found else "it is no transformers model"
+    if reason is not None:
+        return LigerKernels((), f"no Liger kernels: {reason}", lambda: None)
+    from liger_kernel.transformers import monkey_patch
+
+    (inner,) = found
+    kind = inner.config.model_type
+    known = inspect.signature(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[kind]).parameters
+    undo = _remember(inner)
+    forward = inner.forward
+    try:
+        monkey_patch._apply_liger_kernel_to_instance(model=inner, **LOSSES)
+        if inner.forward != forward:
+            raise RuntimeError(f"Liger replaced the forward of {type(inner).__name__}, although asked for no loss")
+    except BaseException:
+        undo()
+        raise
+    applied = tuple(name for name, each in known.items() if each.default is True and name not in LOSSES)
+    return LigerKernels(applied, f"Liger kernels: {', '.join(applied)}", undo)
+
+
+def _why_not(model: Any) -> str | None:
+    if find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed (pip install liger-kernel)"
+    if not _on_cuda(model):
+        return "the model is not on a CUDA device"
+    from liger_kernel.transformers import monkey_patch
+
+    kind = model.config.model_type
+    return None if kind in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN else f"liger-kernel has none for {kind}"
+
+
+def _on_cuda(model: nn.Module) -> bool:
+    return all(p.device.type == "cuda" for p in model.parameters())
+
+
+def _remember(model: nn.Module) -> Callable[[], None]:
+    """How to put back what a patch of a model may change: attributes of its modules, their classes and their files."""
+    modules = [*model.modules()]
+    kinds = {kind for module in modules for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")}
+    files = [sys.modules[name] for name in {kind.__module__ for kind in kinds}]
+    owners: list[Any] = [*modules, *kinds, *files]
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    children = [(module, dict(module._modules)) for module in modules]
+
+    def undo() -> None:
+        for owner, attributes in before:
+            now = dict(vars(owner))
+            for name in now.keys() - attributes.keys():
+                delattr(owner, name)
+            for name, value in attributes.items():
+                if now.get(name) is not value:
+                    _set(owner, name, value)
+        for module, own in children:
+            module._modules.clear()
+            module._modules.update(own)
+
+    return undo
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute as it lay in `vars(owner)`; those of a module without its own ideas of parameters."""
+    if isinstance(owner, nn.Module):
+        owner.__dict__[name] = value
+    else:
+        setattr(owner, name, value)

@@ -1,0 +1,213 @@
+"""Adapters of every kind, on dense and on quantized bases: gradients through the engine are those of PEFT's own
+computation, and preparing a model copies and widens nothing."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.utils.integrations import dequantize_module_weight
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
+
+from lowtide.engine.forward import install, score
+from lowtide.engine.loading import adapt, load_model
+from lowtide.engine.probe import probe
+from lowtide.ragged import RaggedBatch
+
+VOCAB, HIDDEN = 96, 64
+ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]]
+
+
+def build(model_type: str = "llama", dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(
+        model_type, **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2, **changes
+    )
+    return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def moe() -> PreTrainedModel:
+    return build("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+
+
+def dense_gradients(model) -> dict[str, torch.Tensor]:
+    """Of the summed log-probs of the rows, by the model's own logits, a row at a time."""
+    for row in ROWS:
+        ids = torch.tensor([row])
+        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
+        logprobs.gather(-1, ids[0, 1:, None]).sum().backward()
+    return gradients(model)
+
+
+def engine_gradients(model, accumulate: bool = True) -> dict[str, torch.Tensor]:
+    install(model)
+    score(model, RaggedBatch.from_segments(ROWS), accumulate=accumulate).logprobs.sum().backward()
+    return gradients(model)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_close(got, wanted, tolerance: float = 1e-4) -> None:
+    """Each within so much of its own norm, or of a hundredth of the largest."""
+    assert got.keys() == wanted.keys()
+    floor = max(float(each.norm()) for each in wanted.values()) / 100
+    errors = {n: float((got[n] - w).float().norm()) / max(float(w.norm()), floor) for n, w in wanted.items()}
+    assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
+
+
+CASES = {
+    "lora": (build, {}),
+    "rslora": (build, {"use_rslora": True}),
+    "dora": (build, {"use_dora": True}),
+    "head saved": (build, {"modules_to_save": ["lm_head"]}),
+    "embedding saved": (build, {"modules_to_save": ["embed_tokens"]}),
+    "lora on the head": (build, {"target_modules": ["q_proj", "lm_head"]}),
+    "lora on the embedding": (build, {"target_modules": ["q_proj", "embed_tokens"]}),
+    "lora on both": (build, {"target_modules": ["embed_tokens", "lm_head"]}),
+    "tied": (lambda: build(tie_word_embeddings=True), {"target_modules": ["q_proj", "embed_tokens"]}),
+    "tied head": (lambda: build(tie_word_embeddings=True), {"target_modules": ["q_proj", "lm_head"]}),
+    "tied both": (
+        lambda: build(tie_word_embeddings=True),
+        {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    ),
+    "tied saved": (
+        lambda: build(tie_word_embeddings=True),
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "tied both saved": (
+        lambda: build(tie_word_embeddings=True),
+        {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    ),
+    "dora on the embedding": (build, {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True}),
+    "experts": (moe, {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
+    "trainable tokens": (build, {"trainable_token_indices": [5, 9]}),
+}
+
+
+def adapted(model, **options):
+    """With adapters that are far from zero, the same for the same model."""
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], **options}
+    model = adapt(model, LoraConfig(**options), gradient_checkpointing=False)
+    torch.manual_seed(3)
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize(("make", "options"), CASES.values(), ids=CASES.keys())
+def test_gradients_are_those_of_peft_alone(make, options, accumulate):
+    plain, model = adapted(make(), **options), adapted(make(), **options)
+    wanted = dense_gradients(plain)
+    assert len(wanted) == sum(p.requires_grad for p in plain.parameters())
+    assert_close(engine_gradients(model, accumulate), wanted)
+    assert probe(model).isolated
+
+
+def test_dora_on_the_head_is_refused():
+    with pytest.raises(ValueError, match="DoRA on the output head"):
+        install(adapted(build(), target_modules=["lm_head"], use_dora=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_pass_gradients_to_adapters(reentrant):
+    kwargs = {"use_reentrant": reentrant}
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = adapt(build(), config, gradient_checkpointing=True, checkpointing_kwargs=kwargs)
+    wanted = engine_gradients(model)
+    model.get_base_model().activation_checkpointing_enable(kwargs)
+    model.train()
+    assert_close(engine_gradients(model), wanted, 1e-6)
+
+
+# -- quantized bases ---------------------------------------------------------------------------------------------
+
+
+def bitsandbytes_4bit():
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+
+def bitsandbytes_nested():
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32)
+
+
+def torchao_int8():
+    quantization = pytest.importorskip("torchao.quantization")
+    return TorchAoConfig(quantization.Int8WeightOnlyConfig())
+
+
+QUANTIZED = {"nf4": bitsandbytes_4bit, "nf4 nested": bitsandbytes_nested, "int8": torchao_int8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("model"))
+    build().save_pretrained(folder)
+    return folder
+
+
+def quantized(folder, config, dtype=torch.float32) -> PreTrainedModel:
+    return load_model(folder, dtype=str(dtype).removeprefix("torch."), quantization_config=config)
+
+
+def dequantized(folder, model: PreTrainedModel) -> PreTrainedModel:
+    """The dense model with the values that the quantized one stands for."""
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for name, module in dense.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.copy_(dequantize_module_weight(model.get_submodule(name)))
+    return dense
+
+
+@pytest.mark.parametrize("make", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_preparing_a_quantized_model_widens_nothing(make, folder):
+    model = quantized(folder, make(), torch.bfloat16)
+    before = {p: p.dtype for p in model.parameters()}
+    model = adapt(model, LoraConfig(r=4, target_modules="all-linear"), gradient_checkpointing=True)
+    assert {p.dtype for p in before if p.shape == (VOCAB, HIDDEN)} == {torch.bfloat16}
+    assert [p.dtype for p in before] == list(before.values())
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert not any(p.requires_grad for p in before)
+
+
+@pytest.mark.parametrize("make", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_adapters_on_a_quantized_base_get_the_dequantized_models_gradients(make, folder):
+    model = quantized(folder, make())
+    dense = adapted(dequantized(folder, model), target_modules=["q_proj", "down_proj", "lm_head"])
+    model = adapted(model, target_modules=["q_proj", "down_proj", "lm_head"])
+    wanted = dense_gradients(dense)
+    assert probe(model).isolated
+    model.eval()
+    with torch.no_grad():  # an evaluation before
+        model(torch.tensor([ROWS[0]]))
+    model.train()
+    assert_close(engine_gradients(model), wanted)
+
+
+def test_weights_repacked_for_inference_are_refused(folder):
+    model = quantized(folder, bitsandbytes_4bit())
+    layer = model.model.layers[0].self_attn.q_proj
+    if not layer.support_avx512bf16_for_cpu:
+        layer.weight.quant_state.packing_format_for_cpu = True  # as a CPU that has the instructions would
+    with torch.no_grad():
+        model.eval()(torch.tensor([ROWS[0]]))
+    with pytest.raises(ValueError, match=r"q_proj was repacked for inference.*anew"):
+        install(model)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_quantized_head_is_refused(folder, adapter):
+    quantization = pytest.importorskip("torchao.quantization")
+    model = build()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    assert type(model.lm_head.weight) is not torch.nn.Parameter
+    model = adapted(model, target_modules=["lm_head"]) if adapter else model
+    with pytest.raises(ValueError, match="keep the head in full precision"):
+        install(model)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -494,3 +495,48 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "rehearsal": lambda run, plain: len(run.forwards) > len(plain.forwards) and run.trainer.rehearsed_bytes > 0,
 }
 """By technique, whether it did in a run what it is for, so that equal numbers say something."""
+
+
+# -- pairs -----------------------------------------------------------------------------------------------------------
+
+PAIR_STEPS = 2
+HALF = 2**-8
+"""Rounding of bfloat16, by which runs in it may differ where sums are formed in another order."""
+
+
+def pairs(kind: str) -> Iterator[tuple[str, str]]:
+    """The names of all techniques two by two that a trainer runs together on any machine.
+
+    Left out are what always is (the fused head), what does nothing on a CPU or needs a package, and two values of one
+    option.
+    """
+    alone = [
+        each
+        for each in TECHNIQUES.values()
+        if each.name in ACTED and each.options and not each.needs and has_options(kind, each)
+    ]
+    for first, second in itertools.combinations(alone, 2):
+        options, more = with_it(first), with_it(second)
+        if all(more.get(name, value) == value for name, value in options.items()):
+            yield first.name, second.name
+
+
+def check_pair(kind: str, first: Technique, second: Technique) -> None:
+    """Two exact techniques together give the plain numbers; a lossy one gives the same with an exact one as alone.
+
+    Raises:
+        AssertionError: they do not.
+    """
+    run = watched(make(kind, **{**with_it(first), **with_it(second), "max_steps": PAIR_STEPS}))
+    plain = without_it(kind, first, second, max_steps=PAIR_STEPS)
+    lossy = [each for each in (first, second) if each.changes is not None]
+    exact = [each for each in (first, second) if each.changes is None]
+    if not lossy:
+        check_equal(run, plain, bits={first.name, second.name} <= BITWISE)
+        return
+    check_near(run, plain, *lossy)
+    if exact:
+        options = {**PLAIN.get(exact[0].name, {}), **with_it(lossy[0]), "max_steps": PAIR_STEPS}
+        alone = known_run(kind, False, tuple(sorted(options.items())))
+        within = HALF if torch.bfloat16 in alone.dtypes else ROUNDING
+        check_equal(run, alone, bits=exact[0].name in BITWISE, within=within)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 import pytest
-from matrix import TECHNIQUES, TRAINERS, cell, young_heap
+from exactness.matrix import TECHNIQUES, TRAINERS, cell, check_pair, pairs, young_heap
 
 from bench.matrix import written
 
@@ -29,3 +29,10 @@ def test_a_technique_in_a_trainer(kind, technique):
 
 def test_the_page_has_no_other_rows():
     assert page().keys() == {(technique, kind) for technique in TECHNIQUES for kind in TRAINERS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"), [(kind, *pair) for kind in ("SFT", "DPO") for pair in pairs(kind)]
+)
+def test_two_techniques_together(kind, first, second):
+    check_pair(kind, TECHNIQUES[first], TECHNIQUES[second])

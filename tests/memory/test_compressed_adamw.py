@@ -260,8 +260,11 @@ def test_stochastic_rounding_learns_nearly_as_well_and_plain_bfloat16_does_not()
     assert losses["exact"] < 0.95 * losses["plain"]
 
 
-def test_stochastic_rounding_does_not_depend_on_the_order_of_the_parameters_steps():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["made", "compressed"])
+def test_stochastic_rounding_does_not_depend_on_the_order_of_the_parameters_steps(dtype):
     together, alone = parameters(), parameters()
+    for parameter in (*together, *alone):
+        parameter.data = parameter.data.to(dtype)
     first, second = seeded(together), seeded(alone)
     for step in range(3):
         take_step(first, together, step)
@@ -274,7 +277,9 @@ def test_stochastic_rounding_does_not_depend_on_the_order_of_the_parameters_step
 
 def seeded(trained: list[nn.Parameter]) -> CompressedAdamW:
     torch.manual_seed(5)
-    return CompressedAdamW(trained, **OPTIONS, remainder="stochastic")
+    optimizer = CompressedAdamW(trained, **OPTIONS, remainder="stochastic")
+    optimizer.compress_()
+    return optimizer
 
 
 @pytest.mark.parametrize(("remainder", "state_bytes"), [("exact", 10), ("stochastic", 8)])

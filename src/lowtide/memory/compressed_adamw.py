@@ -112,6 +112,8 @@ class CompressedAdamW(Optimizer):
                 if group["remainder"] == "exact":
                     state = self._start_state(parameter, group)
                     _encode_(master, parameter.data, state["remainder"], state["exp_avg_sq"])
+                else:
+                    self.state[parameter]["seed"] = _draw_seed()
 
     @torch.no_grad()
     def master(self, parameter: nn.Parameter) -> Tensor:

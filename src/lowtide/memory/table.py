@@ -18,6 +18,7 @@ PACKAGES = {
     "bitsandbytes": "'lowtide[bnb]'",
     "galore_torch": "galore-torch",
     "apollo_torch": "apollo-torch",
+    "liger_kernel": "'lowtide[liger]'",
 }
 """What to install for a package that a technique needs."""
 EIGHT = "moments are rounded to 8 bits in blocks (arXiv 2110.02861)"
@@ -68,6 +69,11 @@ def _no_gpu(what: str) -> Callable[[Site], str | None]:
     return lambda site: None if site.device.type == "cuda" else what
 
 
+def _no_vocabulary(site: Site) -> str | None:
+    head = getattr(site.model, "get_output_embeddings", None)
+    return "a reward model has no vocabulary at its end" if head is None or head() is None else None
+
+
 def _optimizer(name: str, saves: str, changes: str, *values: str, needs: tuple[str, ...] = ()) -> Technique:
     """An optimizer that transformers names."""
     changes = f"another optimizer ({changes})" if changes.startswith("arXiv") else changes
@@ -114,7 +120,13 @@ TECHNIQUES: dict[str, Technique] = {
             option_is("activation_offloading"),
             around=_offloading,
         ),
-        Technique("fused head", "logits: scores x vocab never exist", {}, lambda options: True, named=False),
+        Technique(
+            "fused head",
+            "logits: scores x vocab never exist",
+            {},
+            lambda options: True,
+            idle=_no_vocabulary, named=False,
+        ),
         Technique(
             "tiled MLP",
             "the wide inner activations of MLPs, for long rows",
@@ -198,7 +210,8 @@ TECHNIQUES: dict[str, Technique] = {
             "activations of norms, rotary embeddings and gates, computed again in fused kernels",
             {"use_liger_kernel": True},
             option_is("use_liger_kernel"),
-            idle=_no_gpu("liger's kernels are Triton's, for a GPU"),
+            refused=_no_gpu("liger's kernels are Triton's, for a GPU"),
+            needs=("liger_kernel",),
         ),
         Technique(
             "padding-free batches",

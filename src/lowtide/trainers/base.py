@@ -104,6 +104,15 @@ class LowtideTrainer(Trainer):
         """The caps on a micro-batch; the token budget is smaller than the option's after an out-of-memory."""
         return Limits(self._train_batch_size, self._token_budget or self.args.tokens_per_microbatch)
 
+    def limits_of(self, batch: RaggedBatch) -> Limits:
+        """The caps for a batch: a budget that an out-of-memory made smaller still has room for the batch's longest row,
+        as one of the batch that failed had."""
+        limits = self.limits
+        if self._token_budget is None:
+            return limits
+        longest = min(max(batch.row_tokens), self.args.tokens_per_microbatch or math.inf)
+        return Limits(limits.rows, int(max(self._token_budget, longest)))
+
     def models(self, model: nn.Module) -> Models:
         """What a step runs."""
         return Models(model, self.reference, self.padding_free, self._around)
@@ -146,20 +155,22 @@ class LowtideTrainer(Trainer):
         """The gradients of one optimizer step, or the step itself where it is taken in backward; returns the loss."""
 
         def step(totals: Totals, **more: Any) -> Tensor:
+            given = self.limits_of(batch)
             loss, limits = surviving_step(
                 self.models(model),
                 batch,
                 self.objective,
-                limits=self.limits,
+                limits=given,
                 totals=totals,
                 **self.ways(model),
                 **more,
             )
-            self._token_budget = limits.tokens
+            if limits != given:
+                self._token_budget = limits.tokens
             return loss
 
-        in_backward = self._in_backward
-        if in_backward is None or len(batch.plan_split(self.limits.tokens, self.limits.rows)) > 1:
+        in_backward, limits = self._in_backward, self.limits_of(batch)
+        if in_backward is None or len(batch.plan_split(limits.tokens, limits.rows)) > 1:
             return step(self._train_totals)
         if in_backward.max_grad_norm:
             before = Before(self.objective, self.args.device)
@@ -214,7 +225,8 @@ class LowtideTrainer(Trainer):
 
     def _stop_at_nonfinite(self, model: nn.Module, batch: RaggedBatch, loss: float) -> None:
         model.zero_grad()
-        parts = batch.split(self.limits.tokens, self.limits.rows)
+        limits = self.limits_of(batch)
+        parts = batch.split(limits.tokens, limits.rows)
         findings = (find_nonfinite(model, part, padding_free=self.padding_free) for part in parts)
         number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, "a second forward of it is finite"))
         raise ValueError(

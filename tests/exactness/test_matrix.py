@@ -1,0 +1,38 @@
+"""Every memory technique in every trainer does what the table of techniques says of it, and so does docs/matrix.md."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+from exactness.matrix import TECHNIQUES, TRAINERS, cell, check_pair, pairs, young_heap
+
+from bench.matrix import written
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _heap() -> Iterator[None]:
+    with young_heap():
+        yield
+
+
+page = functools.cache(written)
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_technique_in_a_trainer(kind, technique):
+    found = cell(kind, TECHNIQUES[technique])
+    assert page()[technique, kind] == found.word, "docs/matrix.md is stale: `python -m bench.matrix` writes it anew"
+
+
+def test_the_page_has_no_other_rows():
+    assert page().keys() == {(technique, kind) for technique in TECHNIQUES for kind in TRAINERS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"), [(kind, *pair) for kind in ("SFT", "DPO") for pair in pairs(kind)]
+)
+def test_two_techniques_together(kind, first, second):
+    check_pair(kind, TECHNIQUES[first], TECHNIQUES[second])

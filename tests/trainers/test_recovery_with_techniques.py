@@ -1,0 +1,64 @@
+"""A run that ran out of memory equals the one that had the smaller budget from the start, bit by bit, whatever
+technique is on.
+
+The budget is that of the batch that failed. A later batch has a longer row, which goes through whole.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from exactness.matrix import TECHNIQUES, check_equal, make, watched, with_it, young_heap
+from sabotage import PLACES, out_of_memory
+
+IN_BACKWARD = "optimizer in backward"
+BUDGET = 80
+"""Tokens of a micro-batch, of which the first step then has three or more."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _heap() -> Iterator[None]:
+    with young_heap():
+        yield
+
+
+def trainer(kind: str, technique: str, budget: int | None) -> Any:
+    return make(kind, **with_it(TECHNIQUES[technique]), max_steps=3, tokens_per_microbatch=budget)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("technique", ["activation offloading", "tiled MLP", "compressed AdamW"])
+def test_a_failed_step_is_repeated_in_smaller_micro_batches(kind, place, technique):
+    check_recovery(kind, technique, place, random.Random(f"{kind} {place} {technique}").randrange(2), BUDGET)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("place", ["forward", "head"])
+def test_before_anything_is_stepped_in_backward_the_step_is_repeated(kind, place):
+    check_recovery(kind, IN_BACKWARD, place, 0, None)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_after_something_was_stepped_in_backward_the_run_stops(kind):
+    failing = trainer(kind, IN_BACKWARD, None)
+    message = "some parameters were stepped and others not.*Resume from the last checkpoint"
+    with out_of_memory(failing.model, "backward", 1), pytest.raises(ValueError, match=message):
+        failing.train()
+    assert failing.state.global_step == 1
+
+
+def check_recovery(kind: str, technique: str, place: str, number: int, budget: int | None) -> None:
+    failing = trainer(kind, technique, budget)
+    with out_of_memory(failing.model, place, number) as fired:
+        found = watched(failing)
+    assert fired == [place]
+    taken = failing.limits.tokens
+    assert taken is not None
+    assert taken < (budget or 1000)
+    smaller = trainer(kind, technique, budget)
+    smaller._token_budget = taken
+    check_equal(found, watched(smaller), bits=True)

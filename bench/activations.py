@@ -1,11 +1,13 @@
 """`python -m bench.activations`: what a layer keeps for backward, by checkpointing policy.
 
-Storages are counted, not estimated: those that a forward has made and that are still there when it is over, for models
-of two and of four layers of a shape. Half of the difference is a layer's. The vocabulary is small, as the head is not
-what is measured. A few seconds on a CPU; recorded nowhere.
+Storages are counted, not estimated: those that a forward has made and that are still there when it is over. Half of
+the difference between models of four and of two layers is a layer's; from 256 tokens and 128, what of that grows with
+the tokens and what does not (under autocast, the weights cast to bfloat16). The vocabulary is small, as the head is
+not what is measured. Half a minute on a CPU; recorded nowhere.
 """
 
 import argparse
+import contextlib
 import sys
 
 import torch
@@ -16,24 +18,37 @@ from torch.utils._pytree import tree_leaves
 
 from bench.shapes import SHAPES
 
-TOKENS, TILE, VOCABULARY = 256, 64, 64
-FEW, MORE = 2, 4
-"""Layers."""
+LAYERS = (2, 4)
+TOKENS = (128, 256)
+TILE, VOCABULARY = 64, 64
+CASES = [("none", None), ("none", TILE), ("matmul", None), ("matmul", TILE), ("attention", None), ("full", None)]
+"""Policies, "none" being without checkpointing, and the tokens of a tile of the MLP."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures and prints, in numbers a token."""
-    parser = argparse.ArgumentParser(prog="python -m bench.activations", description=__doc__.splitlines()[0])
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -m bench.activations", description="What a layer keeps.")
     parser.add_argument("--shape", choices=[*SHAPES], default="qwen2.5-0.5b")
+    parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
     options, console = parser.parse_args(argv), Console()
     hidden = SHAPES[options.shape].config["hidden_size"]
-    for policy in ("none", "matmul", "attention", "full"):
-        for tile in (None, TILE):
-            layer = (kept(options.shape, MORE, policy, tile) - kept(options.shape, FEW, policy, tile)) / (MORE - FEW)
-            numbers = layer / TOKENS / 4
-            tiled = f", MLP in tiles of {tile}" if tile else ""
-            console.print(f"{policy}{tiled}: {numbers:,.0f} numbers a token and layer, {numbers / hidden:.1f} hidden")
+    for policy, tile in CASES:
+        fewer, more = (layer_bytes(options.shape, tokens, policy, tile, options.bf16) for tokens in TOKENS)
+        slope = (more - fewer) / (TOKENS[1] - TOKENS[0])
+        beside = more - slope * TOKENS[1]
+        name = policy if tile is None else f"{policy}, MLP in tiles of {tile}"
+        console.print(
+            f"{name}: {slope:,.0f} bytes a token and layer, {slope / hidden / 4:.1f} hidden in float32; "
+            f"beside them {beside / 1e6:,.1f} MB a layer",
+            soft_wrap=True,
+        )
     return 0
+
+
+def layer_bytes(shape: str, tokens: int, policy: str, tile: int | None, bf16: bool) -> float:
+    """Bytes that one layer keeps."""
+    fewer, more = (kept(shape, layers, tokens, policy, tile, bf16) for layers in LAYERS)
+    return (more - fewer) / (LAYERS[1] - LAYERS[0])
 
 
 class Storages(TorchDispatchMode):
@@ -57,8 +72,8 @@ class Storages(TorchDispatchMode):
         return sum(size for storage, size in self.sizes.items() if storage not in own and not storage.expired())
 
 
-def kept(shape: str, layers: int, policy: str, tile: int | None) -> int:
-    """Bytes that one forward of `TOKENS` tokens leaves for its backward; "none" is without checkpointing."""
+def kept(shape: str, layers: int, tokens: int, policy: str, tile: int | None, bf16: bool) -> int:
+    """Bytes that one forward leaves for its backward."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lowtide.engine.forward import install, score
@@ -78,12 +93,12 @@ def kept(shape: str, layers: int, policy: str, tile: int | None) -> int:
         set_checkpointing(model, policy)
     if tile is not None:
         install_tiled_mlp(model, tile)
-    batch = RaggedBatch.from_rows([{"input_ids": [number % VOCABULARY for number in range(TOKENS)]}])
-    with Storages() as storages:
-        output = score(model, batch, Scores(batch.score_index, batch.score_target))
-    live = storages.live(model)
-    assert output.logprobs is not None
-    return live
+    batch = RaggedBatch.from_rows([{"input_ids": [number % VOCABULARY for number in range(tokens)]}])
+    with torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext():
+        with Storages() as storages:
+            output = score(model, batch, Scores(batch.score_index, batch.score_target))
+        assert output.logprobs.requires_grad  # and so the graph is still there
+        return storages.live(model)
 
 
 if __name__ == "__main__":

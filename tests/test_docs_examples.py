@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from bench.docs import MEMORY_PAGE, TECHNIQUES_END, TECHNIQUES_MARK, techniques_table
 
+from bench.docs import MEMORY_PAGE, TECHNIQUES_END, TECHNIQUES_MARK, techniques_table
 from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
 

@@ -1,7 +1,8 @@
-"""`python -m bench.docs`: writes docs/benchmarks.md, and the table in the README, from the JSON in bench/results/.
+"""`python -m bench.docs`: writes what the docs have from elsewhere.
 
-They are generated and nothing in them is typed by hand, so they never say more than what was measured; models that
-nobody has measured yet are named as such.
+docs/benchmarks.md, and the table in the README, are from the JSON in bench/results/: nothing in them is typed by hand,
+so they never say more than what was measured; models that nobody has measured yet are named as such. The table in
+docs/memory.md is lowtide's own table of memory techniques.
 """
 
 import sys
@@ -16,10 +17,34 @@ from bench.processes import ROOT
 from bench.results import ACCUMULATION, COMPARISON, MEMORY, VOCABULARY, ratios, recorded
 from bench.shapes import SHAPES
 from bench.tables import COLUMNS, comparison_rows, verdict, vocabulary_verdict
+from lowtide.memory.table import PACKAGES, TECHNIQUES
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 RESULTS_MARK, RESULTS_END = "<!-- results: written by `make docs` from bench/results -->", "<!-- /results -->"
+MEMORY_PAGE = ROOT / "docs" / "memory.md"
+TECHNIQUES_MARK, TECHNIQUES_END = "<!-- written by `make docs` from lowtide.memory.table -->", "<!-- /techniques -->"
+CHECKPOINTING, STATES = "memory/checkpointing.md", "memory/optimizer-states.md"
+PAGES = {
+    "gradient checkpointing": CHECKPOINTING,
+    "checkpointing that keeps attention": CHECKPOINTING,
+    "checkpointing that keeps products": CHECKPOINTING,
+    "checkpointing of every k-th layer": CHECKPOINTING,
+    "activation offloading": "memory/activation-offloading.md",
+    "fused head": "memory/fused-head.md",
+    "tiled MLP": "memory/tiled-mlp.md",
+    "optimizer in backward": "memory/optimizer-in-backward.md",
+    "optimizer in backward, two passes": "memory/optimizer-in-backward.md",
+    "bfloat16 mixed precision": "memory/precision.md",
+    "liger kernels": "memory/liger.md",
+    "padding-free batches": "padding-free.md",
+    "packing": "packing.md",
+    "prefix sharing": "prefix-sharing.md",
+    "token budget": "gradient-accumulation.md",
+    "gradient accumulation": "gradient-accumulation.md",
+    "rehearsal": "memory/out-of-memory.md",
+}
+"""Where a technique is explained; all others are optimizers."""
 
 OPENING = f"""# Benchmarks
 
@@ -64,6 +89,7 @@ def main() -> int:
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(section for section in sections if section), encoding="utf-8")
     write_readme(comparisons)
+    write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
     print(f"wrote {Path(PAGE).relative_to(ROOT)} from {len(results)} recorded results")
     return 0
 
@@ -87,9 +113,24 @@ def write_readme(comparisons: list[dict[str, Any]]) -> None:
             title, threads = METHODS[results["method"]].title, results["hardware"]["threads"]
             what = f"{title}, {case}, {results['shape']}, {threads} cores"
             lines.append(f"| {what} | {' | '.join(cells)} | **{speed:.1f}x** | **{peak:.2f}x** |")
-    before, rest = README.read_text(encoding="utf-8").split(RESULTS_MARK)
-    _, after = rest.split(RESULTS_END)
-    README.write_text("\n".join([before + RESULTS_MARK, *lines, RESULTS_END]) + after, encoding="utf-8")
+    write_between(README, RESULTS_MARK, lines, RESULTS_END)
+
+
+def write_between(page: Path, mark: str, lines: list[str], end: str) -> None:
+    before, rest = page.read_text(encoding="utf-8").split(mark)
+    _, after = rest.split(end)
+    page.write_text("\n".join([before + mark, *lines, end]) + after, encoding="utf-8")
+
+
+def techniques_table() -> list[str]:
+    """Returns a line for each memory technique, in the order of their table."""
+    lines = ["| technique | saves | numbers | switched on by |", "|---|---|---|---|"]
+    for technique in TECHNIQUES.values():
+        options = ", ".join(f"`{name}={value!r}`" for name, value in technique.options.items()) or "always on"
+        needs = "".join(f"; `pip install {PACKAGES[package]}`" for package in technique.needs)
+        name = f"[{technique.name}]({PAGES.get(technique.name, STATES)})"
+        lines.append(f"| {name} | {technique.saves} | {technique.changes or 'exact'} | {options}{needs} |")
+    return lines
 
 
 def contestants_list() -> str:

@@ -1,11 +1,20 @@
-"""The Python of the trainers' pages runs as it stands there, and logs what the page says that it logs."""
+"""The Python of the pages runs as it stands there, their command lines are understood, and their links lead somewhere.
+
+A trainer's example logs what its page says that it logs.
+"""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from bench.docs import MEMORY_PAGE, TECHNIQUES_END, TECHNIQUES_MARK, techniques_table
+from lowtide.cli.main import parse
+from lowtide.cli.options import read_options
+
 DOCS = Path(__file__).parents[1] / "docs"
+MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))
 TRAINERS = ("dpo", "kto", "reward", "orpo", "cpo", "bco")
 UNNAMED = {"step", "epoch"}
 """Of every log entry of a `transformers.Trainer`."""
@@ -36,8 +45,9 @@ def run(page: str) -> dict:
 
 @pytest.fixture(autouse=True)
 def _elsewhere(monkeypatch, tmp_path):
-    """What an example writes goes to a folder of the test."""
+    """What an example writes goes to a folder of the test, and what it sets is taken back."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
 
 
 @pytest.mark.parametrize("method", TRAINERS)
@@ -53,10 +63,44 @@ def test_the_arithmetic_of_prefix_sharing():
     run("prefix-sharing.md")
 
 
-def test_every_trainers_page_is_listed_and_every_link_leads_somewhere():
-    listed = (DOCS / "index.md").read_text(encoding="utf-8")
-    for method in TRAINERS:
-        assert f"({method}.md)" in listed
-    for page in DOCS.glob("*.md"):
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (DOCS / target).exists(), f"{page.name}: {target}"
+@pytest.mark.parametrize("page", MEMORY)
+def test_a_memory_techniques_example(page):
+    trainer = run(page).get("trainer")
+    assert trainer is None or trainer.state.global_step == trainer.args.max_steps
+
+
+@pytest.mark.parametrize("page", MEMORY)
+def test_a_memory_techniques_command_line(page):
+    lines = re.findall(r"^    (?:[A-Z_]+=\S+ )?lowtide (.*)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert lines, f"{page} has no command line"
+    for line in lines:
+        arguments = parse(shlex.split(line))
+        read_options(arguments, arguments.options)
+
+
+def test_the_table_of_memory_techniques_is_that_of_the_code():
+    _, rest = MEMORY_PAGE.read_text(encoding="utf-8").split(TECHNIQUES_MARK)
+    table, _ = rest.split(TECHNIQUES_END)
+    assert table.strip().splitlines() == techniques_table(), "run `make docs`"
+
+
+def test_every_page_is_listed_and_every_link_leads_somewhere():
+    listed = (DOCS / "index.md").read_text(encoding="utf-8") + (DOCS / "memory.md").read_text(encoding="utf-8")
+    for page in (*(f"{method}.md" for method in TRAINERS), *MEMORY):
+        assert f"({page})" in listed
+    for page in DOCS.rglob("*.md"):
+        for target, heading in links(page):
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name}: {target}"
+            assert not heading or heading in headings(linked), f"{page.name}: {target}#{heading}"
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """The files that a page links to, and their headings."""
+    return re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", page.read_text(encoding="utf-8"))
+
+
+def headings(page: Path) -> set[str]:
+    """A page's headings as links have them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}

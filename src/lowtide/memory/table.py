@@ -200,7 +200,7 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         Technique(
             "bfloat16 mixed precision",
-            "half of the activations; weights and moments stay float32",
+            "half of what matrix products give; weights and moments stay float32, cast weights come besides",
             {"bf16": True},
             option_is("bf16"),
             changes="forward and backward are computed in bfloat16",

@@ -74,6 +74,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "checkpointing that keeps products": {"gradient_checkpointing": True},
     "checkpointing of every k-th layer": {"gradient_checkpointing": True},
     "packing": {"max_length": 52},
+    "compiled layers": {"torch_compile_backend": "eager"},  # the graphs, without the time of a compiler
 }
 """What a technique needs beside its own options; its plain run does without."""
 
@@ -469,6 +470,12 @@ def _compressed(remainder: str) -> Callable[[Run, Run], bool]:
     return stepped
 
 
+def _compiled_layers(run: Run, plain: Run) -> bool:
+    """Whether layers were compiled for the time of training; graphs of one model serve the next."""
+    frames = torch._dynamo.utils.counters["frames"]["ok"]
+    return frames > 0 and len(run.trainer._undo) == 1 > len(plain.trainer._undo)
+
+
 ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "gradient checkpointing": _recomputed,
     "checkpointing that keeps attention": _policy("attention"),
@@ -485,6 +492,7 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     ),
     "compressed AdamW": _compressed("exact"),
     "bfloat16 AdamW with stochastic rounding": _compressed("stochastic"),
+    "compiled layers": _compiled_layers,
     "Adafactor": lambda run, plain: type(run.trainer.optimizer.optimizer).__name__ == "Adafactor",
     "bfloat16 mixed precision": lambda run, plain: run.dtypes == {torch.bfloat16} != plain.dtypes,
     "padding-free batches": lambda run, plain: sum(run.forwards) < sum(plain.forwards),

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from lowtide.memory.checkpointing import set_checkpointing
+from lowtide.memory.compiling import compile_layers, remove_compilation
+from lowtide.memory.liger import liger_kernels
 from lowtide.memory.offloading import ActivationOffload
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.technique import Site, Technique
@@ -21,6 +23,7 @@ PACKAGES = {
     "liger_kernel": "'lowtide[liger]'",
 }
 """What to install for a package that a technique needs."""
+LAYERS = ("use_liger_kernel", "torch_compile", "mlp_tile_tokens")
 EIGHT = "moments are rounded to 8 bits in blocks (arXiv 2110.02861)"
 FOUR = "moments are rounded to 4 bits in blocks (arXiv 2309.01507)"
 
@@ -59,10 +62,28 @@ def _offloading(site: Site) -> Callable[[], Any]:
     return offload.around
 
 
-def _whole_gradients(site: Site) -> str | None:
+def _gradients_that_wait(site: Site) -> str | None:
+    if site.options.fp16:
+        return "the gradients of fp16=True are scaled until backward is over: use bf16=True"
     if site.ranks > 1:
         return f"gradients of {site.ranks} ranks are added up after backward, and each would be stepped before"
     return None
+
+
+def _compiled_or_tiled(name: str) -> Callable[[Site], str | None]:
+    """Three techniques replace what a layer runs, each from the model's own."""
+
+    def others(site: Site) -> str | None:
+        found = [other for other in LAYERS if other != name and getattr(site.options, other, None)]
+        return f"it replaces what {found[0]} replaces too: switch one of them off" if found else None
+
+    return others
+
+
+def _compiled(site: Site) -> Callable[[], None]:
+    options = site.options
+    compile_layers(site.model, backend=options.torch_compile_backend, mode=options.torch_compile_mode)
+    return lambda: remove_compilation(site.model)
 
 
 def _no_gpu(what: str) -> Callable[[Site], str | None]:
@@ -132,6 +153,7 @@ TECHNIQUES: dict[str, Technique] = {
             "the wide inner activations of MLPs, for long rows",
             {"mlp_tile_tokens": 16},
             option_is("mlp_tile_tokens"),
+            refused=_compiled_or_tiled("mlp_tile_tokens"),
             prepare=lambda site: install_tiled_mlp(site.model, site.options.mlp_tile_tokens),
         ),
         Technique(
@@ -139,14 +161,14 @@ TECHNIQUES: dict[str, Technique] = {
             "gradients: each is freed as its parameter is stepped; with one micro-batch a step",
             {"optimizer_in_backward": True, "max_grad_norm": 0.0},
             option_is("optimizer_in_backward", True),
-            refused=_whole_gradients,
+            refused=_gradients_that_wait,
         ),
         Technique(
             "optimizer in backward, two passes",
             "gradients, with exact clipping by the global norm, at twice the compute",
             {"optimizer_in_backward": TWO_PASS},
             option_is("optimizer_in_backward", TWO_PASS),
-            refused=_whole_gradients,
+            refused=_gradients_that_wait,
         ),
         Technique(
             "compressed AdamW",
@@ -210,8 +232,18 @@ TECHNIQUES: dict[str, Technique] = {
             "activations of norms, rotary embeddings and gates, computed again in fused kernels",
             {"use_liger_kernel": True},
             option_is("use_liger_kernel"),
-            refused=_no_gpu("liger's kernels are Triton's, for a GPU"),
+            refused=_compiled_or_tiled("use_liger_kernel"),
+            idle=_no_gpu("liger's kernels are Triton's, for a GPU"),
+            begin=lambda site: liger_kernels(site.model).undo,
             needs=("liger_kernel",),
+        ),
+        Technique(
+            "compiled layers",
+            "activations between products, which a compiler computes in one pass",
+            {"torch_compile": True},
+            option_is("torch_compile"),
+            refused=_compiled_or_tiled("torch_compile"),
+            begin=_compiled,
         ),
         Technique(
             "padding-free batches",
@@ -263,7 +295,7 @@ def prepare(site: Site, techniques: Iterable[Technique]) -> None:
     """
     techniques = list(techniques)
     for technique in techniques:
-        if reason := technique.refused(site) or _missing(technique):
+        if reason := technique.refused(site) or (None if technique.idle(site) else _missing(technique)):
             settings = ", ".join(f"{name}={value!r}" for name, value in technique.options.items())
             raise ValueError(f"{technique.name} ({settings}) cannot work here: {reason}")
     for technique in techniques:
@@ -277,11 +309,13 @@ def _missing(technique: Technique) -> str | None:
     return f"it needs {', '.join(missing)}: pip install {' '.join(named)}" if missing else None
 
 
-def begin(site: Site, techniques: Iterable[Technique]) -> None:
-    """What is done as training begins."""
+def begin(site: Site, techniques: Iterable[Technique]) -> list[Callable[[], None]]:
+    """What is done as training begins; returns what undoes it, to be called in this order."""
+    undo = []
     for technique in techniques:
         if technique.begin is not None and technique.idle(site) is None:
-            technique.begin(site)
+            undo.append(technique.begin(site))
+    return [each for each in reversed(undo) if each is not None]
 
 
 def around(site: Site, techniques: Iterable[Technique]) -> Callable[[], AbstractContextManager]:

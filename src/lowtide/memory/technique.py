@@ -49,8 +49,8 @@ class Technique:
     """Why it does nothing at a site."""
     prepare: Callable[[Site], object] | None = None
     """Changes the model, once, before it is trained."""
-    begin: Callable[[Site], object] | None = None
-    """The same as training begins, when the Trainer has set up its own checkpointing."""
+    begin: Callable[[Site], Callable[[], None] | None] | None = None
+    """The same as training begins, when the Trainer has set up its own checkpointing; may return what undoes it."""
     around: Callable[[Site], Callable[[], AbstractContextManager]] | None = None
     """Gives what is entered for each forward of the policy."""
     needs: tuple[str, ...] = ()

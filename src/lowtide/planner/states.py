@@ -20,8 +20,12 @@ BYTES_PER_PARAMETER: dict[str, float] = {
     "adagrad": 4,
     "rmsprop": 4,
     "sgd": 0,
+    "adamw_compressed": 10,
+    "adamw_stochastic": 8,
 }
 """Bytes of state a trained parameter, for float32 parameters; two moments in their dtype for AdamW."""
+IN_BFLOAT16 = {"adamw_compressed", "adamw_stochastic"}
+"""Those that store trained weights in bfloat16, and their gradients with them; their moments are float32."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,12 @@ def predict_states(model: nn.Module, optimizer: str) -> States:
     states = 0.0
     rate = BYTES_PER_PARAMETER.get(optimizer)
     for parameter in _unique(model):
-        weights += parameter.numel() * parameter.element_size()
+        stored = 2 if parameter.requires_grad and optimizer in IN_BFLOAT16 else parameter.element_size()
+        weights += parameter.numel() * stored
         if parameter.requires_grad:
-            gradients += parameter.numel() * parameter.element_size()
-            # Moments are kept in the dtype of the parameter; 8- and 4-bit ones are not scaled by it.
-            scale = parameter.element_size() / 4 if rate in (4, 8) else 1
+            gradients += parameter.numel() * stored
+            # transformers' optimizers keep moments in the dtype of the parameter, but for 8 and 4 bits.
+            scale = parameter.element_size() / 4 if rate in (4, 8) and optimizer not in IN_BFLOAT16 else 1
             states += parameter.numel() * (rate or 0) * scale
     return States(weights, gradients, None if rate is None else int(states))
 

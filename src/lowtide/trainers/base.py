@@ -119,8 +119,10 @@ class LowtideTrainer(Trainer):
 
     def ways(self, model: nn.Module) -> dict[str, Any]:
         """How a step goes backward and meets the other ranks: arguments of `train_step`."""
+        scaler = self.accelerator.scaler
         return {
-            "accumulate": self.accelerator.scaler is None,
+            "accumulate": True,
+            "grad_scale": 1.0 if scaler is None else scaler.get_scale(),
             "backward": self.accelerator.backward,
             "exchange": functools.partial(average_gradients, model) if distributed() else None,
         }
@@ -142,7 +144,8 @@ class LowtideTrainer(Trainer):
             self.optimizer.train()  # schedule-free optimizers
         with self.compute_loss_context_manager():
             loss = self._gradients(model, inputs)
-        if not math.isfinite(loss.item()):
+        scaler = self.accelerator.scaler
+        if not math.isfinite(loss.item()) or (scaler is not None and scaler.get_scale() < 1):
             self._stop_at_nonfinite(model, inputs, loss.item())
         every = self.args.torch_empty_cache_steps
         if every and self.state.global_step % every == 0 and torch.cuda.is_available():
@@ -224,13 +227,14 @@ class LowtideTrainer(Trainer):
         return grad_norm if gone else super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _stop_at_nonfinite(self, model: nn.Module, batch: RaggedBatch, loss: float) -> None:
+        what = "gradients overflow at a loss scale below 1" if math.isfinite(loss) else f"the loss is {loss}"
         model.zero_grad()
         limits = self.limits_of(batch)
         parts = batch.split(limits.tokens, limits.rows)
         findings = (find_nonfinite(model, part, padding_free=self.padding_free) for part in parts)
         number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, "a second forward of it is finite"))
         raise ValueError(
-            f"step {self.state.global_step + 1}: the loss is {loss}. Micro-batch {number}: {found}. "
+            f"step {self.state.global_step + 1}: {what}. Micro-batch {number}: {found}. "
             "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
         )
 

@@ -82,7 +82,12 @@ class MethodTrainer(LowtideTrainer):
             needs_tokenizer=self.needs_tokenizer and not getattr(args, "skips_preparation", False),
         )
         if peft_config is not None:
-            model = adapt(model, self.adapters(peft_config), gradient_checkpointing=args.gradient_checkpointing)
+            model = adapt(
+                model,
+                self.adapters(peft_config),
+                gradient_checkpointing=args.gradient_checkpointing,
+                checkpointing_kwargs=cast(Any, args.gradient_checkpointing_kwargs),
+            )
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
         self.args = args
@@ -153,8 +158,19 @@ class MethodTrainer(LowtideTrainer):
         return []
 
     def _before_first_step(self, model: nn.Module) -> None:
-        begin(self.site, self.techniques)
+        self._undo = begin(self.site, self.techniques)
         super()._before_first_step(model)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; what techniques change for the time of training is undone afterwards."""
+        self._undo: list[Callable[[], None]] = []
+        liger, self.args.use_liger_kernel = self.args.use_liger_kernel, False  # the table has it, without its losses
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.args.use_liger_kernel = liger
+            for undo in self._undo:
+                undo()
 
     # -- data --------------------------------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ class StartReport(TrainerCallback):
         why = ""
         if args.device.type == "cpu" and not args.bf16 and not args.fp16:
             why = (
-                " (the default on a CPU; this one has bfloat16 instructions, --bf16 true uses them)"
+                " (the default on a CPU; this one has bfloat16 instructions, --bf16 true --use_cpu true uses them)"
                 if cpu_has_bf16()
                 else " (this CPU has no bfloat16 instructions)"
             )

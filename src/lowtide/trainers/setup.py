@@ -34,6 +34,8 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     Raises:
         ValueError: the model's head is not understood, or its trained weights are in float16.
     """
+    if args.fp16 and args.device.type == "cpu":
+        raise ValueError("fp16=True needs a GPU, whose losses are scaled: leave it out, or take bf16=True on this CPU")
     half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
     if half:
         raise ValueError(

@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-LARGE = 1 << 30
-"""Bytes of weights from which holes are given back; below, they are small beside what the imports hold."""
+LARGE = 1 << 28
+"""Bytes of weights from which holes are given back, be they half a billion in four bits; below, they are small beside
+what the imports hold."""
 TRIM_ABOVE = 24 << 20
 """Free bytes inside the heap that are worth a trim."""
 MMAP_ABOVE = 32 << 20

@@ -59,17 +59,33 @@ def _first_line(error: BaseException) -> str:
 
 
 def adapt(model: nn.Module, peft_config: Any, *, gradient_checkpointing: bool) -> nn.Module:
-    """The model with the adapters of a PEFT configuration, the rest of it frozen."""
-    from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
+    """The model with the adapters of a PEFT configuration, the rest of it frozen.
+
+    What a quantized model has left in 16 bits stays so, as in TRL; PEFT's `prepare_model_for_kbit_training` would make
+    float32 of it, which for a small model's embedding is more than all its layers in 4 bits.
+    """
+    from peft import PeftModel, get_peft_model
 
     if isinstance(model, PeftModel):
         raise ValueError(
             "the model is a PeftModel already and a `peft_config` came with it: merge the adapters first "
             "(model.merge_and_unload()), or leave `peft_config` out to train those that are there"
         )
-    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        model = prepare_model_for_kbit_training(cast(Any, model), use_gradient_checkpointing=gradient_checkpointing)
+    quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    if quantized and gradient_checkpointing:
+        cast(Any, model).enable_input_require_grads()  # reentrant checkpoints need it
     return get_peft_model(cast(PreTrainedModel, model), peft_config)
+
+
+def keep_differentiable(model: nn.Module) -> None:
+    """Keeps bitsandbytes from packing 4-bit weights of a CPU for inference.
+
+    It does so, for good, in the first forward in eval mode on a CPU with bfloat16 instructions; there is no backward
+    through packed weights, and a probe or an evaluation before a step would be such a forward.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:

@@ -77,15 +77,22 @@ def adapt(model: nn.Module, peft_config: Any, *, gradient_checkpointing: bool) -
     return get_peft_model(cast(PreTrainedModel, model), peft_config)
 
 
-def keep_differentiable(model: nn.Module) -> None:
-    """Keeps bitsandbytes from packing 4-bit weights of a CPU for inference.
+def settle_quantized(model: nn.Module) -> None:
+    """Lets the weights that bitsandbytes has quantized on a CPU be trained through, and the file they came from go.
 
-    It does so, for good, in the first forward in eval mode on a CPU with bfloat16 instructions; there is no backward
-    through packed weights, and a probe or an evaluation before a step would be such a forward.
+    On a CPU with bfloat16 instructions it packs 4-bit weights for inference, for good, in the first forward in eval
+    mode. There is no backward through packed weights, and a probe or an evaluation before a step is such a forward. And
+    what is not quantized, the embedding above all, still maps the file, which keeps all of that resident.
     """
+    on_cpu = getattr(model, "device", torch.device("cpu")).type == "cpu"
+    if not on_cpu or not (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
+        return
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.clone()
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, install
-from lowtide.engine.loading import keep_differentiable
+from lowtide.engine.loading import settle_quantized
 from lowtide.engine.probe import Probe, probe
 from lowtide.memory.host_heap import settle_heap
 from lowtide.trainers.config import TrainingConfig
@@ -42,7 +42,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
         )
     if args.optim in OPTIMIZERS:
         check_own_optimizer(model)
-    keep_differentiable(model)
+    settle_quantized(causal_model(model))
     settle_heap(model)
     _place(model, args)
     inner = causal_model(model)

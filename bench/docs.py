@@ -152,9 +152,10 @@ def memory_section(results: dict[str, Any]) -> str:
             "## What each memory technique saves: Qwen2.5-0.5B",
             "",
             f"Two steps of supervised fine-tuning with gradient checkpointing: {what}, and the seconds of the second "
-            "step. Weights, gradients and AdamW's two moments are 16 bytes a parameter, 7.90 GB. Each technique is "
-            "alone on top of the plain run, which like all but those that step in backward has a token budget of one "
-            "row. Rows in italics change the numbers, beyond rounding.",
+            "step. Loading the model is not counted. Weights, gradients and AdamW's two moments are 16 bytes a "
+            "parameter, 7.90 GB. Each technique is alone on top of the plain run, which has a token budget of one row, "
+            "as all have that do not step in backward. Rows in italics change the numbers, beyond rounding. Targets "
+            f"are for {MEMORY_BATCH} rows of 1,024 tokens on a CPU.",
             "",
             *tables,
             f"{described(results['hardware'])}. The last run: {dated(results['runs'][-1]['versions'])}.",

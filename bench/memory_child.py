@@ -17,6 +17,7 @@ from bench.measure import PeakMeter, resident_bytes
 from bench.memory_cases import CASES, MemoryCase, flags
 from bench.shapes import QWEN_05B, Shape, build_model, parameter_counts
 from bench.tokenizer import load_tokenizer, tokenizer_for
+from lowtide.engine.loading import settle_quantized
 from lowtide.memory.host_heap import trim_heap
 
 STEPS = 2
@@ -32,6 +33,8 @@ def main(spec: dict[str, Any]) -> None:
 
 def measure(case: MemoryCase, batch: int, length: int, device: str, weights: str) -> dict[str, Any]:
     """Returns the peak of two steps, less what the process held when everything was imported, in bytes.
+
+    Making or loading the model is not part of it.
 
     Args:
         weights: a folder with the model in bfloat16, for what quantizes as it loads.
@@ -52,7 +55,7 @@ def measure(case: MemoryCase, batch: int, length: int, device: str, weights: str
     model = quantized(Path(weights), device) if case.four_bit else build_model(Shape(QWEN_05B, device, case.dtype))
     parameters = parameter_counts(model)[0]
     trim_heap()
-    meter.start()  # not before: making random weights takes more than keeping them
+    meter.start()  # not before: making or quantizing weights takes more than keeping them
     with tempfile.TemporaryDirectory() as output_dir:
         args = config_class(**common(device, output_dir) | flags(case, batch, length))
         trainer = trainer_class(
@@ -106,9 +109,11 @@ def quantized(weights: Path, device: str) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         weights, quantization_config=config, dtype=torch.bfloat16, device_map=device
     )
+    settle_quantized(model)  # as the trainer does; here it belongs to loading, which is not measured
+    return model
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Side-by-side benchmarks: lowtide against TRL, the same model and rows, each run in a process of its own.
 
     python -m bench.compare        measure, print ratios, record them in bench/results/; all methods, or --method dpo
-    python -m bench.memory_05b     the resident peak of a float32 Qwen2.5-0.5B fine-tuning
+    python -m bench.memory         what each memory technique saves, fine-tuning Qwen2.5-0.5B
     python -m bench.vocabulary     the peak of a DPO step at vocabularies of 32,000 and 256,000
     python -m bench.docs           write docs/benchmarks.md from bench/results/
 
 A new training method is one entry in `methods.py`, a new kind of data one in `cases.py`, a new rival or set of
-flags one in `contestants.py`, a new model one in `shapes.py`.
+flags one in `contestants.py`, a new model one in `shapes.py`, a combination of memory techniques one in
+`memory_cases.py`.
 """

@@ -12,6 +12,9 @@ from typing import Any
 from bench.compare import BUSY
 from bench.contestants import BATCH, PACKED_BATCH
 from bench.measure import GIGABYTE
+from bench.memory import BATCH as MEMORY_BATCH
+from bench.memory import cells
+from bench.memory_cases import CASES
 from bench.methods import METHODS
 from bench.processes import ROOT
 from bench.results import ACCUMULATION, COMPARISON, MEMORY, VOCABULARY, ratios, recorded
@@ -200,23 +203,59 @@ def accumulation_section(results: dict[str, Any]) -> str:
 
 
 def memory_section(results: dict[str, Any]) -> str:
-    gigabytes = {
-        key: f"{results[f'{key}_bytes'] / GIGABYTE:.2f} GB" for key in ("peak_less_imports", "states", "target")
-    }
+    """Returns a table of peaks by technique and length for each batch size that was measured."""
+    on_cuda = "gpu" in results["hardware"]
+    what = (
+        "the allocator's peak, bfloat16 mixed precision"
+        if on_cuda
+        else "the resident peak less what the imports hold, float32 unless the row says otherwise"
+    )
+    batches = sorted({run["batch"] for run in results["runs"]})
+    tables = [line for batch in batches for line in memory_table(results, batch)]
+    command = "python -m bench.memory" + " --quick" * (MEMORY_BATCH not in batches)
     return "\n".join(
         [
-            "## Resident peak of Qwen2.5-0.5B, float32, AdamW, gradient checkpointing",
+            "## What each memory technique saves: Qwen2.5-0.5B",
             "",
-            f"{results['rows']} rows of {results['length']:,} tokens a step with "
-            f"`tokens_per_microbatch={results['length']}`: **{gigabytes['peak_less_imports']}** less what the imports "
-            f"hold, of which weights, gradients and moments are {gigabytes['states']}; the target is at most "
-            f"{gigabytes['target']}. Two steps took {results['seconds']:,.0f} s.",
+            f"Two steps of supervised fine-tuning with gradient checkpointing: {what}, and the seconds of the second "
+            "step. Loading the model is not counted. Weights, gradients and AdamW's two moments are 16 bytes a "
+            "parameter, 7.90 GB. Each technique is alone on top of the plain run, which has a token budget of one row, "
+            "as all have that do not step in backward. Rows in italics change the numbers, beyond rounding. Targets "
+            f"are for {MEMORY_BATCH} rows of 1,024 tokens on a CPU.",
             "",
-            f"{described(results['hardware'])}. {dated(results['versions'])}.",
-            "Measured with `python -m bench.memory_05b`.",
+            *tables,
+            f"{described(results['hardware'])}. The last run: {dated(results['runs'][-1]['versions'])}.",
+            f"Measured with `{command}`.",
             "",
         ]
     )
+
+
+def memory_table(results: dict[str, Any], batch: int) -> list[str]:
+    """Returns the lines of one batch size: a row for each technique, a column for each length, and the target."""
+    runs = {(run["case"], run["length"]): run for run in results["runs"] if run["batch"] == batch}
+    lengths = sorted({length for _, length in runs})
+    names = [name for name in CASES if any(case == name for case, _ in runs)]
+    lines = [
+        f"{batch} rows a step:",
+        "",
+        f"| tokens in a row | {' | '.join(f'{length:,}' for length in lengths)} | target |",
+        f"| --- | {' ---: |' * (len(lengths) + 1)}",
+    ]
+    for name in names:
+        case = CASES[name]
+        title = name if case.exact else f"*{name}*"
+        target = f"{case.target_gb} GB" if case.target_gb else ""
+        measured = [memory_cell(runs.get((name, length))) for length in lengths]
+        lines.append(f"| {title} | {' | '.join(measured)} | {target} |")
+    return [*lines, ""]
+
+
+def memory_cell(run: dict[str, Any] | None) -> str:
+    if run is None:
+        return ""
+    _, peak, seconds = cells(run)
+    return f"{peak}, {seconds} s" if seconds else peak
 
 
 def vocabulary_section(results: dict[str, Any]) -> str:

@@ -76,13 +76,25 @@ def record(results: dict[str, Any]) -> Path:
 
 def write(name: str, results: dict[str, Any]) -> Path:
     """Writes one JSON file named after what was measured and the machine, whole or not at all."""
-    hardware = results["hardware"]
-    machine = hardware.get("gpu") or f"{hardware['threads']}x {hardware['cpu']}"
-    path = FOLDER / (re.sub(r"[^a-z0-9.]+", "-", f"{name} {machine}".lower()).strip("-") + ".json")
+    path = path_of(name, results["hardware"])
     FOLDER.mkdir(exist_ok=True)
     scratch = path.with_suffix(".part")
     scratch.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return scratch.replace(path)
+
+
+def path_of(name: str, hardware: dict[str, Any]) -> Path:
+    machine = hardware.get("gpu") or f"{hardware['threads']}x {hardware['cpu']}"
+    return FOLDER / (re.sub(r"[^a-z0-9.]+", "-", f"{name} {machine}".lower()).strip("-") + ".json")
+
+
+def merged(
+    name: str, hardware: dict[str, Any], run: dict[str, Any], key: tuple[str, ...], runs: str = "runs"
+) -> list[dict[str, Any]]:
+    """Returns the runs recorded under a name on this machine, with one more in place of that with the same key."""
+    path = path_of(name, hardware)
+    known = json.loads(path.read_text(encoding="utf-8")).get(runs, []) if path.exists() else []
+    return [*(each for each in known if any(each[part] != run[part] for part in key)), run]
 
 
 def recorded() -> list[dict[str, Any]]:

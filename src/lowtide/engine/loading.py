@@ -93,6 +93,18 @@ def adapt(
     return get_peft_model(base, peft_config)
 
 
+def release_file(model: nn.Module) -> None:
+    """Lets go of the file that a quantized model on a CPU was loaded from.
+
+    What is not quantized, the embedding above all, still maps it, which keeps all of it resident.
+    """
+    on_cpu = getattr(model, "device", torch.device("cpu")).type == "cpu"
+    if on_cpu and (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                weight.data = weight.data.clone()
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:
     """Refuses a tokenizer whose ids the model has no embedding for.
 

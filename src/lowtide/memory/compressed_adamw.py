@@ -11,7 +11,8 @@ which is never negative: where it is set, the remainder reads 0x8000 instead of 
 
 The same split is in NVIDIA's Apex (`DistributedFusedAdam`, `store_param_remainders`), which truncates where the passes
 would round. Stochastic rounding, the other option, keeps no remainder and is not exact: the float32 result is rounded
-up or down at random, so that it is right on average (arXiv 2010.06192).
+up or down at random, so that it is right on average (arXiv 2010.06192). There the moments may be kept in 8 bits too,
+see `eight_bit`: 4 bytes a parameter in all.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lowtide.memory.eight_bit import Moment, moment_blocks, zeros_8bit
+
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Elements at a time: on a CPU what the second-level cache holds, on a GPU what keeps it busy."""
 TIE = 0x8000
 """Half of the distance between two bfloat16 numbers, counted in float32 numbers."""
 REMAINDERS = ("exact", "stochastic")
+LEAST_8BIT = 4096
+"""Elements from which a parameter's moments are kept in 8 bits where that is asked for, as bitsandbytes does."""
 
 
 class CompressedAdamW(Optimizer):
@@ -44,12 +49,15 @@ class CompressedAdamW(Optimizer):
             at the weight's value, or see `compress_`. "stochastic" does not keep it and rounds stochastically; a
             parameter's random numbers come from a seed in its state, drawn from torch's generator when the optimizer
             is made, so neither the order of steps nor a resumed run changes them.
+        moment_bits: 32, or 8 beside a stochastic remainder: the moments of large bfloat16 parameters are rounded to 8
+            bits in blocks.
 
     State of a bfloat16 parameter: `step`, float32 `exp_avg` and `exp_avg_sq` (the sign of which belongs to the
-    remainder), and int16 `remainder` or the integer `seed`.
+    remainder), and int16 `remainder` or the integer `seed`. Moments in 8 bits are uint8 codes with float32
+    `exp_avg_scale` and `exp_avg_sq_scale`.
 
     Raises:
-        ValueError: a parameter of another dtype or not contiguous, or an unknown `remainder`.
+        ValueError: a parameter of another dtype or not contiguous, an unknown `remainder` or number of bits.
     """
 
     def __init__(
@@ -61,9 +69,10 @@ class CompressedAdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         remainder: str = "exact",
+        moment_bits: int = 32,
     ):
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "remainder": remainder}
-        super().__init__(params, options)
+        kept = {"remainder": remainder, "moment_bits": moment_bits}
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **kept})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for bfloat16 and float32 parameters alone."""
@@ -71,6 +80,11 @@ class CompressedAdamW(Optimizer):
         group = self.param_groups[-1]
         if group["remainder"] not in REMAINDERS:
             raise ValueError(f"remainder is {group['remainder']!r}: choose one of {', '.join(REMAINDERS)}")
+        if group["moment_bits"] not in (8, 32) or (group["moment_bits"] == 8 and group["remainder"] == "exact"):
+            raise ValueError(
+                f"moment_bits={group['moment_bits']} with remainder={group['remainder']!r}: moments have 32 bits, or 8 "
+                "beside remainder='stochastic', since an exact remainder keeps its last bit in a moment's sign"
+            )
         for parameter in group["params"]:
             if parameter.dtype not in (torch.bfloat16, torch.float32) or not parameter.is_contiguous():
                 raise ValueError(
@@ -125,16 +139,17 @@ class CompressedAdamW(Optimizer):
         return _decode(parameter.detach(), state["remainder"], state["exp_avg_sq"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would round the moments to the parameters' dtype; `remainder` stays what it is here.
-        Takes the states of `torch.optim.AdamW` too: a master then starts at the weight's value."""
-        remainders = [group["remainder"] for group in self.param_groups]
+        """As torch's, which would round the moments to the parameters' dtype; `remainder` and `moment_bits` stay what
+        they are here, and moments have the bits that they come in. Takes the states of `torch.optim.AdamW` too: a
+        master then starts at the weight's value."""
+        own = [{name: group[name] for name in ("remainder", "moment_bits")} for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})
         numbers = iter([number for group in state_dict["param_groups"] for number in group["params"]])
-        for group, remainder in zip(self.param_groups, remainders, strict=True):
-            group["remainder"] = remainder
+        for group, kept in zip(self.param_groups, own, strict=True):
+            group.update(kept)
             for parameter, number in zip(group["params"], numbers, strict=False):
                 for name, value in state_dict["state"].get(number, {}).items():
-                    if name != "remainder" or remainder == "exact":
+                    if name != "remainder" or kept["remainder"] == "exact":
                         self.state[parameter][name] = _loaded(name, value, parameter)
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -143,8 +158,12 @@ class CompressedAdamW(Optimizer):
         state = self.state[parameter]
         if "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+            few = group["moment_bits"] == 8 and parameter.dtype == torch.bfloat16 and parameter.numel() >= LEAST_8BIT
+            for name in ("exp_avg", "exp_avg_sq"):
+                if few:
+                    state[name], state[f"{name}_scale"] = zeros_8bit(parameter.numel(), parameter.device)
+                else:
+                    state[name] = torch.zeros_like(parameter, dtype=torch.float32)
         if parameter.dtype == torch.bfloat16 and group["remainder"] == "exact" and "remainder" not in state:
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
@@ -160,12 +179,15 @@ class CompressedAdamW(Optimizer):
         state = self.state[parameter]
         remainder = state["remainder"] if group["remainder"] == "exact" else None
         generator = None if remainder is not None else _advance(state, parameter)
-        whole = (parameter.detach(), cast(Tensor, parameter.grad), state["exp_avg"], state["exp_avg_sq"])
         size = BLOCK.get(parameter.device.type, BLOCK["cuda"])
-        blocks = zip(*(tensor.reshape(-1).split(size) for tensor in whole), strict=True)
+        tensors = [t.reshape(-1).split(size) for t in (parameter.detach(), cast(Tensor, parameter.grad))]
+        moments: list[list[Moment]] = [
+            moment_blocks(state["exp_avg"], state.get("exp_avg_scale"), size, signed=True),
+            moment_blocks(state["exp_avg_sq"], state.get("exp_avg_sq_scale"), size, signed=False),
+        ]
         remainders = iter(() if remainder is None else remainder.view(-1).split(size))
-        for weight, grad, exp_avg, exp_avg_sq in blocks:
-            rest = next(remainders, None)
+        for weight, grad, first, second in zip(*tensors, *moments, strict=True):
+            rest, exp_avg, exp_avg_sq = next(remainders, None), first.read(), second.read()
             master = weight.float() if rest is None else _decode(weight, rest, exp_avg_sq)
             exp_avg_sq.abs_()
             _adamw([master], [grad.float()], [exp_avg], [exp_avg_sq], [state["step"].clone()], group)
@@ -173,6 +195,8 @@ class CompressedAdamW(Optimizer):
                 _round_stochastically_(master, weight, generator)
             else:
                 _encode_(master, weight, rest, exp_avg_sq)
+            first.write(exp_avg)
+            second.write(exp_avg_sq)
         state["step"] += 1
 
 
@@ -249,4 +273,5 @@ def _advance(state: dict[str, Any], parameter: Tensor) -> torch.Generator:
 def _loaded(name: str, value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.to(parameter.device, torch.int16 if name == "remainder" else torch.float32)
+    kept = name == "remainder" or value.dtype == torch.uint8
+    return value.to(parameter.device, value.dtype if kept else torch.float32)

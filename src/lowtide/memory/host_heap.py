@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-LARGE = 1 << 30
-"""Bytes of weights from which holes are given back; below, they are small beside what the imports hold."""
+LARGE = 1 << 28
+"""Bytes of weights from which holes are given back, be they half a billion in four bits; below, they are small beside
+what the imports hold."""
 TRIM_ABOVE = 24 << 20
 """Free bytes inside the heap that are worth a trim."""
 MMAP_ABOVE = 32 << 20
@@ -43,7 +44,7 @@ def settle_heap(model: nn.Module) -> bool:
         model: its lists of layers are found by their type; each looks as its forward and its backward begin.
 
     Returns:
-        whether its layers trim.
+        whether its layers trim: as each begins, and when the last has ended, forward and backward.
     """
     parameters = list(model.parameters())
     heap = _glibc()
@@ -76,7 +77,16 @@ def _trim_in_layers(model: nn.Module, trim: Callable[[], None]) -> None:
     def before_backward(_gradient: Tensor) -> None:
         trim()
 
-    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+    def before_head(_layer: nn.Module, _inputs: object, _output: object) -> None:
+        trim()
+
+    def before_optimizer(_layer: nn.Module, inputs: tuple) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
+            inputs[0].register_hook(before_backward)  # its gradient is there when the first layer's backward has ended
+
+    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)):
+        layers[0].register_forward_pre_hook(before_optimizer)
+        layers[-1].register_forward_hook(before_head)
         for layer in layers:
             layer.register_forward_pre_hook(before_forward)
             layer.register_forward_hook(after_forward)

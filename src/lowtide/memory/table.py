@@ -184,6 +184,13 @@ TECHNIQUES: dict[str, Technique] = {
             option_is("optim", "adamw_stochastic"),
             changes="weights are rounded at each step, right on average; forward and backward run in bfloat16",
         ),
+        Technique(
+            "bfloat16 AdamW with stochastic rounding and 8-bit moments",
+            "float32 masters and three quarters of the moments: 4 bytes a parameter in all",
+            {"optim": "adamw_stochastic_8bit"},
+            option_is("optim", "adamw_stochastic_8bit"),
+            changes=f"as with stochastic rounding alone, and {EIGHT}",
+        ),
         _optimizer(
             "Adafactor", "both moments, but a row and a column of the second", "arXiv 1804.04235", "adafactor"
         ),

@@ -14,15 +14,19 @@ from lowtide.memory.compressed_adamw import CompressedAdamW
 from lowtide.memory.host_states import HostStates
 from lowtide.memory.optimizer_in_backward import OptimizerInBackward
 
-OPTIMIZERS = {"adamw_compressed": "exact", "adamw_stochastic": "stochastic"}
-"""By name, what `CompressedAdamW` does with the bits that bfloat16 has no room for."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw_compressed": {"remainder": "exact"},
+    "adamw_stochastic": {"remainder": "stochastic"},
+    "adamw_stochastic_8bit": {"remainder": "stochastic", "moment_bits": 8},
+}
+"""By name, what `CompressedAdamW` does with the bits that bfloat16 has no room for, and with the moments."""
 
 
 def own_optimizer(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Class and arguments of one of `OPTIMIZERS`."""
     betas = (args.adam_beta1, args.adam_beta2)
     options = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
-    return CompressedAdamW, {**options, "remainder": OPTIMIZERS[args.optim]}
+    return CompressedAdamW, {**options, **OPTIMIZERS[args.optim]}
 
 
 def check_own_optimizer(model: nn.Module) -> None:
@@ -34,7 +38,7 @@ def check_own_optimizer(model: nn.Module) -> None:
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
         raise ValueError(
-            f"optim='adamw_compressed' and 'adamw_stochastic' train all weights in bfloat16; {len(frozen)} are frozen "
+            f"{', '.join(OPTIMIZERS)} train all weights in bfloat16; {len(frozen)} are frozen "
             f"({frozen[0]}, ...). Adapters have few states: take optim='adamw_torch_fused'"
         )
 

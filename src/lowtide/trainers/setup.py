@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, install
+from lowtide.engine.loading import release_file
 from lowtide.engine.probe import Probe, probe
 from lowtide.memory.host_heap import settle_heap
 from lowtide.trainers.config import TrainingConfig
@@ -47,6 +48,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     if isinstance(next(model.parameters()), FakeTensor):
         install(model, padding_free=args.padding_free)
         return Engine(args.padding_free, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
+    release_file(causal_model(model))
     settle_heap(model)
     _place(model, args)
     inner = causal_model(model)

@@ -1,0 +1,111 @@
+"""`python -m bench.memory`: what each memory technique saves, fine-tuning Qwen2.5-0.5B.
+
+Qwen2.5-0.5B from its config (random weights), two steps of 8 rows, so that the second holds the optimizer's states
+too; rows of several lengths. Each run is in a process of its own. On a CPU the peak is the resident one, less what
+the imports hold, and training is in float32; on CUDA it is the allocator's, in bfloat16 mixed precision. Weights,
+gradients and AdamW's two moments are 16 bytes a parameter, 7.90 GB: what is above them is activations and the
+implementation's own. See `memory_cases.py` for the rows.
+"""
+
+import argparse
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from bench.measure import GIGABYTE, hardware
+from bench.memory_cases import CASES
+from bench.processes import ChildFailed, run_child
+from bench.results import MEMORY, merged, versions, write
+from bench.tokenizer import cache_folder
+
+SUMMARY = "Show what each memory technique saves, fine-tuning Qwen2.5-0.5B."
+LENGTHS = (4, 32, 128, 512, 1024)
+BATCH, QUICK_BATCH = 8, 2
+NAME = "memory-qwen2.5-0.5b"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures, prints and records; returns 1 where a run fails."""
+    options, console = parse(argv), Console()
+    failed = False
+    for length in options.lengths:
+        table = Table(Column(no_wrap=False), "peak", "s/step", title=f"{options.batch} rows of {length:,} tokens")
+        for name in options.only or CASES:
+            run = measure(name, length, options, console)
+            failed |= "failed" in run
+            table.add_row(*cells(run))
+            console.print(*cells(run), sep="  ")
+            if options.record:
+                record(run, options)
+        console.print(table)
+    return int(failed)
+
+
+def measure(name: str, length: int, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Returns what a child measured of one row at one length, or why it could not."""
+    run = {"case": name, "batch": options.batch, "length": length}
+    case = CASES[name]
+    missing = [package for package in (case.package, *case.needs) if find_spec(package) is None]
+    if missing:
+        return run | {"skipped": f"needs {', '.join(missing)}"}
+    spec = run | {"device": options.device, "weights": saved_weights() if case.four_bit else ""}
+    try:
+        with console.status(f"{name}, {options.batch} rows of {length:,} tokens"):
+            return run | run_child(spec, lambda step: None, options.timeout, module="bench.memory_child")
+    except ChildFailed as failure:
+        console.print("\n".join(failure.last_lines), markup=False, highlight=False)
+        return run | {"failed": failure.reason}
+
+
+def saved_weights() -> str:
+    """The folder of the model in bfloat16, made on the first call by a process of its own."""
+    folder = cache_folder() / "qwen2.5-0.5b-bfloat16"
+    if not folder.exists():
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=cache_folder()))
+        run_child({"save": str(scratch)}, lambda step: None, 600, module="bench.memory_child")
+        scratch.replace(folder)
+    return str(folder)
+
+
+def record(run: dict[str, Any], options: argparse.Namespace) -> None:
+    """Puts a run beside those that were recorded of this machine, over an earlier one of the same row and size."""
+    facts = {"kind": MEMORY, "hardware": hardware(options.device)}
+    runs = merged(NAME, facts["hardware"], run | {"versions": versions()}, key=("case", "batch", "length"))
+    write(NAME, facts | {"runs": runs})
+
+
+def cells(run: dict[str, Any]) -> list[str]:
+    """Name, peak and seconds of a run, for a table."""
+    if "peak_bytes" not in run:
+        return [run["case"], run.get("failed") or run["skipped"], ""]
+    reserved = f" ({run['reserved_bytes'] / GIGABYTE:.2f} reserved)" if run["reserved_bytes"] else ""
+    return [run["case"], f"{run['peak_bytes'] / GIGABYTE:.2f} GB{reserved}", f"{run['step_seconds']:.1f}"]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=SUMMARY)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens in a row")
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these rows of the table")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_BATCH} rows a step instead of {BATCH}")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds after which one run is given up")
+    parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
+    options = parser.parse_args(argv)
+    options.batch = QUICK_BATCH if options.quick else BATCH
+    options.device = _device()
+    return options
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

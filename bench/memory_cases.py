@@ -1,0 +1,121 @@
+"""The rows of the table of memory techniques: plain AdamW, each technique alone, the best combinations, and TRL.
+
+Every lowtide row has gradient checkpointing, and a token budget of one dataset row where a step may have several
+micro-batches: it keeps activations small and, as micro-batches are summed exactly, changes no number. What steps in
+backward needs the whole batch in one micro-batch, so there the budget is left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lowtide.memory.table import TECHNIQUES, Technique
+from lowtide.trainers.sft import SFTConfig
+
+IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
+LEAN = {"activation_offloading": True, "mlp_tile_tokens": 512}
+"""What keeps the activations of a whole batch small, where there are no smaller micro-batches."""
+DEFAULTS = {"gradient_checkpointing", "padding_free", "rehearsal", "tokens_per_microbatch"}
+"""Options of techniques that are on in every row."""
+TILE = 512
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """One row of the table."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    package: str = "lowtide"
+    dtype: str = "float32"
+    """Of the weights that the trainer is given."""
+    lora: bool = False
+    """Rank 16 on all linear layers; else all weights are trained."""
+    four_bit: bool = False
+    """The base weights in 4 bits (QLoRA, arXiv 2305.14314), by bitsandbytes."""
+    exact: bool = True
+    """Whether the numbers are those of float32 AdamW on all weights."""
+    target_gb: float | None = None
+    """The most that a run of 8 rows of 1,024 tokens should take on a CPU, less what the imports hold."""
+    needs: tuple[str, ...] = ()
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether a step is one micro-batch."""
+        return bool(self.options.get("optimizer_in_backward"))
+
+
+TARGETS_GB = {"compressed AdamW": 7.3}
+
+
+def _alone(technique: Technique) -> MemoryCase:
+    options = dict(technique.options)
+    if "mlp_tile_tokens" in options:
+        options["mlp_tile_tokens"] = TILE  # the table's own value is for tests
+    return MemoryCase(
+        technique.name,
+        options,
+        exact=technique.changes is None,
+        target_gb=TARGETS_GB.get(technique.name),
+        needs=technique.needs,
+    )
+
+
+def _is_measured(technique: Technique) -> bool:
+    """Whether a technique can be switched on in this benchmark and is not on already."""
+    known = {each.name for each in fields(SFTConfig)}
+    names = technique.options.keys()
+    return bool(names) and names <= known and not names <= DEFAULTS
+
+
+STOCHASTIC_8BIT = {"optim": "adamw_stochastic_8bit"}
+COMBINATIONS = (
+    MemoryCase("in backward, offloaded and tiled", {**IN_BACKWARD, **LEAN}, target_gb=6.8),
+    MemoryCase(
+        "best exact: compressed AdamW, in backward, offloaded and tiled",
+        {**IN_BACKWARD, **LEAN, "optim": "adamw_compressed"},
+    ),
+    MemoryCase(
+        "best lossy: bfloat16, 8-bit moments, in backward, offloaded and tiled",
+        {**IN_BACKWARD, **LEAN, **STOCHASTIC_8BIT},
+        dtype="bfloat16", exact=False, target_gb=3.2,
+    ),
+    MemoryCase(
+        "bfloat16, Adafactor, in backward, offloaded and tiled",
+        {**IN_BACKWARD, **LEAN, "optim": "adafactor"},
+        dtype="bfloat16", exact=False, target_gb=3.2,
+    ),
+    MemoryCase("LoRA", lora=True, exact=False, target_gb=2.5),
+    MemoryCase("LoRA, bfloat16 base", lora=True, dtype="bfloat16", exact=False, target_gb=1.3),
+    MemoryCase(
+        "QLoRA", lora=True, four_bit=True, dtype="bfloat16", exact=False, target_gb=0.85, needs=("bitsandbytes",)
+    ),
+)  # fmt: skip
+
+CASES: dict[str, MemoryCase] = {
+    each.name: each
+    for each in (
+        MemoryCase("plain", target_gb=8.2),
+        *(_alone(technique) for technique in TECHNIQUES.values() if _is_measured(technique)),
+        *COMBINATIONS,
+        MemoryCase("trl", package="trl"),
+        MemoryCase(
+            "trl, one row at a time",
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": "batch"},
+            package="trl",
+        ),
+    )
+}
+"""By name."""
+
+
+def flags(case: MemoryCase, batch: int, length: int) -> dict[str, Any]:
+    """What a row's trainer is given beside precision, device and number of steps."""
+    options = {
+        "per_device_train_batch_size": batch,
+        "max_length": length,
+        "gradient_checkpointing": True,
+        **({"tokens_per_microbatch": length} if case.package == "lowtide" and not case.whole_batch else {}),
+        **case.options,
+    }
+    return {name: batch if value == "batch" else value for name, value in options.items()}

@@ -1,0 +1,77 @@
+"""The rows of the table of memory techniques can be run, and what was measured is recorded and shown once each."""
+
+import importlib
+
+import pytest
+
+from bench import results
+from bench.docs import memory_section
+from bench.memory import LENGTHS, cells, parse
+from bench.memory_cases import CASES, flags
+from bench.memory_child import common
+from bench.shapes import QWEN_05B
+from lowtide.memory.table import TECHNIQUES
+
+HARDWARE = {"cpu": "A CPU", "threads": 2, "memory_gb": 8.0, "system": "Linux"}
+VERSIONS = dict.fromkeys(("date", "lowtide", "lowtide_commit", "torch", "transformers", "trl"), "1")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_is_a_config_that_can_be_made(name: str, tmp_path):
+    case = CASES[name]
+    if case.package == "trl":
+        pytest.importorskip("trl")
+    options = common("cpu", str(tmp_path)) | flags(case, 8, 32)
+    try:
+        args = importlib.import_module(case.package).SFTConfig(**options)
+    except ImportError:
+        pytest.skip("transformers looks for the optimizer's package")
+    assert args.max_length == 32
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps in (8, 16)
+    assert args.gradient_checkpointing
+    if case.whole_batch:
+        assert args.tokens_per_microbatch is None
+
+
+def test_each_technique_with_an_option_of_its_own_is_a_row():
+    assert {"compressed AdamW", "optimizer in backward", "activation offloading", "tiled MLP"} <= CASES.keys()
+    assert not CASES.keys() & {"fused head", "prefix sharing", "gradient checkpointing"}
+    assert all(CASES[name].exact == (TECHNIQUES[name].changes is None) for name in CASES.keys() & TECHNIQUES.keys())
+
+
+def test_quick_measures_smaller_batches():
+    assert (parse([]).batch, parse(["--quick"]).batch) == (8, 2)
+    assert tuple(parse([]).lengths) == LENGTHS
+    assert max(LENGTHS) <= QWEN_05B["max_position_embeddings"]
+
+
+def run(case: str, length: int, **measured) -> dict:
+    shared = {"batch": 8, "length": length, "versions": VERSIONS}
+    return {"case": case, **shared, **measured}
+
+
+def peak(gigabytes: float) -> dict:
+    return {"peak_bytes": int(gigabytes * 1e9), "reserved_bytes": None, "step_seconds": 2.0}
+
+
+def test_a_run_is_recorded_over_the_earlier_one_of_the_same_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    for each in (run("plain", 32, **peak(9)), run("plain", 128, **peak(9)), run("plain", 32, **peak(8))):
+        runs = results.merged("memory", HARDWARE, each, key=("case", "batch", "length"))
+        results.write("memory", {"hardware": HARDWARE, "runs": runs})
+    (recorded,) = results.recorded()
+    assert [(each["length"], each["peak_bytes"]) for each in recorded["runs"]] == [(128, 9e9), (32, 8e9)]
+
+
+def test_the_page_has_a_line_for_each_row_that_was_measured():
+    runs = [run("plain", 32, **peak(8)), run("plain", 4, **peak(7.5)), run("LoRA", 32, failed="killed")]
+    page = memory_section({"hardware": HARDWARE, "runs": runs})
+    assert "| plain | 7.50 GB, 2.0 s | 8.00 GB, 2.0 s | 8.2 GB |" in page
+    assert "| *LoRA* |  | killed | 2.5 GB |" in page
+    assert "compressed" not in page.split("8 rows a step:")[1]
+
+
+def test_a_run_that_gave_nothing_says_why():
+    assert cells({"case": "QLoRA", "skipped": "needs bitsandbytes"}) == ["QLoRA", "needs bitsandbytes", ""]
+    both = run("plain", 4, **peak(1)) | {"reserved_bytes": 2_000_000_000}
+    assert cells(both)[1] == "1.00 GB (2.00 reserved)"

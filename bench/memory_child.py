@@ -17,7 +17,7 @@ from bench.measure import PeakMeter, resident_bytes
 from bench.memory_cases import CASES, MemoryCase, flags
 from bench.shapes import QWEN_05B, Shape, build_model, parameter_counts
 from bench.tokenizer import load_tokenizer, tokenizer_for
-from lowtide.engine.loading import settle_quantized
+from lowtide.engine.loading import release_file
 from lowtide.memory.host_heap import trim_heap
 
 STEPS = 2
@@ -112,7 +112,7 @@ def quantized(weights: Path, device: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         weights, quantization_config=config, dtype=torch.bfloat16, device_map=device
     )
-    settle_quantized(model)  # as the trainer does; here it belongs to loading, which is not measured
+    release_file(model)  # as the trainer does; here it belongs to loading, which is not measured
     return model
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from lowtide.engine.loading import adapt, settle_quantized
+from lowtide.engine.loading import adapt, release_file
 
 
 def tiny_model() -> PreTrainedModel:
@@ -29,16 +28,6 @@ def test_what_a_quantized_model_has_in_16_bits_stays_so():
     assert all("lora" in name for name in trained)
 
 
-def test_four_bit_layers_are_not_packed_for_inference():
-    packing, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    packing.support_avx512bf16_for_cpu = True  # as bitsandbytes' Linear4bit has it
-    model = nn.Sequential(packing, other)
-    model.is_loaded_in_4bit = True
-    settle_quantized(model)
-    assert packing.support_avx512bf16_for_cpu is False
-    assert not hasattr(other, "support_avx512bf16_for_cpu")
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_a_quantized_model_lets_go_of_its_file(tmp_path):
     tiny_model().save_pretrained(tmp_path)
@@ -46,9 +35,9 @@ def test_a_quantized_model_lets_go_of_its_file(tmp_path):
     before = [weight.detach().clone() for weight in model.parameters()]
     if str(tmp_path) not in Path("/proc/self/maps").read_text():
         pytest.skip("the weights were read, not mapped")
-    settle_quantized(model)  # as it is, it may go on mapping its weights
+    release_file(model)  # as it is, it may go on mapping its weights
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
     model.is_loaded_in_4bit = True
-    settle_quantized(model)
+    release_file(model)
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     assert all(torch.equal(weight, other) for weight, other in zip(model.parameters(), before, strict=True))

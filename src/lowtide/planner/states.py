@@ -22,9 +22,10 @@ BYTES_PER_PARAMETER: dict[str, float] = {
     "sgd": 0,
     "adamw_compressed": 10,
     "adamw_stochastic": 8,
+    "adamw_stochastic_8bit": 2,
 }
 """Bytes of state a trained parameter, for float32 parameters; two moments in their dtype for AdamW."""
-IN_BFLOAT16 = {"adamw_compressed", "adamw_stochastic"}
+IN_BFLOAT16 = {"adamw_compressed", "adamw_stochastic", "adamw_stochastic_8bit"}
 """Those that store trained weights in bfloat16, and their gradients with them; their moments are float32."""
 
 

@@ -50,7 +50,7 @@ class Option:
     @property
     def is_switch(self) -> bool:
         """Whether the bare option means true."""
-        return bool in self.kinds and str not in self.kinds
+        return bool in self.kinds and (str not in self.kinds or isinstance(self.default, bool))
 
     def convert(self, value: Any) -> Any:
         """The value that the field takes, from text or from what YAML made of it.

@@ -23,6 +23,7 @@ PACKAGES = {
     "liger_kernel": "'lowtide[liger]'",
 }
 """What to install for a package that a technique needs."""
+SEVERAL = "steps of several micro-batches keep their gradients to the end, as they would without it"
 LAYERS = ("use_liger_kernel", "torch_compile", "mlp_tile_tokens")
 EIGHT = "moments are rounded to 8 bits in blocks (arXiv 2110.02861)"
 FOUR = "moments are rounded to 4 bits in blocks (arXiv 2309.01507)"
@@ -74,7 +75,8 @@ def _compiled_or_tiled(name: str) -> Callable[[Site], str | None]:
     """Three techniques replace what a layer runs, each from the model's own."""
 
     def others(site: Site) -> str | None:
-        found = [other for other in LAYERS if other != name and getattr(site.options, other, None)]
+        working = [each for each in LAYERS if each != "use_liger_kernel" or site.device.type == "cuda"]
+        found = [other for other in working if other != name and getattr(site.options, other, None)]
         return f"it replaces what {found[0]} replaces too: switch one of them off" if found else None
 
     return others
@@ -162,6 +164,7 @@ TECHNIQUES: dict[str, Technique] = {
             {"optimizer_in_backward": True, "max_grad_norm": 0.0},
             option_is("optimizer_in_backward", True),
             refused=_gradients_that_wait,
+            remark=SEVERAL,
         ),
         Technique(
             "optimizer in backward, two passes",
@@ -169,6 +172,7 @@ TECHNIQUES: dict[str, Technique] = {
             {"optimizer_in_backward": TWO_PASS},
             option_is("optimizer_in_backward", TWO_PASS),
             refused=_gradients_that_wait,
+            remark=SEVERAL,
         ),
         Technique(
             "compressed AdamW",
@@ -300,13 +304,13 @@ def prepare(site: Site, techniques: Iterable[Technique]) -> None:
     Raises:
         ValueError: naming the technique, its options and the reason.
     """
-    techniques = list(techniques)
+    techniques = [technique for technique in techniques if technique.idle(site) is None]
     for technique in techniques:
-        if reason := technique.refused(site) or (None if technique.idle(site) else _missing(technique)):
-            settings = ", ".join(f"{name}={value!r}" for name, value in technique.options.items())
+        if reason := technique.refused(site) or _missing(technique):
+            settings = ", ".join(f"{name}={getattr(site.options, name)!r}" for name in technique.options)
             raise ValueError(f"{technique.name} ({settings}) cannot work here: {reason}")
     for technique in techniques:
-        if technique.prepare is not None and technique.idle(site) is None:
+        if technique.prepare is not None:
             technique.prepare(site)
 
 

@@ -53,6 +53,8 @@ class Technique:
     """The same as training begins, when the Trainer has set up its own checkpointing; may return what undoes it."""
     around: Callable[[Site], Callable[[], AbstractContextManager]] | None = None
     """Gives what is entered for each forward of the policy."""
+    remark: str | None = None
+    """What else the start-up report says of it."""
     needs: tuple[str, ...] = ()
     """Packages beside lowtide's own requirements."""
     named: bool = True

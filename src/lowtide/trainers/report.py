@@ -86,9 +86,8 @@ class StartReport(TrainerCallback):
             idle = technique.idle(self.trainer.site)
             if technique.named:
                 exact = f"not exact: {technique.changes}" if technique.changes else "exact"
-                lines.append((technique.name, f"does nothing here: {idle}" if idle else exact))
-        if self.trainer.args.optimizer_in_backward:
-            lines.append(("", "steps of several micro-batches keep their gradients to the end, as they would without"))
+                text = f"{exact}; {technique.remark}" if technique.remark else exact
+                lines.append((technique.name, f"does nothing here: {idle}" if idle else text))
         return lines
 
     def _precision(self, trained: list) -> str:
@@ -97,7 +96,7 @@ class StartReport(TrainerCallback):
         master = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
         compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "/".join(storage)
         why = ""
-        if args.device.type == "cpu" and not args.bf16 and not args.fp16:
+        if args.device.type == "cpu" and not args.bf16 and storage == ["float32"]:
             why = (
                 " (the default on a CPU; this one has bfloat16 instructions, --bf16 true --use_cpu true uses them)"
                 if cpu_has_bf16()

@@ -4,6 +4,7 @@ They are generated and nothing in them is typed by hand, so they never say more 
 nobody has measured yet are named as such.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ def memory_section(results: dict[str, Any]) -> str:
     )
     batches = sorted({run["batch"] for run in results["runs"]})
     tables = [line for batch in batches for line in memory_table(results, batch)]
+    shared = any(run.get("load_before", math.inf) > BUSY for run in results["runs"] if "peak_bytes" in run)
     command = "python -m bench.memory" + " --quick" * (MEMORY_BATCH not in batches)
     return "\n".join(
         [
@@ -160,6 +162,7 @@ def memory_section(results: dict[str, Any]) -> str:
             *tables,
             f"{described(results['hardware'])}. The last run: {dated(results['runs'][-1]['versions'])}.",
             f"Measured with `{command}`.",
+            *["The machine was shared in some of the runs: their times are rough."] * shared,
             "",
         ]
     )

@@ -176,7 +176,7 @@ def memory_table(results: dict[str, Any], batch: int) -> list[str]:
     lines = [
         f"{batch} rows a step:",
         "",
-        f"| tokens in a row | {' | '.join(f'{length:,}' for length in lengths)} | target |",
+        f"| tokens in a row | {' | '.join(f'{length:,}' for length in lengths)} | target at {MEMORY_BATCH} x 1,024 |",
         f"| --- | {' ---: |' * (len(lengths) + 1)}",
     ]
     for name in names:

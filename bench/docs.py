@@ -5,6 +5,7 @@ so they never say more than what was measured; models that nobody has measured y
 docs/memory.md is lowtide's own table of memory techniques.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,7 @@ def memory_section(results: dict[str, Any]) -> str:
     )
     batches = sorted({run["batch"] for run in results["runs"]})
     tables = [line for batch in batches for line in memory_table(results, batch)]
+    shared = any(run.get("load_before", math.inf) > BUSY for run in results["runs"] if "peak_bytes" in run)
     command = "python -m bench.memory" + " --quick" * (MEMORY_BATCH not in batches)
     return "\n".join(
         [
@@ -226,6 +228,7 @@ def memory_section(results: dict[str, Any]) -> str:
             *tables,
             f"{described(results['hardware'])}. The last run: {dated(results['runs'][-1]['versions'])}.",
             f"Measured with `{command}`.",
+            *["The machine was shared in some of the runs: their times are rough."] * shared,
             "",
         ]
     )
@@ -239,7 +242,7 @@ def memory_table(results: dict[str, Any], batch: int) -> list[str]:
     lines = [
         f"{batch} rows a step:",
         "",
-        f"| tokens in a row | {' | '.join(f'{length:,}' for length in lengths)} | target |",
+        f"| tokens in a row | {' | '.join(f'{length:,}' for length in lengths)} | target at {MEMORY_BATCH} x 1,024 |",
         f"| --- | {' ---: |' * (len(lengths) + 1)}",
     ]
     for name in names:

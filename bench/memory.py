@@ -8,6 +8,7 @@ implementation's own. See `memory_cases.py` for the rows.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -50,13 +51,14 @@ def measure(name: str, length: int, options: argparse.Namespace, console: Consol
     """Returns what a child measured of one row at one length, or why it could not."""
     run = {"case": name, "batch": options.batch, "length": length}
     case = CASES[name]
+    load = {"load_before": os.getloadavg()[0]}
     missing = [package for package in (case.package, *case.needs) if find_spec(package) is None]
     if missing:
         return run | {"skipped": f"needs {', '.join(missing)}"}
     spec = run | {"device": options.device, "weights": saved_weights() if case.four_bit else ""}
     try:
         with console.status(f"{name}, {options.batch} rows of {length:,} tokens"):
-            return run | run_child(spec, lambda step: None, options.timeout, module="bench.memory_child")
+            return run | load | run_child(spec, lambda step: None, options.timeout, module="bench.memory_child")
     except ChildFailed as failure:
         console.print("\n".join(failure.last_lines), markup=False, highlight=False)
         return run | {"failed": failure.reason}

@@ -463,9 +463,11 @@ def _in_backward(run: Run, plain: Run) -> bool:
     return isinstance(steps, OptimizerInBackward) and steps.started
 
 
-def _compressed(remainder: str) -> Callable[[Run, Run], bool]:
+def _compressed(remainder: str, moment_bits: int = 32) -> Callable[[Run, Run], bool]:
     def stepped(run: Run, plain: Run) -> bool:
         optimizer = run.trainer.optimizer.optimizer
+        if {group["moment_bits"] for group in optimizer.param_groups} != {moment_bits}:
+            return False
         dtypes = {weight.dtype for weight in run.weights.values()}
         kept = {group["remainder"] for group in optimizer.param_groups}
         return isinstance(optimizer, CompressedAdamW) and kept == {remainder} and dtypes == {torch.bfloat16}
@@ -495,6 +497,7 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     ),
     "compressed AdamW": _compressed("exact"),
     "bfloat16 AdamW with stochastic rounding": _compressed("stochastic"),
+    "bfloat16 AdamW with stochastic rounding and 8-bit moments": _compressed("stochastic", 8),
     "compiled layers": _compiled_layers,
     "Adafactor": lambda run, plain: type(run.trainer.optimizer.optimizer).__name__ == "Adafactor",
     "bfloat16 mixed precision": lambda run, plain: run.dtypes == {torch.bfloat16} != plain.dtypes,

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from lowtide.memory import host_heap
 
-EVERY, STEPS = 20, 120
+EVERY, STEPS = 20, 200
 """Steps between marks, and in all. An epoch has two batches, so all marks follow the same rows."""
 SLACK = 2 << 10
 """Bytes between two marks, for numbers that the Trainer keeps. The smallest weight of the model, 128 bytes, would show

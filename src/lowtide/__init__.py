@@ -6,8 +6,6 @@ The public names, and no more. They resolve when first used, so that `import low
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lowtide.memory.allocator import use_huge_pages
-
 if TYPE_CHECKING:
     from lowtide.data.collate import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening
     from lowtide.ragged import RaggedBatch
@@ -59,9 +57,6 @@ _HOME = {
     "SFTConfig": "lowtide.trainers.sft",
     "SFTTrainer": "lowtide.trainers.sft",
 }
-
-
-use_huge_pages()
 
 
 def __getattr__(name: str) -> Any:

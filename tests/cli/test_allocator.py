@@ -41,12 +41,3 @@ def test_nothing_is_said_once_torch_is_there(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert not expand_segments()
     assert NAME not in os.environ
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux")
-@pytest.mark.parametrize(("given", "found"), [({}, "1"), ({"THP_MEM_ALLOC_ENABLE": "0"}, "0")], ids=str)
-def test_importing_lowtide_asks_for_huge_pages_unless_the_user_said_otherwise(given, found):
-    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"} | given
-    script = "import lowtide, os, sys; print(os.environ['THP_MEM_ALLOC_ENABLE'], 'torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
-    assert out.stdout.split() == [found, "False"]

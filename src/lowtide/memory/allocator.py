@@ -1,14 +1,10 @@
-"""What torch's allocators are told through the environment, before torch makes its first tensor.
+"""Lets CUDA's caching allocator grow its segments, in place of taking new ones.
 
-CUDA's caching allocator may grow its segments, in place of taking new ones. Ragged batches ask for other sizes at each
-step. Segments of fixed sizes are left with holes that no later tensor fits; a segment that maps further pages at its
-end has few. torch calls it `expandable_segments`, and reads the option from the environment when it is first imported:
-`PYTORCH_ALLOC_CONF`, or its older name for CUDA alone.
+Ragged batches ask for other sizes at each step. Segments of fixed sizes are left with holes that no later tensor fits;
+a segment that maps further pages at its end has few. torch calls it `expandable_segments`, and reads the option from
+the environment when it is first imported: `PYTORCH_ALLOC_CONF`, or its older name for CUDA alone.
 
-On a CPU tensors of 2 MB and more are to lie in huge pages. They are aligned then, so that the heap has fewer holes:
-a step of a 22M-parameter model peaks a sixth lower, in the same time.
-
-Exact: no value is touched. This module imports nothing of torch.
+Exact: no value is touched. Without CUDA it does nothing. This module imports nothing of torch.
 """
 
 from __future__ import annotations
@@ -19,16 +15,6 @@ import sys
 NAME = "PYTORCH_ALLOC_CONF"
 OLDER_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 SETTING = "expandable_segments:True"
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-
-
-def use_huge_pages() -> None:
-    """Has torch align large tensors of a CPU to huge pages, unless the environment says otherwise.
-
-    torch reads it when it makes its first tensor; a process that has made one keeps what it had.
-    """
-    if sys.platform == "linux":
-        os.environ.setdefault(HUGE_PAGES, "1")
 
 
 def expand_segments() -> bool:

@@ -52,7 +52,8 @@ def rehearse(trainer: LowtideTrainer, model: nn.Module) -> Limits:
     before = Before(trainer.objective, trainer.args.device)
     room = room_for_states(trainer)
     for rows in heaviest_rows(lengths, limits.rows, limits.tokens):
-        limits = _run(trainer, model, rows, several=len(rows) < min(rows_in_a_step(trainer), len(lengths)))
+        several = len(rows) < min(rows_in_a_step(trainer), len(lengths))
+        limits = _run(trainer, model, rows, limits, several)
     del room
     before.put_back()
     free_caches()
@@ -69,7 +70,7 @@ def rows_in_a_step(trainer: LowtideTrainer) -> int:
     return trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
 
 
-def _run(trainer: LowtideTrainer, model: nn.Module, rows: Sequence[int], several: bool) -> Limits:
+def _run(trainer: LowtideTrainer, model: nn.Module, rows: Sequence[int], limits: Limits, several: bool) -> Limits:
     """One micro-batch, or two of them, forward and backward; returns the limits that it took."""
     dataset: Any = trainer.train_dataset
     batch = trainer.as_ragged(trainer.data_collator([dataset[row] for row in rows]))
@@ -77,7 +78,7 @@ def _run(trainer: LowtideTrainer, model: nn.Module, rows: Sequence[int], several
         trainer.models(model),
         RaggedBatch.concat([batch, batch]) if several else batch,
         trainer.objective,
-        limits=trainer.limits,
+        limits=limits,
         totals=Totals(),
         **trainer.rehearsal_ways(model),
     )

@@ -27,6 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, de
 
 from lowtide.data.collate import ragged_from_collated
 from lowtide.engine.diagnose import find_nonfinite
+from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.methods import Objective
 from lowtide.methods.method import Scorer
 from lowtide.metrics import Totals, distributed
@@ -205,7 +206,7 @@ class LowtideTrainer(Trainer):
         """Ranks start equal; the optimizer survives an out-of-memory that comes before it changes anything."""
         if distributed():
             broadcast_weights(model)
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        inner = unwrap_optimizer(self.optimizer)
         step = self.optimizer.step
         self.optimizer.step = functools.update_wrapper(functools.partial(surviving_optimizer_step, inner, step), step)
         self._guarded = self.optimizer

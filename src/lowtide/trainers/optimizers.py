@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowtide.engine.forward import causal_model
 from lowtide.memory.compressed_adamw import CompressedAdamW
 from lowtide.memory.host_states import HostStates
+from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.memory.optimizer_in_backward import OptimizerInBackward
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ class InBackward:
     """Steps the optimizer in the backward of a step's only micro-batch; more than one are stepped after, as ever."""
 
     def __init__(self, optimizer: Any, model: nn.Module, max_grad_norm: float) -> None:
-        inner = getattr(optimizer, "optimizer", optimizer)
+        inner = unwrap_optimizer(optimizer)
         host_states = getattr(inner, "host_states", None)
         more = {} if host_states is None else {"step": host_states.step_alone}
         self.steps = OptimizerInBackward(inner, direct=lambda: _direct(model), **more)

@@ -70,6 +70,7 @@ def _is_measured(technique: Technique) -> bool:
 
 STOCHASTIC_8BIT = {"optim": "adamw_stochastic_8bit"}
 COMBINATIONS = (
+    MemoryCase("AdamW, offloaded and tiled", LEAN, target_gb=8.2),
     MemoryCase("in backward, offloaded and tiled", {**IN_BACKWARD, **LEAN}, target_gb=6.8),
     MemoryCase(
         "best exact: compressed AdamW, in backward, offloaded and tiled",
@@ -86,7 +87,10 @@ COMBINATIONS = (
         dtype="bfloat16", exact=False, target_gb=3.2,
     ),
     MemoryCase("LoRA", lora=True, exact=False, target_gb=2.5),
-    MemoryCase("LoRA, bfloat16 base", lora=True, dtype="bfloat16", exact=False, target_gb=1.3),
+    MemoryCase("LoRA, bfloat16 base", lora=True, dtype="bfloat16", exact=False),
+    MemoryCase(
+        "LoRA, bfloat16 base, offloaded and tiled", LEAN, lora=True, dtype="bfloat16", exact=False, target_gb=1.3
+    ),
     MemoryCase(
         "QLoRA", lora=True, four_bit=True, dtype="bfloat16", exact=False, target_gb=0.85, needs=("bitsandbytes",)
     ),
@@ -95,7 +99,7 @@ COMBINATIONS = (
 CASES: dict[str, MemoryCase] = {
     each.name: each
     for each in (
-        MemoryCase("plain", target_gb=8.2),
+        MemoryCase("plain"),
         *(_alone(technique) for technique in TECHNIQUES.values() if _is_measured(technique)),
         *COMBINATIONS,
         MemoryCase("trl", package="trl"),

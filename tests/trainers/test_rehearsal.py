@@ -15,7 +15,7 @@ from sabotage import out_of_memory
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide import SFTConfig, SFTTrainer
-from lowtide.trainers.rehearsal import heaviest_rows, row_lengths
+from lowtide.planner.heaviest import heaviest_rows, row_lengths
 from lowtide.watch import OutOfMemory
 
 

@@ -49,18 +49,32 @@ def predict_states(model: nn.Module, optimizer: str) -> States:
         model: each storage is counted once, so tied weights are.
         optimizer: name as in `TrainingArguments.optim`.
     """
-    weights = gradients = 0
-    states = 0.0
-    rate = BYTES_PER_PARAMETER.get(optimizer)
+    weights = gradients = states = 0
     for parameter in _unique(model):
         stored = 2 if parameter.requires_grad and optimizer in IN_BFLOAT16 else parameter.element_size()
         weights += parameter.numel() * stored
         if parameter.requires_grad:
             gradients += parameter.numel() * stored
-            # transformers' optimizers keep moments in the dtype of the parameter, but for 8 and 4 bits.
-            scale = parameter.element_size() / 4 if rate in (4, 8) and optimizer not in IN_BFLOAT16 else 1
-            states += parameter.numel() * (rate or 0) * scale
-    return States(weights, gradients, None if rate is None else int(states))
+            states += sum(state_sizes(parameter, optimizer))
+    return States(weights, gradients, states if optimizer in BYTES_PER_PARAMETER else None)
+
+
+def state_sizes(parameter: Tensor, optimizer: str) -> list[int]:
+    """Bytes of each state that an optimizer keeps of a parameter; none where they are not known.
+
+    Args:
+        optimizer: name as in `TrainingArguments.optim`.
+    """
+    rate = BYTES_PER_PARAMETER.get(optimizer, 0.0)
+    # transformers' optimizers keep moments in the dtype of the parameter, but for 8 and 4 bits.
+    if rate in (4, 8) and optimizer not in IN_BFLOAT16:
+        rate *= parameter.element_size() / 4
+    largest = min(4.0, parameter.element_size())
+    sizes = []
+    while rate > 0:
+        sizes.append(int(parameter.numel() * min(rate, largest)))
+        rate -= largest
+    return sizes
 
 
 def _unique(model: nn.Module) -> list[Tensor]:

@@ -9,46 +9,65 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-PHASES = ("loading", "forward", "head", "backward", "optimizer")
+PHASES = ("loading", "forward", "head", "backward", "optimizer", "evaluation", "saving")
 BORN_IN = {
     "loading": "weights",
     "forward": "activations",
     "head": "head",
     "backward": "activations",
     "optimizer": "optimizer",
+    "evaluation": "activations",
+    "saving": "activations",
 }
 """The category of what is made in a phase; gradients and references are told by what they become."""
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "head", "reference", "cache", "runtime")
+
+
+class Block:
+    """A storage: its bytes, and what it turned out to be."""
+
+    __slots__ = ("category", "layer", "size")
+
+    def __init__(self, size: int, category: str, layer: int | None) -> None:
+        self.size, self.category, self.layer = size, category, layer
+
+
+class Moment(NamedTuple):
+    """A block is born or dies while a layer runs. Without a block: the heap is trimmed or, if `born`, a part of the
+    run begins, whose name is in place of the phase."""
+
+    block: Block | None
+    born: bool
+    phase: str
+    layer: int | None
+    """Of the model; None outside of layers. A block's birth is of the block's own layer."""
 
 
 class StorageTrace(TorchDispatchMode):
-    """Counts the bytes of living storages by category, and keeps the most of each phase.
+    """Notes every birth and death of a storage, in order.
 
     Attributes:
         phase: set by whoever runs the code.
-        peaks: for each phase the bytes by category when it held most.
+        layer: the same.
+        moments: what happened.
+        watchers: called with each operation, its arguments and its result.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = "loading"
-        self.live: Counter[str] = Counter()
-        self.peaks: dict[str, Counter[str]] = {}
-        self._category: dict[int, str] = {}
-        self._bytes: dict[int, int] = {}
+        self.layer: int | None = None
+        self.moments: list[Moment] = []
+        self.watchers: list[Callable[[Any, Any, Any], None]] = []
+        self._blocks: dict[int, Block] = {}
         self._owner: str | None = None
-
-    @property
-    def total(self) -> int:
-        """Bytes of all living storages."""
-        return sum(self.live.values())
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -57,7 +76,7 @@ class StorageTrace(TorchDispatchMode):
         try:
             yield
         finally:
-            self.phase = before
+            self.phase, self.layer = before, None
 
     @contextlib.contextmanager
     def owned_by(self, category: str) -> Iterator[None]:
@@ -68,33 +87,66 @@ class StorageTrace(TorchDispatchMode):
         finally:
             self._owner = before
 
-    def belongs(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Says what some tensors are."""
+    def belongs(self, tensors: Iterable[Tensor], category: str | None = None, layer: int | None = None) -> None:
+        """Says what some tensors are, or of which layer."""
         for tensor in tensors:
-            key = tensor.untyped_storage()._cdata
-            if key in self._category and self._category[key] != category:
-                self.live[self._category[key]] -= self._bytes[key]
-                self._category[key] = category
-                self.live[category] += self._bytes[key]
+            block = self._blocks.get(tensor.untyped_storage()._cdata)
+            if block is not None:
+                block.category = category or block.category
+                block.layer = block.layer if layer is None else layer
+
+    def trimmed(self) -> None:
+        """The heap was asked to give its holes back."""
+        self.moments.append(Moment(None, False, self.phase, self.layer))
+
+    def part(self, name: str) -> None:
+        """A part of the run begins."""
+        self.moments.append(Moment(None, True, name, None))
+
+    def layer_of(self, tensor: Tensor) -> int | None:
+        """The layer that a tensor is of."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        return None if block is None else block.layer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0.0  # where the step reads a number off a tensor that has none
         out = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._see, out)
+        if isinstance(out, Tensor):
+            self._see(out)
+        elif isinstance(out, tuple | list):
+            for each in out:
+                if isinstance(each, Tensor):
+                    self._see(each)
+        for watcher in self.watchers:
+            watcher(func, args, out)
         return out
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._category:
+        if key in self._blocks:
             return
-        category = self._owner or BORN_IN[self.phase]
-        self._category[key], self._bytes[key] = category, storage.nbytes()
-        self.live[category] += self._bytes[key]
+        block = Block(storage.nbytes(), self._owner or BORN_IN[self.phase], self.layer)
+        self._blocks[key] = block
+        self.moments.append(Moment(block, True, self.phase, self.layer))
         weakref.finalize(storage, self._gone, key)
-        if self.total > sum(self.peaks.get(self.phase, Counter()).values()):
-            self.peaks[self.phase] = Counter(self.live)
 
     def _gone(self, key: int) -> None:
-        self.live[self._category.pop(key)] -= self._bytes.pop(key)
+        self.moments.append(Moment(self._blocks.pop(key), False, self.phase, self.layer))
+
+
+def live_bytes(moments: Iterable[Moment]) -> dict[str, Counter[str]]:
+    """For each phase the bytes by category when living storages held most."""
+    live: Counter[str] = Counter()
+    peaks: dict[str, Counter[str]] = {}
+    total, most = 0, Counter[str]()
+    for block, born, phase, _ in moments:
+        if block is None:
+            continue
+        size = block.size if born else -block.size
+        live[block.category] += size
+        total += size
+        if total > most[phase]:
+            most[phase], peaks[phase] = total, Counter(live)
+    return peaks

@@ -1,0 +1,124 @@
+"""Runs whose peak is foretold and then measured: every trainer and technique, five architectures, 20M to 0.5B."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.shapes import QWEN_05B
+
+VOCABULARY = 32_000
+"""Of the tokenizer that the benchmarks train."""
+
+
+def _sized(model_type: str, hidden: int, layers: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 256 * round(hidden * 8 / 3 / 256),
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": max(1, hidden // 128),
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "pad_token_id": 0,
+        **more,
+    }
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-22m": _sized("llama", 256, 8, tie_word_embeddings=False),
+    "qwen2-45m": _sized("qwen2", 512, 10, tie_word_embeddings=True),
+    "qwen3-60m": _sized("qwen3", 512, 12, tie_word_embeddings=False),
+    "gemma2-50m": _sized("gemma2", 512, 12, tie_word_embeddings=True),
+    "mistral-120m": _sized("mistral", 768, 12, tie_word_embeddings=True, sliding_window=None),
+    "llama-160m": _sized("llama", 768, 16, tie_word_embeddings=False),
+    "qwen2.5-0.5b": {**QWEN_05B, "pad_token_id": 0},
+}
+
+
+@dataclass(frozen=True)
+class EstimateCase:
+    """One run: a trainer, a model, its options."""
+
+    method: str
+    model: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    four_bit: bool = False
+    dtype: str = "float32"
+    rows: int = 4
+    """`per_device_train_batch_size`."""
+    max_length: int = 512
+
+    @property
+    def name(self) -> str:
+        """All that sets it apart, in words."""
+        options = [name if value is True else f"{name}={value}" for name, value in self.options.items()]
+        adapters = ["QLoRA"] if self.four_bit else ["LoRA"] if self.lora else []
+        dtype = [self.dtype] if self.dtype != "float32" else []
+        size = f"{self.rows} x {self.max_length}"
+        return ", ".join([f"{self.method} {self.model}", *adapters, *dtype, *options, size])
+
+
+def _case(method: str, model: str, rows: int = 4, max_length: int = 512, **options: Any) -> EstimateCase:
+    own = {name: options.pop(name) for name in ("lora", "four_bit", "dtype") if name in options}
+    return EstimateCase(method, model, options, rows=rows, max_length=max_length, **own)
+
+
+IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
+CASES: dict[str, EstimateCase] = {
+    each.name: each
+    for each in (
+        # every trainer
+        *(_case(method, "llama-22m") for method in ("sft", "dpo", "kto", "reward", "orpo", "cpo", "bco")),
+        _case("dpo", "qwen2-45m"),
+        _case("kto", "qwen3-60m"),
+        _case("reward", "gemma2-50m"),
+        _case("orpo", "mistral-120m"),
+        _case("dpo", "mistral-120m", lora=True),
+        _case("kto", "llama-160m", lora=True),
+        _case("dpo", "llama-22m", precompute_ref_log_probs=True),
+        _case("cpo", "qwen2-45m", loss_type="simpo", cpo_alpha=0.0),
+        # every architecture
+        _case("sft", "qwen2-45m"),
+        _case("sft", "qwen3-60m"),
+        _case("sft", "gemma2-50m"),
+        _case("sft", "mistral-120m"),
+        _case("sft", "llama-160m"),
+        _case("sft", "qwen2.5-0.5b", rows=2, max_length=128),
+        _case("sft", "qwen2.5-0.5b", rows=2, max_length=512, lora=True),
+        # sizes of a step
+        _case("sft", "llama-22m", rows=16),
+        _case("sft", "llama-22m", rows=1, max_length=64),
+        _case("sft", "qwen3-60m", rows=8, max_length=1024),
+        _case("sft", "mistral-120m", gradient_accumulation_steps=2),
+        _case("sft", "qwen2-45m", rows=8, tokens_per_microbatch=1024),
+        _case("sft", "llama-22m", rows=2, packing=True),
+        _case("sft", "llama-22m", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=16),
+        # every technique
+        _case("sft", "qwen3-60m", gradient_checkpointing=False),
+        _case("sft", "qwen3-60m", rows=8, checkpointing_policy="attention"),
+        _case("sft", "qwen3-60m", rows=8, checkpointing_policy="matmul"),
+        _case("sft", "qwen3-60m", rows=8, checkpointing_every=2),
+        _case("sft", "qwen3-60m", rows=8, activation_offloading=True),
+        _case("sft", "mistral-120m", rows=8, mlp_tile_tokens=256),
+        _case("sft", "mistral-120m", **IN_BACKWARD),
+        _case("sft", "mistral-120m", optimizer_in_backward="two_pass"),
+        _case("sft", "mistral-120m", optim="adamw_compressed"),
+        _case("sft", "mistral-120m", optim="adamw_stochastic"),
+        _case("sft", "llama-160m", optim="adamw_stochastic_8bit"),
+        _case("sft", "llama-160m", optim="adafactor"),
+        _case("sft", "mistral-120m", optim="adamw_torch"),
+        _case("sft", "mistral-120m", optimizer_states_on_host=True),
+        _case("sft", "llama-160m", lora=True),
+        _case("sft", "llama-160m", lora=True, dtype="bfloat16"),
+        _case("sft", "llama-22m", padding_free=False),
+        _case("sft", "llama-22m", bf16=True),
+        _case("sft", "mistral-120m", rehearsal=False),
+        _case("dpo", "mistral-120m", optim="adamw_compressed", **IN_BACKWARD),
+    )
+}
+"""By name."""

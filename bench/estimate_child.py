@@ -1,0 +1,111 @@
+"""One run of `estimate.py`, in a process of its own: trains a few steps as a user's script would, or foretells them."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.cases import longtail_rows
+from bench.child import say
+from bench.estimate_cases import CASES, MODELS, EstimateCase
+from bench.measure import resident_bytes
+from bench.preferences import longtail_labelled, longtail_pairs
+from bench.tokenizer import load_tokenizer, tokenizer_for
+
+STEPS = 2
+ROWS = {"kto": longtail_labelled, "bco": longtail_labelled, "sft": longtail_rows}
+NAMES = {"reward": "Reward"}
+"""Of the methods whose classes are not their name in capitals."""
+
+
+def main(spec: dict[str, Any]) -> None:
+    case = CASES[spec["case"]]
+    say("result", **(measured if spec["what"] == "measure" else foretold)(case))
+
+
+def measured(case: EstimateCase) -> dict[str, Any]:
+    """The resident peak of the whole process, in bytes."""
+    import lowtide
+
+    trainer_class = getattr(lowtide, NAMES.get(case.method, case.method.upper()) + "Trainer")
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = data(case)
+        model = model_of(case)
+        trainer = trainer_class(model, args=config_of(case, folder), **inputs, peft_config=adapters(case))
+        trainer.train()
+    return {"peak_bytes": resident_bytes("VmHWM")}
+
+
+def config_of(case: EstimateCase, folder: str) -> Any:
+    import lowtide
+
+    common = {
+        "output_dir": folder,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": case.rows,
+        "max_length": case.max_length,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    kind = getattr(lowtide, NAMES.get(case.method, case.method.upper()) + "Config")
+    return kind(**common | dict(case.options))
+
+
+def data(case: EstimateCase) -> dict[str, Any]:
+    """Rows and tokenizer; the same rows to evaluate on where that is asked for."""
+    from datasets import Dataset
+
+    dataset = Dataset.from_list(ROWS.get(case.method, longtail_pairs)()[:64])
+    evaluated = {"eval_dataset": dataset} if "eval_strategy" in case.options else {}
+    return {"train_dataset": dataset, "processing_class": load_tokenizer(Path(tokenizer_for(longtail_rows())))} | evaluated
+
+
+def described(case: EstimateCase) -> Any:
+    from transformers import AutoConfig
+
+    labels = {"num_labels": 1} if case.method == "reward" else {}
+    return AutoConfig.for_model(**MODELS[case.model], **labels)
+
+
+def model_of(case: EstimateCase) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForSequenceClassification if case.method == "reward" else AutoModelForCausalLM
+    return kind.from_config(described(case), dtype=getattr(torch, case.dtype))
+
+
+def adapters(case: EstimateCase) -> Any:
+    if not case.lora:
+        return None
+    from peft import LoraConfig
+
+    kind = "SEQ_CLS" if case.method == "reward" else "CAUSAL_LM"
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=kind)
+
+
+def foretold(case: EstimateCase) -> dict[str, Any]:
+    """The same run's estimate."""
+    import time
+
+    from lowtide.planning import estimate
+
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = data(case)
+        options = config_of(case, folder)
+        began = time.perf_counter()
+        found = estimate(
+            options,
+            described(case),
+            dataset=inputs["train_dataset"],
+            processing_class=inputs["processing_class"],
+            peft_config=adapters(case),
+        )
+        return {"estimate": found.to_dict(), "seconds": time.perf_counter() - began}
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

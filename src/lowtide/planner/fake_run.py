@@ -1,0 +1,297 @@
+"""One optimizer step of a trainer on tensors without memory, and everything that its storages did.
+
+Nothing is foretold here by formula: the trainer is built as ever, adapters, techniques and reference included, on a
+model whose weights are fake, and its own step runs, after the states of the step before have been made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+
+from lowtide.engine.forward import causal_model
+from lowtide.engine.head import body
+from lowtide.memory import host_heap
+from lowtide.memory.narrow_step import unwrap_optimizer
+from lowtide.planner.heaviest import heaviest_rows, row_lengths
+from lowtide.planner.states import state_sizes
+from lowtide.planner.trace import Moment, StorageTrace
+from lowtide.planner.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
+from lowtide.ragged import RaggedBatch
+
+HEAD_CHUNK = 32 << 20
+"""Bytes of logits from which the head works in chunks."""
+
+
+def moments_of(
+    trainer_class: Any,
+    config: Any,
+    described: PretrainedConfig,
+    dataset: Dataset,
+    *,
+    processing_class: Any = None,
+    peft_config: Any = None,
+    prepared: bool = False,
+) -> list[Moment]:
+    """What a run's storages do in loading and in a step on the heaviest micro-batch of its data.
+
+    Args:
+        trainer_class: of the method; one of `lowtide.trainers`.
+        config: its options.
+        described: the model's config; as many layers as it says.
+        dataset: rows as the trainer takes them.
+        prepared: whether they are token rows already.
+    """
+    run = FakeRun(trainer_class, config, described, dataset, processing_class, peft_config, prepared)
+    layers = described.get_text_config().num_hidden_layers
+    if layers > TRACED_LAYERS:
+        with contextlib.suppress(UnlikeLayers):
+            return unrolled(run.moments(TRACED_LAYERS), layers)
+    return run.moments(layers)
+
+
+class FakeRun:
+    """A trainer's run, in which tensors have no memory."""
+
+    def __init__(
+        self,
+        trainer_class: Any,
+        config: Any,
+        described: PretrainedConfig,
+        dataset: Dataset,
+        processing_class: Any,
+        peft_config: Any,
+        prepared: bool,
+    ) -> None:
+        self.trainer_class, self.described, self.dataset = trainer_class, described, dataset
+        self.processing_class, self.peft_config, self.prepared = processing_class, peft_config, prepared
+        self.config = copy.copy(config)
+        self.config.rehearsal = False
+        self.precomputed = getattr(config, "precompute_ref_log_probs", False)
+        if self.precomputed:
+            self.config.precompute_ref_log_probs = False
+
+    def moments(self, layers: int) -> list[Moment]:
+        """Of a model with so many layers."""
+        trace = StorageTrace()
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, trace, patch.object(nn.Module, "to", _stay):
+            model = self._model(layers)
+            _follow_layers(model, layers, trace)
+            trainer = self._trainer(model)
+            if self.config.gradient_checkpointing:
+                inner = causal_model(trainer.model)
+                inner.gradient_checkpointing_enable(self.config.gradient_checkpointing_kwargs)
+            with _disable_current_modes():
+                rows = self._heaviest(trainer)
+                batch = cast(RaggedBatch, trainer.data_collator(rows))
+                batch = batch.thinned(2 * max(16, HEAD_CHUNK // (4 * self.described.get_text_config().vocab_size)))
+            batch = batch.map(fake.from_tensor)
+            _label(trainer.model, layers, trace)
+            self._follow_phases(trainer, trace)
+            self._step(trainer, batch, trace, layers, several=len(rows) < _rows_in_a_step(trainer))
+            moments = list(trace.moments)
+        return moments
+
+    def _model(self, layers: int) -> nn.Module:
+        described = copy.deepcopy(self.described)
+        text = described.get_text_config()
+        text.num_hidden_layers = layers
+        for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+            if isinstance(getattr(text, name, None), list):
+                setattr(text, name, getattr(text, name)[:layers])
+        kind: Any = AutoModelForCausalLM
+        if self.trainer_class.rewards:
+            kind, described.num_labels = AutoModelForSequenceClassification, 1
+        dtype = str(dict(self.config.model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")
+        return kind.from_config(described, dtype=getattr(torch, dtype))
+
+    def _trainer(self, model: nn.Module) -> Any:
+        run = self
+
+        class Faked(self.trainer_class):
+            needs_tokenizer = not run.prepared
+
+            def prepare(self, dataset: Any, name: str) -> Any:
+                if run.prepared:
+                    return dataset, None
+                with _disable_current_modes():
+                    return super().prepare(dataset, name)
+
+            def make_reference(self, model: nn.Module, engine: Any) -> Any:
+                if run.precomputed:
+                    return lambda batch: torch.zeros(batch.scores)
+                return super().make_reference(model, engine)
+
+        return Faked(
+            model,
+            args=self.config,
+            train_dataset=self.dataset,
+            processing_class=self.processing_class,
+            peft_config=self.peft_config,
+        )
+
+    def _heaviest(self, trainer: Any) -> list[dict]:
+        dataset, args = trainer.train_dataset, trainer.args
+        lengths = row_lengths(dataset)
+        assert lengths is not None, "prepared rows have columns of tokens"
+        *_, chosen = heaviest_rows(lengths, args.per_device_train_batch_size, args.tokens_per_microbatch)
+        return [dataset[row] for row in chosen]
+
+    def _follow_phases(self, trainer: Any, trace: StorageTrace) -> None:
+        """Lets the trace know where in the step it is, and what gradients are."""
+        inner = causal_model(trainer.model)
+        around, backward = trainer._around, trainer.accelerator.backward
+
+        @contextlib.contextmanager
+        def forward() -> Iterator[None]:
+            with trace.during("forward"), around():
+                yield
+
+        def at_the_head(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+            trace.phase = "head"
+
+        def in_backward(loss: Tensor, **kwargs: Any) -> None:
+            with trace.during("backward"):
+                backward(loss, **kwargs)
+
+        trainer._around = forward
+        trainer.accelerator.backward = in_backward
+        body(inner).register_forward_hook(at_the_head)
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(_told(trace))
+
+    def _step(self, trainer: Any, batch: RaggedBatch, trace: StorageTrace, layers: int, *, several: bool) -> None:
+        """The parts that a run on the CPU and on a GPU is put together from."""
+        model = trainer.model.train()
+        trace.phase = "optimizer"
+        trainer.create_optimizer()
+        trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
+        if self._is_large(trainer.model, layers):
+            host_heap._trim_in_layers(model, trace.trimmed)
+        trainer._before_first_step(model)
+        _label(model, layers, trace)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        trace.part("room")
+        room = [] if unwrap_optimizer(trainer.optimizer).state else self._room(trained, trace)
+        trace.part("gradients")
+        if trainer._in_backward is None and several:
+            with trace.owned_by("gradients"):
+                for parameter in trained:
+                    parameter.grad = torch.empty_like(parameter)
+            _label(model, layers, trace)
+        if trainer._in_backward is not None:
+            trace.part("states")
+            trainer._gradients(model, batch)
+            trainer.optimizer.step()
+            _label(model, layers, trace, unwrap_optimizer(trainer.optimizer))
+        trace.part("step")
+        trainer._gradients(model, batch)
+        trace.phase = "optimizer"
+        _label(model, layers, trace)
+        if trainer._in_backward is None:
+            trace.part("states")
+        trainer.optimizer.step()
+        _label(model, layers, trace, unwrap_optimizer(trainer.optimizer))
+        trace.part("clear")
+        model.zero_grad()
+        trace.part("end")
+        del room
+
+    def _room(self, trained: Sequence[Tensor], trace: StorageTrace) -> list[Tensor]:
+        """What a rehearsal holds in the place of the optimizer's states."""
+        optimizer, room = str(getattr(self.config.optim, "value", self.config.optim)), []
+        with trace.owned_by("optimizer"):
+            for parameter in trained:
+                pieces = [torch.empty(size, dtype=torch.uint8) for size in state_sizes(parameter, optimizer)]
+                trace.belongs(pieces, None, trace.layer_of(parameter))
+                room += pieces
+        return room
+
+    def _is_large(self, model: nn.Module, layers: int) -> bool:
+        wanted = self.described.get_text_config().num_hidden_layers
+        stack = _stack(model, layers)
+        inside = sum(p.numel() * p.element_size() for p in stack.parameters()) if stack is not None else 0
+        whole = sum(p.numel() * p.element_size() for p in model.parameters())
+        return whole + inside * (wanted - layers) / layers >= host_heap.LARGE
+
+
+def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """There is nothing to move."""
+    return module
+
+
+def _rows_in_a_step(trainer: Any) -> int:
+    return trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+
+
+def _told(trace: StorageTrace) -> Callable[[Any], None]:
+    """A hook that says what a gradient is; where it was added in place there is none to hand on."""
+    return lambda gradient: None if gradient is None else trace.belongs([gradient], "gradients")
+
+
+def _stack(model: nn.Module, layers: int) -> nn.ModuleList | None:
+    """The list of a model's layers."""
+    return next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers), None)
+
+
+def _follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:
+    """Lets the trace know which layer runs, forward and backward; copies of the model do the same."""
+
+    def begins(number: int) -> Callable[..., None]:
+        def hook(_layer: nn.Module, inputs: tuple) -> None:
+            if trace.phase == "backward":
+                return
+            trace.layer = number
+            if number == 0 and inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
+                inputs[0].register_hook(back_in(None))
+
+        return hook
+
+    def ends(number: int) -> Callable[..., None]:
+        def hook(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+            if trace.phase == "backward":
+                return
+            first = output[0] if isinstance(output, tuple) else output
+            if first.requires_grad:
+                first.register_hook(back_in(number))
+            if number == layers - 1:
+                trace.layer = None
+
+        return hook
+
+    def back_in(number: int | None) -> Callable[[Any], None]:
+        def hook(_gradient: Any) -> None:
+            trace.layer = number
+
+        return hook
+
+    for number, layer in enumerate(_stack(model, layers) or ()):
+        layer.register_forward_pre_hook(begins(number))
+        layer.register_forward_hook(ends(number))
+
+
+def _label(model: nn.Module, layers: int, trace: StorageTrace, optimizer: Any = None) -> None:
+    """Of which layer weights, gradients and states are, those of the model and of a reference."""
+    policy = set(model.parameters())
+    trace.belongs((*policy, *model.buffers()), "weights")
+    for stack in (each for each in gc.get_objects() if isinstance(each, nn.ModuleList) and len(each) == layers):
+        for number, layer in enumerate(stack):
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                trace.belongs([tensor], None if tensor in policy else "reference", number)
+                if tensor.grad is not None:
+                    trace.belongs([tensor.grad], None, number)
+                states = optimizer.state.get(tensor, {}) if optimizer is not None else {}
+                trace.belongs([state for state in states.values() if isinstance(state, Tensor)], "optimizer", number)

@@ -1,0 +1,129 @@
+"""What glibc's heap holds resident while blocks come and go: the living ones, and the holes that they leave.
+
+A model of `malloc` as `lowtide.memory.host_heap` sets it up: blocks above a threshold are mapped by themselves and
+given back when they die; the others come from one heap, from the smallest hole that is large enough (best fit, holes
+side by side are one), else from its end, which never goes back; a trim gives the pages of all holes back until they
+are used again. Source: glibc's malloc/malloc.c (`_int_malloc`, `_int_memalign`, `mtrim`), version 2.36.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable
+
+ALIGNMENT = 64
+"""Of torch's tensors on a CPU; `memalign` takes as much more, so that it can align."""
+PAGE = 4096
+LEAST = 1024
+"""Bytes below which a block lies among the small ones, which are not modelled."""
+
+
+class GlibcHeap:
+    """Bytes that are resident for blocks of so many bytes.
+
+    Args:
+        mmap_above: blocks from which bytes on are mapped by themselves.
+        trim_above: bytes of holes from which a trim is made.
+    """
+
+    def __init__(self, mmap_above: int, trim_above: int) -> None:
+        self.mmap_above, self.trim_above = mmap_above, trim_above
+        self.mapped = 0
+        self.end = 0
+        self.cold = 0
+        """Bytes inside the heap that a trim gave back."""
+        self._placed: dict[Hashable, tuple[int, int]] = {}
+        self._by_size: list[tuple[int, int]] = []
+        self._at: dict[int, tuple[int, int]] = {}
+        """Start of a hole -> its size, and how much of that is cold."""
+        self._ends: dict[int, int] = {}
+        self._free = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes resident now."""
+        return self.mapped + self.end - self.cold
+
+    def born(self, key: Hashable, size: int, mapped: bool = False) -> None:
+        """A block, by a key that is its own.
+
+        Args:
+            mapped: maps it whatever its size, as glibc does before it is told how.
+        """
+        if size < LEAST:
+            return
+        if mapped or size >= self.mmap_above:
+            self._placed[key] = (-1, _rounded(size, PAGE))
+            self.mapped += self._placed[key][1]
+            return
+        need = _rounded(size + 16, ALIGNMENT) + ALIGNMENT
+        place = bisect_left(self._by_size, (need, -1))
+        if place == len(self._by_size):
+            self._placed[key] = self._from_the_end(need), need
+            return
+        room, start = self._by_size[place]
+        cold = self._take(start)
+        warmed = max(0, need - (room - cold))
+        self.cold -= warmed
+        if room > need:
+            self._leave(start + need, room - need, cold - warmed)
+        self._placed[key] = start, need
+
+    def died(self, key: Hashable) -> None:
+        """The same block goes."""
+        start, size = self._placed.pop(key, (0, 0))
+        if start < 0:
+            self.mapped -= size
+        elif size:
+            self._give(start, size)
+
+    def trim(self) -> None:
+        """Holes go back to the system if they add up."""
+        if self._free <= self.trim_above:
+            return
+        for start, (size, cold) in self._at.items():
+            whole = (start + size) // PAGE * PAGE - _rounded(start, PAGE)
+            if whole > cold:
+                self.cold += whole - cold
+                self._at[start] = size, whole
+
+    def _from_the_end(self, need: int) -> int:
+        """The last hole, if it lies at the end, is the beginning of what is taken."""
+        start = self._ends.get(self.end)
+        if start is None:
+            start = self.end
+        else:
+            self.cold -= self._take(start)
+        self.end = start + need
+        return start
+
+    def _give(self, start: int, size: int) -> None:
+        cold = 0
+        before = self._ends.get(start)
+        if before is not None:
+            room = self._at[before][0]
+            cold += self._take(before)
+            start, size = before, size + room
+        after = self._at.get(start + size)
+        if after is not None:
+            cold += self._take(start + size)
+            size += after[0]
+        self._leave(start, size, cold)
+
+    def _leave(self, start: int, size: int, cold: int) -> None:
+        self._at[start] = size, cold
+        self._ends[start + size] = start
+        insort(self._by_size, (size, start))
+        self._free += size
+
+    def _take(self, start: int) -> int:
+        """Removes a hole; returns how much of it is cold."""
+        size, cold = self._at.pop(start)
+        del self._ends[start + size]
+        del self._by_size[bisect_left(self._by_size, (size, start))]
+        self._free -= size
+        return cold
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

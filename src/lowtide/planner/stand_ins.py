@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.ops.attention_flex import BLOCK, why_not_flex
 from lowtide.ops.attention_plan import AttentionPlan, Rules
 from lowtide.ops.target import planning_for
+from lowtide.ops.triton_rows import TritonRows
 from lowtide.ops.varlen_attention import BACKENDS, Backend
 from lowtide.planner.devices import Device
 
@@ -47,6 +48,7 @@ def as_on(device: Device) -> Iterator[None]:
         planning_for("cuda", capability),
         _attention_backends(),
         _replaced(F, "scaled_dot_product_attention", functools.partial(sdpa, capability)),
+        _replaced(TritonRows, "_launch", _pass_over_rows),
         _cuda_autocast(),
         _foreach_by_default(),
         _Workspaces(),
@@ -79,25 +81,54 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules:
     blocks = -(-plan.tokens // BLOCK)
     # Which blocks see which, partly and fully, from the queries' side and from the keys'.
     plan.once(("flex", rules.sight), lambda: torch.empty(4, blocks, blocks, dtype=torch.int32))
-    out, lse = _FlexKernel.apply(query, key, value)
+    # As many keys as make half of all pairs, which is what a causal kernel computes.
+    limits = (2 * (rules.sight.window or plan.longest), rules.sight.chunk or plan.longest, plan.longest)
+    out, lse = _flex_forward(query, key, value, min(limits))
     if rules.sinks is None:
         return out
     return out * torch.sigmoid(lse.t() - rules.sinks.to(lse.dtype)).to(out.dtype)[..., None]
 
 
-class _FlexKernel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        out = query.new_empty(*query.shape[:2], value.shape[2])
-        lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, lse)
-        return out, lse
+def _no_kernel(*_: Any) -> Any:
+    raise NotImplementedError("this stands for a kernel on tensors without memory")
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, _, lse = ctx.saved_tensors
-        _delta = torch.empty_like(lse)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+_flex_forward = torch.library.custom_op(
+    "lowtide::flex_attention",
+    _no_kernel,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, int keys) -> (Tensor, Tensor)",
+)
+_flex_backward = torch.library.custom_op(
+    "lowtide::flex_attention_backward",
+    _no_kernel,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, int keys)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_flex_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    return query.new_empty(tokens, heads, value.shape[2]), query.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@_flex_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, keys: int) -> tuple:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.keys = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _flex_gradients(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple:
+    return *_flex_backward(grad, *ctx.saved_tensors, ctx.keys), None
+
+
+_flex_forward.register_autograd(_flex_gradients, setup_context=_keep_for_backward)
 
 
 def sdpa(
@@ -156,7 +187,16 @@ def _flash_backward(_grad: Tensor, query: Tensor, key: Tensor, _value: Tensor, _
     return buffers
 
 
-WORKSPACES: dict[str, Callable[..., list[Tensor]]] = {"torch_attn::_varlen_attn_backward": _flash_backward}
+def _flex_sums(_grad: Tensor, _query: Tensor, _key: Tensor, _value: Tensor, _out: Tensor, lse: Tensor,
+               _keys: int) -> list[Tensor]:  # fmt: skip
+    """Flex attention's: the products of output and gradient, summed over a head's width."""
+    return [torch.empty_like(lse)]
+
+
+WORKSPACES: dict[str, Callable[..., list[Tensor]]] = {
+    "torch_attn::_varlen_attn_backward": _flash_backward,
+    "lowtide::flex_attention_backward": _flex_sums,
+}
 """By operation, the buffers that it takes and frees again, from its arguments."""
 
 
@@ -168,6 +208,17 @@ class _Workspaces(TorchDispatchMode):
         out = func(*args, **kwargs)
         del held
         return out
+
+
+# -- the head -----------------------------------------------------------------------------------------------------
+
+
+def _pass_over_rows(rows: TritonRows, kernel: str, *_: Any, **_flags: Any) -> None:
+    """What a kernel reads and writes, for those who count it: no operation shows it."""
+    if kernel == "stats":
+        rows.logits.amax(-1)
+    else:
+        rows.logits.mul_(1)
 
 
 # -- precision ----------------------------------------------------------------------------------------------------

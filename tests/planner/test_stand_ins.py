@@ -135,6 +135,13 @@ def test_the_head_holds_one_chunk_in_its_own_dtype():
     assert again == pytest.approx(rows * vocab * 2 + (x.numel() + weight.numel()) * 2, rel=0.01)
 
 
+def test_sums_into_rows_sort_their_indices():
+    with FakeTensorMode(), Trace() as trace, as_on(AMPERE):
+        into, values, index = torch.empty(100, 8), torch.empty(5000, 8), torch.zeros(5000, dtype=torch.long)
+        _, kept, most = trace.grown("backward", lambda: into.index_put_((index,), values, accumulate=True))
+    assert (kept, most) == (0, 5 * 8 * 5000)
+
+
 # -- precision ----------------------------------------------------------------------------------------------------
 
 

@@ -205,13 +205,14 @@ def measured_rates(kind: str) -> Rates:
 
 
 def _seconds(run: Callable[[], object], kind: str) -> float:
-    """The mean time of a call, of as many as fit `MEASURED_SECONDS`, after one that is not counted."""
+    """The time of the fastest call, of as many as fit `MEASURED_SECONDS`: whatever else runs here slows some down."""
     wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
     run()
     wait()
-    calls, start = 0, time.perf_counter()
-    while calls == 0 or time.perf_counter() - start < MEASURED_SECONDS:
+    times: list[float] = []
+    while sum(times) < MEASURED_SECONDS:
+        start = time.perf_counter()
         run()
         wait()
-        calls += 1
-    return (time.perf_counter() - start) / calls
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -36,7 +36,7 @@ def fixed(*sizes: int) -> CudaAllocator:
     """An allocator of fixed segments that holds blocks 0, 1, ... of some sizes."""
     allocator = CudaAllocator(expandable=False)
     for number, size in enumerate(sizes):
-        allocator.allocate(number, size)
+        allocator.born(number, size)
     return allocator
 
 
@@ -67,7 +67,7 @@ def test_one_request_in_a_fixed_segment(size, allocated, reserved):
 )
 def test_one_request_in_a_segment_that_grows(size, allocated, reserved):
     allocator = CudaAllocator()
-    allocator.allocate(0, size)
+    allocator.born(0, size)
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
@@ -78,20 +78,20 @@ def test_small_requests_share_a_segment():
 
 def test_the_pools_are_apart():
     allocator = fixed(30 * MIB)
-    allocator.free(0)
-    allocator.allocate(1, MIB)
+    allocator.died(0)
+    allocator.born(1, MIB)
     assert allocator.reserved == 32 * MIB
 
 
 def test_the_smallest_block_that_is_large_enough_serves():
     allocator = fixed(30 * MIB, 14 * MIB, 22 * MIB)
     for number in range(3):
-        allocator.free(number)
-    allocator.allocate(3, 16 * MIB)  # of the 22
-    allocator.allocate(4, 14 * MIB)
-    allocator.allocate(5, 30 * MIB)
+        allocator.died(number)
+    allocator.born(3, 16 * MIB)  # of the 22
+    allocator.born(4, 14 * MIB)
+    allocator.born(5, 30 * MIB)
     assert allocator.reserved == 66 * MIB
-    allocator.allocate(6, 6 * MIB)  # what is left of the 22
+    allocator.born(6, 6 * MIB)  # what is left of the 22
     assert (allocator.reserved, allocator.allocated) == (66 * MIB, 66 * MIB)
 
 
@@ -99,8 +99,8 @@ def test_free_neighbours_become_one():
     allocator = fixed(6 * MIB, 6 * MIB, 6 * MIB)  # all in one segment of 20
     assert allocator.reserved == 20 * MIB
     for number in (0, 2, 1):
-        allocator.free(number)
-    allocator.allocate(3, 20 * MIB)
+        allocator.died(number)
+    allocator.born(3, 20 * MIB)
     assert allocator.reserved == 20 * MIB
 
 
@@ -109,51 +109,57 @@ def test_holes_of_fixed_segments_serve_nothing_larger():
     grows, stays = CudaAllocator(), CudaAllocator(expandable=False)
     for allocator in (grows, stays):
         for size in shapes:
-            allocator.allocate(0, size)
-            allocator.free(0)
+            allocator.born(0, size)
+            allocator.died(0)
     assert stays.reserved == 84 * MIB
     assert grows.reserved == 60 * MIB
 
 
 def test_a_full_device_gets_back_what_is_cached_whole():
     allocator = CudaAllocator(64 * MIB, expandable=False)
-    allocator.allocate(0, 30 * MIB)
-    allocator.allocate(1, 24 * MIB)
-    allocator.free(0)
-    allocator.allocate(2, 40 * MIB)
+    allocator.born(0, 30 * MIB)
+    allocator.born(1, 24 * MIB)
+    allocator.died(0)
+    allocator.born(2, 40 * MIB)
     assert (allocator.retries, allocator.reserved, allocator.peak.reserved) == (1, 64 * MIB, 64 * MIB)
 
 
 def test_a_fixed_segment_in_use_cannot_be_given_back():
     allocator = CudaAllocator(64 * MIB, expandable=False)
-    allocator.allocate(0, 30 * MIB)
-    allocator.free(0)
-    allocator.allocate(1, 2 * MIB)  # at the start of the 30
+    allocator.born(0, 30 * MIB)
+    allocator.died(0)
+    allocator.born(1, 2 * MIB)  # at the start of the 30
     with pytest.raises(torch.OutOfMemoryError, match=r"40\.0 MiB: 30\.0 MiB of 64\.0 MiB are reserved"):
-        allocator.allocate(2, 40 * MIB)
+        allocator.born(2, 40 * MIB)
 
 
 def test_pages_move_behind_what_is_in_use():
     allocator = CudaAllocator(60 * MIB)
-    allocator.allocate(0, 30 * MIB)
-    allocator.allocate(1, 8 * MIB)
-    allocator.free(0)  # 30 free, 8 in use, 2 free: one page of the 30 is whole, and too small for 40
+    allocator.born(0, 30 * MIB)
+    allocator.born(1, 8 * MIB)
+    allocator.died(0)  # 30 free, 8 in use, 2 free: one page of the 30 is whole, and too small for 40
     assert allocator.reserved == 40 * MIB
-    allocator.allocate(2, 40 * MIB)
+    allocator.born(2, 40 * MIB)
     assert (allocator.retries, allocator.reserved) == (1, 60 * MIB)
 
 
 def test_a_hole_of_pages_is_filled_first():
     allocator = CudaAllocator()
     for number, size in enumerate((40 * MIB, 20 * MIB)):
-        allocator.allocate(number, size)
-    allocator.free(0)
+        allocator.born(number, size)
+    allocator.died(0)
     allocator.empty_cache()
     assert allocator.reserved == 20 * MIB
-    allocator.allocate(2, 40 * MIB)
+    allocator.born(2, 40 * MIB)
     assert [(each.size, each.used) for each in allocator.blocks() if each.mapped] == [
         (40 * MIB, True), (20 * MIB, True),
     ]  # fmt: skip
+
+
+def test_a_storage_without_bytes_asks_for_nothing():
+    allocator = fixed(0)
+    allocator.died(0)
+    assert allocator.held == 0
 
 
 def test_each_phase_has_its_peak():
@@ -198,14 +204,14 @@ def test_nothing_overlaps_and_nothing_is_lost(expandable, requests, capacity):
     for event in lifetimes(requests):
         if event.size > 0:
             try:
-                allocator.allocate(event.block, event.size)
+                allocator.born(event.block, event.size)
             except torch.OutOfMemoryError:
                 assert capacity is not None
                 check(allocator, live)
                 return
             live[event.block] = event.size
         else:
-            allocator.free(event.block)
+            allocator.died(event.block)
             del live[event.block]
         check(allocator, live)
     assert allocator.allocated == 0

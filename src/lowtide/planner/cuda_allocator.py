@@ -19,7 +19,7 @@ nobody asked for by default.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,8 +44,8 @@ class Event(Protocol):
     """A storage is born, or dies: what `planner.trace` records."""
 
     @property
-    def block(self) -> int:
-        """Names the storage; a number that is not used again."""
+    def block(self) -> Hashable:
+        """Names the storage, while it lives."""
         ...
 
     @property
@@ -93,9 +93,9 @@ def replay(events: Iterable[Event], *, capacity: int | None = None, expandable: 
     phases: dict[str, Peak] = {}
     for event in events:
         if event.size > 0:
-            allocator.allocate(event.block, event.size)
+            allocator.born(event.block, event.size)
         elif event.size < 0:
-            allocator.free(event.block)
+            allocator.died(event.block)
         peak = phases.setdefault(event.phase, Peak())
         peak.allocated = max(peak.allocated, allocator.allocated)
         peak.reserved = max(peak.reserved, allocator.reserved)
@@ -146,7 +146,7 @@ class Pool:
 
 
 class CudaAllocator:
-    """The allocator of one device, asked by one stream.
+    """The allocator of one device, asked by one stream. Its keys are anything that names a living storage.
 
     Args:
         capacity: bytes that the device can give; None for any number.
@@ -161,16 +161,26 @@ class CudaAllocator:
         self.segments: list[Block] = []
         """The first block of each, which stays the first whatever is split or merged."""
         self._pools = {small: Pool(small) for small in (True, False)}
-        self._held: dict[int, tuple[Pool, Block]] = {}
+        self._held: dict[Hashable, tuple[Pool, Block]] = {}
         self._next_address = 0
 
-    def allocate(self, number: int, size: int) -> None:
-        """Finds a block for so many bytes, and holds it under a number.
+    @property
+    def held(self) -> int:
+        """Bytes that the device has given and not got back."""
+        return self.reserved
+
+    def born(self, key: Hashable, size: int, mapped: bool = False) -> None:
+        """Finds a block for so many bytes; none is asked for where there are none.
+
+        Args:
+            mapped: is there for the sake of the host's heap, which maps some blocks by themselves.
 
         Raises:
             torch.OutOfMemoryError: the device is full, even with everything cached given back.
         """
-        rounded = _round_up(max(size, 1), MIN_BLOCK)
+        if size == 0:
+            return
+        rounded = _round_up(size, MIN_BLOCK)
         pool = self._pools[rounded <= SMALL]
         block = self._cached(pool, rounded) or self._grown(pool, rounded)
         if block is None:
@@ -186,16 +196,21 @@ class CudaAllocator:
         if self._splits(pool, block.size - rounded):
             pool.add(_cut(block, rounded))
         block.used = True
-        self._held[number] = pool, block
+        self._held[key] = pool, block
         self.allocated += block.size
         self.peak.allocated = max(self.peak.allocated, self.allocated)
 
-    def free(self, number: int) -> None:
+    def died(self, key: Hashable) -> None:
         """Gives a block back to its pool, merged with its free neighbours."""
-        pool, block = self._held.pop(number)
+        if key not in self._held:
+            return
+        pool, block = self._held.pop(key)
         self.allocated -= block.size
         block.used = False
         self._settle(pool, block)
+
+    def trim(self) -> None:
+        """Nothing: what trims the host's heap leaves a device alone."""
 
     def empty_cache(self) -> None:
         """Gives back what the device can take: segments that are free as a whole, and free pages of those that grow."""

@@ -7,7 +7,7 @@ the constants below, and some of it is assumed; the numbers are for comparing se
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,12 +49,17 @@ class OperationCosts:
     """The operations of a trace. Called for each, as it was dispatched; fake tensors will do.
 
     Attributes:
-        operations: how often each was seen.
+        by_layer: how often each was seen, by the layer of the model that it was seen in; None outside of layers.
+        layer: the one that runs now, set by whoever runs the code.
+        layer_of: the layer that a tensor is of. It tells where an operation outside of layers belongs: an optimizer
+            steps the weights of all of them.
         host_bytes: bytes that go to or come from host memory meanwhile (offloading); whoever moves them adds them.
         exchanged_bytes: bytes that a device sends to the others; likewise.
     """
 
-    operations: Counter[Operation] = field(default_factory=Counter)
+    by_layer: dict[int | None, Counter[Operation]] = field(default_factory=lambda: defaultdict(Counter))
+    layer: int | None = None
+    layer_of: Callable[[Tensor], int | None] = lambda _tensor: None
     host_bytes: float = 0.0
     exchanged_bytes: float = 0.0
 
@@ -67,8 +72,35 @@ class OperationCosts:
             out: what it returned.
         """
         cost = cost_of(func, args, out, kwargs or {})
-        if cost is not None:
-            self.operations[cost] += 1
+        if cost is None:
+            return
+        shares = [(self.layer, 1.0)] if self.layer is not None else self._shares(args)
+        for layer, share in shares:
+            part = cost._replace(flops=round(cost.flops * share), bytes=round(cost.bytes * share))
+            self.by_layer[layer][part] += 1
+
+    def _shares(self, args: Sequence[Any]) -> list[tuple[int | None, float]]:
+        """By how much an operation is each layer's; one on lists of tensors is of several."""
+        sizes: Counter[int | None] = Counter()
+        for tensor in next((arg for arg in args if isinstance(arg, list | tuple) and arg), args[:1]):
+            if isinstance(tensor, Tensor):
+                sizes[self.layer_of(tensor)] += _size(tensor)
+        total = sum(sizes.values())
+        return [(layer, size / total) for layer, size in sizes.items()] if total else [(None, 1.0)]
+
+    @property
+    def operations(self) -> Counter[Operation]:
+        """All of them."""
+        return sum(self.by_layer.values(), Counter())
+
+    def unrolled(self, layers: int) -> OperationCosts:
+        """The costs of a model with so many layers of the kind of the one in the middle."""
+        seen = sorted(layer for layer in self.by_layer if layer is not None)
+        whole = self.operations
+        if seen and layers > len(seen):
+            for cost, count in self.by_layer[seen[len(seen) // 2]].items():
+                whole[cost] += count * (layers - len(seen))
+        return OperationCosts({None: whole}, host_bytes=self.host_bytes, exchanged_bytes=self.exchanged_bytes)
 
     @property
     def flops(self) -> float:
@@ -88,27 +120,6 @@ class OperationCosts:
         dispatched = started * DISPATCH_SECONDS[device.kind]
         computed = busy + dispatched if device.kind == "cpu" else max(busy, dispatched)
         return max(computed, self.host_bytes / rates.host_link, self.exchanged_bytes / rates.interconnect)
-
-
-def extrapolated(few: OperationCosts, more: OperationCosts, layers: tuple[int, int, int]) -> OperationCosts:
-    """The costs of a model, from those of two with fewer layers of the same kind.
-
-    Args:
-        layers: how many `few` has, `more` has, and the model.
-    """
-    small, large, whole = layers
-    steps = (whole - small) / (large - small)
-
-    def along(first: float, second: float) -> float:
-        return first + (second - first) * steps
-
-    keys = few.operations.keys() | more.operations.keys()
-    operations = Counter({key: along(few.operations[key], more.operations[key]) for key in keys})
-    return OperationCosts(
-        operations,  # type: ignore[arg-type]  # an operation that grows with the layers counts in fractions
-        along(few.host_bytes, more.host_bytes),
-        along(few.exchanged_bytes, more.exchanged_bytes),
-    )
 
 
 # -- one operation ------------------------------------------------------------------------------------------------

@@ -130,6 +130,14 @@ def test_attention_computes_half_of_all_pairs(case):
     assert fused == 3.5 * 2 * 1024 * keys * 8 * 64
 
 
+def test_experts_compute_each_token_once():
+    x, weight = torch.ones(12, 16, requires_grad=True), torch.ones(3, 16, 8, requires_grad=True)
+    ends = torch.tensor([4, 4, 12], dtype=torch.int32)
+    with FakeTensorMode(allow_non_fake_inputs=True), Counted() as mode, as_on(PLAIN):
+        F.grouped_mm(x, weight, offs=ends).sum().backward()
+    assert mode.costs.flops == 3 * 2 * 12 * 16 * 8
+
+
 # -- time ---------------------------------------------------------------------------------------------------------
 
 

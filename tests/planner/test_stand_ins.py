@@ -142,6 +142,23 @@ def test_sums_into_rows_sort_their_indices():
     assert (kept, most) == (0, 5 * 8 * 5000)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("device", [CPU, AMPERE], ids=lambda device: device.name)
+def test_experts_have_shapes_in_any_dtype(device):
+    tokens, experts, hidden, inner = 12, 3, 16, 8
+    ends = torch.tensor([4, 4, 12], dtype=torch.int32)
+
+    def shapes(x: Tensor, weight: Tensor) -> list[torch.Size]:
+        out = F.grouped_mm(x, weight, offs=ends)
+        return [out.shape, *(each.shape for each in torch.autograd.grad(out.square().sum(), (x, weight)))]
+
+    x, weight = (torch.ones(*size, requires_grad=True) for size in ((tokens, hidden), (experts, hidden, inner)))
+    found = []
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on(device):
+        found += shapes(x, weight)
+    assert found == shapes(x, weight)
+
+
 # -- precision ----------------------------------------------------------------------------------------------------
 
 

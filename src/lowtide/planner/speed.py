@@ -169,8 +169,16 @@ def _bytes(func: Any, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Se
 
 
 def _flops(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> int:
+    if func is aten._grouped_mm.default:
+        return _grouped_product(*args[:2])
     formula = flop_registry.get(IN_PLACE.get(func._overloadpacket, func._overloadpacket))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _grouped_product(one: Tensor, other: Tensor) -> int:
+    """Groups that lie end to end share the rows of a factor between them."""
+    each = 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
+    return each * one.shape[0] if one.dim() == other.dim() == 3 else each
 
 
 IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}

@@ -38,15 +38,17 @@ from lowtide.planner.devices import Device
 
 @contextlib.contextmanager
 def as_on(device: Device) -> Iterator[None]:
-    """While it lasts, what runs on fake CPU tensors allocates as on a device; for a CPU nothing changes.
+    """While it lasts, what runs on fake CPU tensors allocates as on a device.
 
     To be entered last, within the fake mode and the trace, so that the trace sees what is allocated here.
     """
     if device.kind != "cuda":
-        yield
+        with _grouped_products():
+            yield
         return
     capability = device.capability or (0, 0)
     with (
+        _grouped_products(),
         planning_for("cuda", capability),
         _attention_backends(),
         _replaced(F, "scaled_dot_product_attention", functools.partial(sdpa, capability)),
@@ -129,6 +131,29 @@ class _Workspaces(TorchDispatchMode):
         out = func(*args, **kwargs)
         del held
         return out
+
+
+# -- experts ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """Products of groups of tokens with their experts' weights have a shape in any dtype, in which they are computed;
+    torch describes them for fake tensors in bfloat16 alone."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
+        yield
+
+
+def _grouped_product(
+    one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Groups are a dimension of their own, or lie end to end along one that ends at `offs`."""
+    shape = [one.shape[-2], other.shape[-1]]
+    if one.dim() == other.dim():
+        groups = one.shape[0] if one.dim() == 3 or offs is None else offs.shape[0]
+        shape.insert(0, groups)
+    return one.new_empty(shape, dtype=out_dtype)
 
 
 # -- optimizers ---------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from lowtide.memory.eight_bit import Moment, moment_blocks, zeros_8bit
+from lowtide.ops.target import target_of
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Elements at a time: on a CPU what the second-level cache holds, on a GPU what keeps it busy."""
@@ -179,7 +180,7 @@ class CompressedAdamW(Optimizer):
         state = self.state[parameter]
         remainder = state["remainder"] if group["remainder"] == "exact" else None
         generator = None if remainder is not None else _advance(state, parameter)
-        size = BLOCK.get(parameter.device.type, BLOCK["cuda"])
+        size = BLOCK.get(target_of(parameter).kind, BLOCK["cuda"])
         tensors = [t.reshape(-1).split(size) for t in (parameter.detach(), cast(Tensor, parameter.grad))]
         moments: list[list[Moment]] = [
             moment_blocks(state["exp_avg"], state.get("exp_avg_scale"), size, signed=True),

@@ -16,6 +16,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from lowtide.ops.attention_plan import AttentionPlan, Gather, Places, Rules, gathered
+from lowtide.ops.target import target_of
 
 
 class Lengths(NamedTuple):
@@ -54,9 +55,9 @@ def _lengths(plan: AttentionPlan) -> Lengths:
 
 def why_not(query: Tensor, value: Tensor, rules: Rules) -> str | None:
     """What keeps all of these kernels from a call; None if nothing does."""
-    dim = query.shape[-1]
+    dim, target = query.shape[-1], target_of(query)
     reasons = {
-        "a CUDA device": query.is_cuda,
+        "a CUDA device": target.kind == "cuda",
         "float16 or bfloat16": query.dtype in (torch.float16, torch.bfloat16),
         "heads of one width, a multiple of 8 and at most 256": value.shape[-1] == dim and dim % 8 == 0 and dim <= 256,
         "no sinks": rules.sinks is None,
@@ -64,7 +65,7 @@ def why_not(query: Tensor, value: Tensor, rules: Rules) -> str | None:
         "no dropout": rules.dropout == 0.0,
     }
     missing = next((reason for reason, met in reasons.items() if not met), None)
-    if missing is None and torch.cuda.get_device_capability(query.device) < (8, 0):
+    if missing is None and target.capability < (8, 0):
         missing = "a GPU of compute capability 8.0 or above"
     return missing and f"needs {missing}"
 
@@ -97,7 +98,7 @@ def why_not_flash2(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> s
 def why_not_flash3(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> str | None:
     if reason := why_not(query, value, rules):
         return reason
-    if torch.cuda.get_device_capability(query.device)[0] != 9:
+    if target_of(query).capability[0] != 9:
         return "needs a GPU of compute capability 9"
     return None if _flash3() else "needs flash-attn 3 (flash_attn_interface)"
 

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.logit_rows import has_triton
+from lowtide.ops.target import target_of
 
 BLOCK = 128
 """Queries, and keys, of a block of the mask; what flex attention's kernels are tuned for."""
@@ -40,15 +41,16 @@ class Seen(NamedTuple):
 
 def why_not_flex(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> str | None:
     """What keeps flex attention from a call; None if nothing does."""
-    if not query.is_cuda:
+    target = target_of(query)
+    if target.kind != "cuda":
         return "needs a CUDA device"
     if query.dtype == torch.float64 or rules.dropout > 0:
         return "needs at most float32, and no dropout"
     if rules.softcap is None and rules.sinks is None and rules.sight == Sight():
         return "needs more than plain attention, which others do without being compiled first"
-    if not has_triton():
+    if not (target.planned or has_triton()):
         return "needs triton"
-    if torch.cuda.get_device_capability(query.device) < (8, 0):
+    if target.capability < (8, 0):
         return "needs a GPU of compute capability 8.0 or above"
     return None
 

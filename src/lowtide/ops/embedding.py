@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lowtide.ops.target import target_of
+
 
 def embed_tokens(
     token_ids: Int[Tensor, "*batch"], weight: Float[Tensor, "vocab hidden"], padding_idx: int | None = None
@@ -43,7 +45,7 @@ class _EmbedTokens(torch.autograd.Function):
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         grad = grad.to(weight.dtype)
-        if grad.is_cuda:  # sorts, where index_add_ would add in any order
+        if target_of(grad).kind == "cuda":  # sorts, where index_add_ would add in any order
             weight.grad.index_put_((ids,), grad, accumulate=True)
         else:
             weight.grad.index_add_(0, ids, grad)

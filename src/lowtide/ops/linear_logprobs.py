@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lowtide.ops.logit_rows import Projection, Rows, RowStats, Slopes, Want, rows_of
+from lowtide.ops.target import target_of
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Workspace for a chunk's logits: large enough for an efficient matmul, small beside everything else."""
@@ -162,12 +163,12 @@ class _Head:
         self.terms = [Term(x, weight.to(dtype)) for x, weight in terms]
         self.bias, self.index, self.target = bias, index, target
         self.projection, self.want, self.dtype = spec.projection, spec.want, dtype
-        vocab = terms[0].weight.shape[0]
-        row_bytes = vocab * (dtype.itemsize if device == "cuda" else max(dtype.itemsize, 4))
-        self.chunk = spec.chunk or max(16, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // row_bytes)
-        self.block = self.chunk if device != "cpu" else max(1, BLOCK_BYTES // row_bytes)
+        vocab, kind = terms[0].weight.shape[0], target_of(first).kind
+        row_bytes = vocab * (dtype.itemsize if kind == "cuda" else max(dtype.itemsize, 4))
+        self.chunk = spec.chunk or max(16, CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"]) // row_bytes)
+        self.block = self.chunk if kind != "cpu" else max(1, BLOCK_BYTES // row_bytes)
         self.scratch = None
-        if device == "cpu" and (spec.want.entropies or spec.want.collisions or spec.projection.softcap is not None):
+        if kind == "cpu" and (spec.want.entropies or spec.want.collisions or spec.projection.softcap is not None):
             self.scratch = torch.empty(2, self.block, vocab, dtype=torch.promote_types(dtype, torch.float32))
 
     def chunks(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:

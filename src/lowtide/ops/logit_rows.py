@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from lowtide.ops.target import target_of
+
 if TYPE_CHECKING:
     from lowtide.ops.triton_rows import TritonRows
 
@@ -153,7 +155,9 @@ Rows: TypeAlias = "TorchRows | TritonRows"
 
 def rows_of(logits: Tensor, target: Tensor, projection: Projection, want: Want, scratch: Tensor | None = None) -> Rows:
     """The rows of `logits` [rows, vocab], on the kernels where they can serve: CUDA, at most float32, Triton there."""
-    if logits.is_cuda and logits.dtype != torch.float64 and not want.collisions and has_triton():
+    target_device = target_of(logits)
+    there = target_device.kind == "cuda" and (target_device.planned or has_triton())
+    if there and logits.dtype != torch.float64 and not want.collisions:
         from lowtide.ops.triton_rows import TritonRows
 
         return TritonRows(logits, target, projection)

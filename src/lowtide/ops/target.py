@@ -1,0 +1,50 @@
+"""Which kind of device a computation is for: the one where its tensors lie or, while memory is planned, another one.
+
+Kernels and the sizes of workspaces depend on the device. A plan runs the same code on tensors without memory, which
+lie on a CPU (torch has no autograd for CUDA tensors where it was built without CUDA), and `planning_for` has it choose
+as it would on the device that is planned for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Target(NamedTuple):
+    """A device, as far as choices depend on it."""
+
+    kind: str
+    """Of a torch device: `cpu`, `cuda`."""
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability of a CUDA device."""
+    planned: bool = False
+    """Whether nothing is there but shapes."""
+
+
+_planned: ContextVar[Target | None] = ContextVar("planned", default=None)
+
+
+@contextlib.contextmanager
+def planning_for(kind: str, capability: tuple[int, int] | None = None) -> Iterator[None]:
+    """While it lasts, all tensors count as lying on such a device."""
+    token = _planned.set(Target(kind, capability or (0, 0), planned=True))
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def target_of(tensor: Tensor) -> Target:
+    """The device that a computation on a tensor is for."""
+    planned = _planned.get()
+    if planned is not None:
+        return planned
+    if tensor.is_cuda:
+        return Target("cuda", torch.cuda.get_device_capability(tensor.device))
+    return Target(tensor.device.type)

@@ -1,0 +1,218 @@
+"""Devices that a run may be planned for: how much memory they have, how fast they compute, read and send.
+
+Of a GPU that is not there the manufacturer's data sheet speaks; of the machine at hand (`cpu`, `cuda`) the system does,
+and what it computes and copies in a second is measured when somebody asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowtide.spelling import nearest
+
+GIB = 1 << 30
+MIB = 1 << 20
+TERA, GIGA = 1e12, 1e9
+CONTEXT_BYTES = {7: 128 * MIB, 8: 512 * MIB, 9: 512 * MIB, 10: 640 * MIB, 12: 640 * MIB}
+"""What a process holds on a GPU beside what torch's allocator has, by major compute capability: the context and the
+kernels that were loaded. From the figures of torch's own messages in public reports of exhausted memory ("this process
+has ... in use" less "allocated" and "reserved"): 0.1 GiB on a T4, 0.46 to 0.49 on a 4090 and an L40, 0.58 to 0.6 on a
+5090. An assumption for the others; libraries for several GPUs (NCCL) come on top."""
+CUBLAS_WORKSPACE = {9: 32 * MIB, 10: 32 * MIB, 12: 32 * MIB}
+CUBLAS_WORKSPACE_BEFORE = (2 * 4096 + 8 * 16) << 10
+"""What cuBLAS gets from torch's allocator for each handle, by major compute capability: `parseChosenWorkspaceSize` of
+`aten/src/ATen/cuda/CublasHandlePool.cpp`."""
+CUBLAS_HANDLES = 2
+"""A thread has its own handle: one computes forward, autograd's own computes backward."""
+MEASURED_SECONDS = 0.06
+"""How long a rate is measured for."""
+DISK = 1 * GIGA
+"""Bytes a second of a disk, to which a run on a CPU offloads, and of a network: assumed, not measured."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second."""
+
+    flops: Mapping[torch.dtype, float]
+    """Of a large matrix product, by the dtype of its factors; float32 without TF32, as is torch's default."""
+    memory_bandwidth: float
+    """Bytes read or written."""
+    host_link: float
+    """Bytes to or from host memory (a disk where the device is a CPU)."""
+    interconnect: float
+    """Bytes to the other devices of the machine, in one direction."""
+    measured: bool = False
+    """Whether they were reached, rather than promised by a data sheet."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a run is planned to be."""
+
+    name: str
+    kind: str
+    """Of a torch device: `cpu` or `cuda`."""
+    memory_bytes: int
+    """All that torch says there is."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of a CUDA device."""
+    sheet: Rates | None = None
+    """What its data sheet says; None for a device at hand."""
+
+    @property
+    def rates(self) -> Rates:
+        """What it does in a second. The first call for a device at hand measures for a fifth of a second."""
+        return self.sheet or measured_rates(self.kind)
+
+    @property
+    def context_bytes(self) -> int:
+        """What a process holds there beside what the allocator has; see `CONTEXT_BYTES`."""
+        return 0 if self.capability is None else CONTEXT_BYTES.get(self.capability[0], max(CONTEXT_BYTES.values()))
+
+    @property
+    def workspaces(self) -> tuple[int, ...]:
+        """Bytes of each block that libraries take from the allocator, and keep from the first product on."""
+        if self.capability is None:
+            return ()
+        return (CUBLAS_WORKSPACE.get(self.capability[0], CUBLAS_WORKSPACE_BEFORE),) * CUBLAS_HANDLES
+
+    @property
+    def available_bytes(self) -> int:
+        """What the allocator can reserve."""
+        return self.memory_bytes - self.context_bytes
+
+
+def _gpu(
+    name: str,
+    capability: tuple[int, int],
+    gib: float,
+    half: float,
+    single: float,
+    memory: float,
+    link: float,
+    interconnect: float | None = None,
+) -> Device:
+    """A row of a data sheet: TFLOPS of dense 16-bit products summed in float32, and of float32; GB/s."""
+    flops = {torch.float16: half * TERA, torch.bfloat16: half * TERA, torch.float32: single * TERA}
+    if capability < (8, 0):  # no tensor cores for it: torch computes in float32
+        flops[torch.bfloat16] = flops[torch.float32]
+    rates = Rates(flops, memory * GIGA, link * GIGA, (interconnect or link) * GIGA)
+    return Device(name, "cuda", int(gib * GIB), capability, rates)
+
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        _gpu("B200-180GB", (10, 0), 178.3, 2250, 75, 8000, 64, 900),
+        _gpu("H200-141GB", (9, 0), 139.8, 989, 67, 4800, 64, 450),
+        _gpu("H100-80GB", (9, 0), 79.1, 989, 67, 3350, 64, 450),
+        _gpu("H100-PCIe-80GB", (9, 0), 79.1, 756, 51, 2000, 64),
+        _gpu("A100-80GB", (8, 0), 79.1, 312, 19.5, 2039, 32, 300),
+        _gpu("A100-PCIe-80GB", (8, 0), 79.1, 312, 19.5, 1935, 32),
+        _gpu("A100-40GB", (8, 0), 39.4, 312, 19.5, 1555, 32, 300),
+        _gpu("L40S-48GB", (8, 9), 44.4, 362, 91.6, 864, 32),
+        _gpu("L4-24GB", (8, 9), 22.0, 121, 30.3, 300, 32),
+        _gpu("A10G-24GB", (8, 6), 22.0, 70, 35, 600, 32),
+        _gpu("T4-16GB", (7, 5), 14.6, 65, 8.1, 320, 16),
+        _gpu("V100-32GB", (7, 0), 31.7, 125, 15.7, 900, 16, 150),
+        _gpu("V100-16GB", (7, 0), 15.7, 125, 15.7, 900, 16, 150),
+        _gpu("RTX-5090", (12, 0), 31.3, 209.5, 104.8, 1792, 64),
+        _gpu("RTX-4090", (8, 9), 23.6, 165.2, 82.6, 1008, 32),
+        _gpu("RTX-3090", (8, 6), 23.6, 71, 35.6, 936, 32),
+        _gpu("RTX-6000-Ada", (8, 9), 47.5, 364.2, 91.1, 960, 32),
+        _gpu("RTX-A6000", (8, 6), 47.5, 154.8, 38.7, 768, 32),
+    )
+}
+"""By name. Rates are NVIDIA's: the data sheets of B200 (HGX), H200, H100, A100, L40S, L4, A10G, T4, V100, RTX 6000 Ada
+and RTX A6000, and the architecture papers "Ampere GA102", "Ada" and "RTX Blackwell" for the GeForce cards; PCIe and
+NVLink in one direction. Memory is what torch reports as a card's total, which is some percent below its name."""
+
+
+def device_named(text: str) -> Device:
+    """The device of a name, in any case and with spaces or underscores for hyphens.
+
+    Args:
+        text: `cpu` or `cuda` for those at hand, or a name of `DEVICES`, which may be left unfinished where it is
+            unambiguous ("L4", "h200").
+
+    Raises:
+        ValueError: nobody knows the name; several devices are meant; there is no GPU here.
+    """
+    name = "-".join(text.lower().replace("_", " ").replace("-", " ").split())
+    if name == "cpu":
+        return Device("cpu", "cpu", system_memory_bytes())
+    if name == "cuda":
+        return _present_gpu()
+    begun = [each for each in DEVICES if f"{each}-".lower().startswith(f"{name}-")]
+    if len(begun) == 1:
+        return DEVICES[begun[0]]
+    if begun:
+        raise ValueError(f"device {text!r} may be any of {', '.join(begun)}: give one of these names")
+    similar = nearest(name.upper(), DEVICES)
+    raise ValueError(f"unknown device {text!r}{similar or ': choose cpu, cuda or one of ' + ', '.join(DEVICES)}")
+
+
+def _present_gpu() -> Device:
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "device 'cuda' is the GPU of this machine, and torch finds none: name the one that is meant, "
+            "such as 'H100-80GB', or plan for 'cpu'"
+        )
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Device(found.name, "cuda", found.total_memory, (found.major, found.minor))
+
+
+def system_memory_bytes() -> int:
+    """The machine's memory, or less where the process's control group (a container's) has a limit."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    said = limit.read_text().strip() if limit.exists() else "max"
+    return min(machine, int(said)) if said.isdigit() else machine
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def measured_rates(kind: str) -> Rates:
+    """What the device at hand reaches, with the threads that torch has now; measured once a process.
+
+    Args:
+        kind: `cpu` or `cuda`.
+    """
+    side, count = (512, 1 << 24) if kind == "cpu" else (4096, 1 << 28)
+    flops = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        factor = torch.ones(side, side, dtype=dtype, device=kind)
+        flops[dtype] = 2 * side**3 / _seconds(functools.partial(torch.mm, factor, factor), kind)
+    flops[torch.float16] = flops[torch.bfloat16]
+    source = torch.ones(count, dtype=torch.uint8, device=kind)
+    target = torch.empty_like(source)
+    memory = 2 * count / _seconds(lambda: target.copy_(source), kind)
+    if kind == "cpu":
+        return Rates(flops, memory, DISK, DISK, measured=True)
+    host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    link = count / _seconds(lambda: host.copy_(source, non_blocking=True), kind)
+    return Rates(flops, memory, link, link, measured=True)
+
+
+def _seconds(run: Callable[[], object], kind: str) -> float:
+    """The time of the fastest call, of as many as fit `MEASURED_SECONDS`: whatever else runs here slows some down."""
+    wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
+    run()
+    wait()
+    times: list[float] = []
+    while sum(times) < MEASURED_SECONDS:
+        start = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - start)
+    return min(times)

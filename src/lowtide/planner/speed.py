@@ -1,0 +1,265 @@
+"""How long a step takes: the operations of a trace, each bound by what it computes or by what it moves.
+
+The roofline model (Williams, Waterman and Patterson, 2009): an operation takes as long as its floating-point operations
+at the device's rate, or its bytes at the bandwidth of its memory, whichever is longer. What is known beside that is in
+the constants below, and some of it is assumed; the numbers are for comparing settings, and for an order of magnitude.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from lowtide.planner.devices import Device
+
+PRODUCT_EFFICIENCY = 0.7
+"""Share of a data sheet's rate that large matrix products reach (650 to 700 of 989 TFLOPS on an H100)."""
+ATTENTION_EFFICIENCY = 0.5
+"""Share that fused attention reaches: FlashAttention-2 up to 0.73 forward and 0.63 backward on an A100 (arXiv
+2307.08691), 0.35 on an H100 (arXiv 2407.08608). Assumed for CPUs."""
+BANDWIDTH_EFFICIENCY = 0.85
+"""Share of a data sheet's bandwidth that streaming kernels reach; assumed."""
+KERNEL_SECONDS = {"cuda": 2e-6, "cpu": 0.0}
+"""Before a kernel does anything, and after it; assumed."""
+DISPATCH_SECONDS = {"cuda": 6e-6, "cpu": 4e-6}
+"""What Python, autograd and the dispatcher take for an operation. A GPU computes meanwhile, a CPU does not; assumed."""
+
+aten = torch.ops.aten
+
+
+class Operation(NamedTuple):
+    """What an operation costs; the same for all layers, so that a trace has few different ones."""
+
+    flops: int
+    bytes: int
+    """Read and written."""
+    dtype: torch.dtype
+    """Of what it computes with."""
+    attention: bool = False
+
+
+@dataclass
+class OperationCosts:
+    """The operations of a trace. Called for each, as it was dispatched; fake tensors will do.
+
+    Attributes:
+        by_layer: how often each was seen, by the layer of the model that it was seen in; None outside of layers.
+        layer: the one that runs now, set by whoever runs the code.
+        layer_of: the layer that a tensor is of. It tells where an operation outside of layers belongs: an optimizer
+            steps the weights of all of them.
+        host_bytes: bytes that go to or come from host memory meanwhile (offloading); whoever moves them adds them.
+        exchanged_bytes: bytes that a device sends to the others; likewise.
+    """
+
+    by_layer: dict[int | None, Counter[Operation]] = field(default_factory=lambda: defaultdict(Counter))
+    layer: int | None = None
+    layer_of: Callable[[Tensor], int | None] = lambda _tensor: None
+    host_bytes: float = 0.0
+    exchanged_bytes: float = 0.0
+
+    def __call__(self, func: Any, args: Sequence[Any], out: Any, kwargs: Any = None) -> None:
+        """Counts an operation.
+
+        Args:
+            func: the operation, `torch.ops.aten.mm.default` say.
+            args: what it was called with; keywords in `kwargs`.
+            out: what it returned.
+        """
+        cost = cost_of(func, args, out, kwargs or {})
+        if cost is None:
+            return
+        shares = [(self.layer, 1.0)] if self.layer is not None else self._shares(args)
+        for layer, share in shares:
+            part = cost._replace(flops=round(cost.flops * share), bytes=round(cost.bytes * share))
+            self.by_layer[layer][part] += 1
+
+    def _shares(self, args: Sequence[Any]) -> list[tuple[int | None, float]]:
+        """By how much an operation is each layer's; one on lists of tensors is of several."""
+        sizes: Counter[int | None] = Counter()
+        for tensor in next((arg for arg in args if isinstance(arg, list | tuple) and arg), args[:1]):
+            if isinstance(tensor, Tensor):
+                sizes[self.layer_of(tensor)] += _size(tensor)
+        total = sum(sizes.values())
+        return [(layer, size / total) for layer, size in sizes.items()] if total else [(None, 1.0)]
+
+    @property
+    def operations(self) -> Counter[Operation]:
+        """All of them."""
+        return sum(self.by_layer.values(), Counter())
+
+    def unrolled(self, layers: int) -> OperationCosts:
+        """The costs of a model with so many layers of the kind of the one in the middle."""
+        seen = sorted(layer for layer in self.by_layer if layer is not None)
+        whole = self.operations
+        if seen and layers > len(seen):
+            for cost, count in self.by_layer[seen[len(seen) // 2]].items():
+                whole[cost] += count * (layers - len(seen))
+        return OperationCosts({None: whole}, host_bytes=self.host_bytes, exchanged_bytes=self.exchanged_bytes)
+
+    @property
+    def flops(self) -> float:
+        """All floating-point operations."""
+        return sum(each.flops * count for each, count in self.operations.items())
+
+    def seconds(self, device: Device) -> float:
+        """How long they take on a device, with transfers to the host and to other devices beside the computation."""
+        rates = device.rates
+        product, bandwidth = (1.0, 1.0) if rates.measured else (PRODUCT_EFFICIENCY, BANDWIDTH_EFFICIENCY)
+        busy, started = 0.0, sum(self.operations.values())
+        for each, count in self.operations.items():
+            share = ATTENTION_EFFICIENCY if each.attention else product
+            rate = rates.flops.get(each.dtype, rates.flops[torch.float32]) * share
+            busy += count * max(each.flops / rate, each.bytes / (rates.memory_bandwidth * bandwidth))
+        busy += started * KERNEL_SECONDS[device.kind]
+        dispatched = started * DISPATCH_SECONDS[device.kind]
+        computed = busy + dispatched if device.kind == "cpu" else max(busy, dispatched)
+        return max(computed, self.host_bytes / rates.host_link, self.exchanged_bytes / rates.interconnect)
+
+
+# -- one operation ------------------------------------------------------------------------------------------------
+
+
+def cost_of(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> Operation | None:
+    """What one operation costs; None where nothing is computed or moved: views, and memory that is only taken."""
+    name = func.name().partition(".")[0]
+    if name in FREE:
+        return None
+    inputs, outputs = list(_tensors(args)), list(_tensors((out,)))
+    inputs += _tensors(value for key, value in kwargs.items() if key != "out")
+    known = {tensor.untyped_storage()._cdata for tensor in inputs}
+    if not func._schema.is_mutable and all(tensor.untyped_storage()._cdata in known for tensor in outputs):
+        return None  # a view, or nothing but a question about a tensor
+    formula = ATTENTION.get(name)
+    flops = formula(*args, **kwargs) if formula else _flops(func, args, out, kwargs)
+    moved = _sparse_bytes(name, args, outputs) if name in SPARSE else _bytes(func, args, inputs, outputs)
+    computes_with = next((each.dtype for each in inputs if each.dtype.is_floating_point), torch.float32)
+    return Operation(flops, moved, computes_with, formula is not None)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of a tensor; what is expanded is read once."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _bytes(func: Any, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """What is read and written."""
+    written = outputs
+    if not outputs:  # such as an optimizer's step, which changes its arguments and returns nothing
+        changed = [
+            value
+            for value, argument in zip(args, func._schema.arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        written = list(_tensors(changed))
+    return sum(map(_size, inputs)) + sum(map(_size, written))
+
+
+def _flops(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> int:
+    if func is aten._grouped_mm.default:
+        return _grouped_product(*args[:2])
+    formula = flop_registry.get(IN_PLACE.get(func._overloadpacket, func._overloadpacket))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _grouped_product(one: Tensor, other: Tensor) -> int:
+    """Groups that lie end to end share the rows of a factor between them."""
+    each = 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
+    return each * one.shape[0] if one.dim() == other.dim() == 3 else each
+
+
+IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
+"""Products that torch's table of formulas knows by another name."""
+FREE = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
+)
+SPARSE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "embedding", "index_select", "index", "gather", "index_add_", "index_add", "index_put_", "_index_put_impl_",
+        "index_copy_", "scatter_add_", "scatter_", "scatter", "embedding_dense_backward",
+    )
+)  # fmt: skip
+"""Operations that touch a few rows of a large tensor."""
+
+
+def _sparse_bytes(name: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
+    """What is picked is read and written; what is put somewhere is read, and its place read and written."""
+    if name == "aten::embedding_dense_backward":
+        return _size(args[0]) + 2 * _size(outputs[0])  # dense, as its name says
+    if name.endswith("_") or name == "aten::index_add":
+        return 3 * max((_size(each) for each in _tensors(args[1:])), default=0)
+    return 2 * sum(map(_size, outputs))
+
+
+# -- attention, of which only half of all pairs are computed: a causal kernel skips the blocks ahead ---------------
+
+
+def _dense_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """[n, heads, queries, dim]"""
+    n, heads, queries, dim = query.shape
+    return n * heads * queries * key.shape[2] * (dim + value.shape[3])
+
+
+def _ragged_attention(query: Tensor, key: Tensor, value: Tensor, keys: int) -> int:
+    """[tokens, heads, dim], as if each token's segment were among the longest, whose length is known."""
+    return query.shape[0] * query.shape[1] * keys * (query.shape[2] + value.shape[2])
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, _queries: Any, _starts: Any, _longest: int, keys: int,
+            _causal: bool = False, _scale: Any = None, window: Sequence[int] | None = None, *_: Any,
+            **__: Any) -> int:  # fmt: skip
+    return _ragged_attention(query, key, value, _seen(keys, window))
+
+
+def _varlen_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _lse: Tensor,
+                     _queries: Any, _starts: Any, _longest: int, keys: int, _causal: bool, _random: Tensor,
+                     _scale: Any = None, window: Sequence[int] | None = None) -> int:  # fmt: skip
+    return _ragged_attention(query, key, value, _seen(keys, window)) * 5 // 2
+
+
+def _seen(keys: int, window: Sequence[int] | None) -> int:
+    """Keys of which half are seen on average."""
+    return keys if not window or window[0] < 0 else min(keys, 2 * (window[0] + 1))
+
+
+def _dense_backward(_grad: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Five products in place of two."""
+    return _dense_attention(*args, **kwargs) * 5 // 2
+
+
+def _flex_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _lse: Tensor,
+                   keys: int) -> int:  # fmt: skip
+    return _ragged_attention(query, key, value, keys) * 5 // 2
+
+
+ATTENTION: dict[str, Callable[..., int]] = {
+    "torch_attn::_varlen_attn": _varlen,
+    "torch_attn::_varlen_attn_backward": _varlen_backward,
+    "lowtide::flex_attention": _ragged_attention,
+    "lowtide::flex_attention_backward": _flex_backward,
+} | {
+    f"aten::_scaled_dot_product_{kind}": formula
+    for kind, formula in {
+        "flash_attention": _dense_attention,
+        "flash_attention_backward": _dense_backward,
+        "efficient_attention": _dense_attention,
+        "efficient_attention_backward": _dense_backward,
+        "flash_attention_for_cpu": _dense_attention,
+        "flash_attention_for_cpu_backward": _dense_backward,
+    }.items()
+}
+"""Floating-point operations of fused attention, by the operation's name."""

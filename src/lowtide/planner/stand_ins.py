@@ -1,0 +1,186 @@
+"""What a CUDA device would allocate, on tensors without memory that lie on a CPU.
+
+A plan traces the real step. torch without CUDA has no autograd for CUDA tensors, not even for fake ones, so the trace
+runs on fake CPU tensors, and within `as_on` the code chooses and allocates as it would on the device:
+
+- kernels and workspaces of `lowtide.ops` are those of the device (`ops.target`): attention by torch's `varlen_attn`,
+  which allocates what flash-attn's do, or by what stands for flex attention; the head's rows by the Triton kernels, of
+  which only the allocations happen;
+- `scaled_dot_product_attention` takes the kernel that torch would choose there;
+- buffers that a kernel takes inside itself, where no trace sees them, are taken around it (`WORKSPACES`);
+- autocast computes in float32 what CUDA's does;
+- optimizers prefer their `foreach` form, which has temporaries for all parameters at once.
+
+It changes torch for the whole process while it lasts, so nothing else may compute meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.ops.attention_flex import why_not_flex
+from lowtide.ops.target import planning_for
+from lowtide.ops.triton_rows import TritonRows
+from lowtide.ops.varlen_attention import BACKENDS, Backend
+from lowtide.planner.cuda_attention import flex, sdpa
+from lowtide.planner.cuda_autocast import cuda_autocast
+from lowtide.planner.devices import Device
+
+
+@contextlib.contextmanager
+def as_on(device: Device) -> Iterator[None]:
+    """While it lasts, what runs on fake CPU tensors allocates as on a device.
+
+    To be entered last, within the fake mode and the trace, so that the trace sees what is allocated here.
+    """
+    if device.kind != "cuda":
+        with _grouped_products():
+            yield
+        return
+    capability = device.capability or (0, 0)
+    with (
+        _grouped_products(),
+        planning_for("cuda", capability),
+        _attention_backends(),
+        _replaced(F, "scaled_dot_product_attention", functools.partial(sdpa, capability)),
+        _replaced(TritonRows, "_launch", _pass_over_rows),
+        cuda_autocast(),
+        _foreach_by_default(),
+        _Workspaces(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _attention_backends() -> Iterator[None]:
+    """torch's own kernel stands for flash-attn's."""
+    before = dict(BACKENDS)
+    planned = {"varlen": before["varlen"], "flex": Backend(flex, why_not_flex), "grouped": before["grouped"]}
+    _refill(BACKENDS, planned)
+    try:
+        yield
+    finally:
+        _refill(BACKENDS, before)
+
+
+def _refill(table: dict[str, Any], entries: dict[str, Any]) -> None:
+    table.clear()
+    table.update(entries)
+
+
+def _pass_over_rows(rows: TritonRows, kernel: str, *_: Any, **_flags: Any) -> None:
+    """What a kernel of the head reads and writes, for those who count it: no operation shows it."""
+    if kernel == "stats":
+        rows.logits.amax(-1)
+    else:
+        rows.logits.mul_(1)
+
+
+# -- what kernels take inside themselves --------------------------------------------------------------------------
+
+
+def _flash_backward(_grad: Tensor, query: Tensor, key: Tensor, _value: Tensor, _out: Tensor, _lse: Tensor,
+                    starts: Tensor, *_more: Any, **_options: Any) -> list[Tensor]:  # fmt: skip
+    """Flash attention's backward (`mha_varlen_bwd` of flash-attn 2): sums in float32, and each query head's own
+    gradients of the keys and values that several share."""
+    tokens, heads, dim = query.shape
+    padded = tokens + 128 * (starts.shape[0] - 1)
+    buffers = [
+        query.new_empty(heads, padded, dtype=torch.float32),
+        query.new_empty(padded, heads, -(-dim // 32) * 32, dtype=torch.float32),
+    ]
+    if key.shape[1] != heads:
+        buffers += [key.new_empty(key.shape[0], heads, dim) for _ in range(2)]
+    return buffers
+
+
+def _flex_sums(_grad: Tensor, _query: Tensor, _key: Tensor, _value: Tensor, _out: Tensor, lse: Tensor,
+               _keys: int) -> list[Tensor]:  # fmt: skip
+    """Flex attention's: the products of output and gradient, summed over a head's width."""
+    return [torch.empty_like(lse)]
+
+
+def _sorted_indices(into: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *_: Any) -> list[Tensor]:
+    """Sums into rows sort their indices first (`index_put_with_sort_kernel` of `cuda/Indexing.cu`): five lists."""
+    (index,) = indices if len(indices) == 1 else (None,)
+    return [index.new_empty(5, index.numel(), dtype=torch.int64)] if accumulate and index is not None else []
+
+
+WORKSPACES: dict[str, Callable[..., list[Tensor]]] = {
+    "torch_attn::_varlen_attn_backward": _flash_backward,
+    "lowtide::flex_attention_backward": _flex_sums,
+    "aten::index_put_": _sorted_indices,
+}
+"""By operation, the buffers that it takes and frees again, from its arguments."""
+
+
+class _Workspaces(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        allocate = WORKSPACES.get(func.name())
+        held = allocate(*args, **kwargs) if allocate else None
+        out = func(*args, **kwargs)
+        del held
+        return out
+
+
+# -- experts ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """Products of groups of tokens with their experts' weights have a shape in any dtype, in which they are computed;
+    torch describes them for fake tensors in bfloat16 alone."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
+        yield
+
+
+def _grouped_product(
+    one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Groups are a dimension of their own, or lie end to end along one that ends at `offs`."""
+    shape = [one.shape[-2], other.shape[-1]]
+    if one.dim() == other.dim():
+        groups = one.shape[0] if one.dim() == 3 or offs is None else offs.shape[0]
+        shape.insert(0, groups)
+    return one.new_empty(shape, dtype=out_dtype)
+
+
+# -- optimizers ---------------------------------------------------------------------------------------------------
+
+CHOICE = "_default_to_fused_or_foreach"
+"""The name under which the modules of `torch.optim` know the function that chooses an implementation."""
+
+
+@contextlib.contextmanager
+def _foreach_by_default() -> Iterator[None]:
+    modules = [each for name, each in sys.modules.items() if name.startswith("torch.optim.") and hasattr(each, CHOICE)]
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_replaced(module, CHOICE, _foreach_or_fused))
+        yield
+
+
+def _foreach_or_fused(params: object, differentiable: bool, use_fused: bool = False) -> tuple[bool, bool]:
+    """(fused, foreach)"""
+    return (use_fused, not use_fused)
+
+
+@contextlib.contextmanager
+def _replaced(place: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(place, name)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)

@@ -1,0 +1,63 @@
+"""The replay of the caching allocator against the allocator itself: a recorded history of a training step.
+
+In a process of its own, whose allocator has given nothing yet, and which reads the setting when torch is imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from lowtide.memory.allocator import NAME, OLDER_NAMES
+from lowtide.planner.cuda_allocator import replay
+
+RECORD = """
+import json, torch
+torch.cuda.memory._record_memory_history(context=None)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)] * 4).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+for tokens in (300, 1000, 2500, 700, 2600):
+    model(torch.randn(tokens, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    kept = torch.empty(tokens * 3000, device="cuda")  # until the next one is there
+(history,) = [trace for trace in torch.cuda.memory._snapshot()["device_traces"] if trace]
+print(json.dumps({
+    "history": [(each["action"], each["addr"], each["size"]) for each in history],
+    "allocated": torch.cuda.max_memory_allocated(),
+    "reserved": torch.cuda.max_memory_reserved(),
+}))
+"""
+
+
+class Event(NamedTuple):
+    block: int
+    size: int
+    phase: str = ""
+
+
+def events(history: list[tuple[str, int, int]]) -> list[Event]:
+    """Births and deaths, with a number for each life of an address."""
+    found, living = [], {}
+    for number, (action, address, size) in enumerate(history):
+        if action == "alloc":
+            living[address] = number
+            found.append(Event(number, size))
+        elif action == "free_completed":
+            found.append(Event(living.pop(address), -size))
+    return found
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_the_replay_reserves_what_the_allocator_did(expandable):
+    environment = {name: value for name, value in os.environ.items() if name not in OLDER_NAMES}
+    environment[NAME] = f"expandable_segments:{expandable}"
+    done = subprocess.run([sys.executable, "-c", RECORD], env=environment, capture_output=True, text=True, check=True)
+    recorded = json.loads(done.stdout.splitlines()[-1])
+    found = replay(events(recorded["history"]), expandable=expandable)
+    assert found.peak.allocated == recorded["allocated"]
+    assert found.peak.reserved == recorded["reserved"]

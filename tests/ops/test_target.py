@@ -1,0 +1,54 @@
+"""What is chosen for the device that is planned for, on tensors that lie on a CPU."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.ops.attention_flash import why_not_varlen
+from lowtide.ops.attention_flex import why_not_flex
+from lowtide.ops.attention_plan import Rules, Sight
+from lowtide.ops.logit_rows import Projection, Slopes, TorchRows, Want, rows_of
+from lowtide.ops.target import Target, planning_for, target_of
+from lowtide.ops.triton_rows import TritonRows
+
+
+def test_a_tensor_is_where_it_lies_unless_another_device_is_planned_for():
+    assert target_of(torch.ones(1)) == Target("cpu")
+    with planning_for("cuda", (9, 0)):
+        assert target_of(torch.ones(1)) == Target("cuda", (9, 0), planned=True)
+        with planning_for("cpu"):
+            assert target_of(torch.ones(1)).kind == "cpu"
+    assert target_of(torch.ones(1)) == Target("cpu")
+
+
+def test_kernels_are_those_of_the_planned_device():
+    x = torch.ones(2, 3, 8, dtype=torch.bfloat16)
+    capped, plain = Rules(1.0, softcap=30.0), Rules(1.0, Sight())
+    assert why_not_varlen(x, x, x, plain) == why_not_flex(x, x, x, capped) == "needs a CUDA device"
+    with planning_for("cuda", (7, 5)):
+        assert why_not_varlen(x, x, x, plain) == "needs a GPU of compute capability 8.0 or above"
+        assert why_not_flex(x, x, x, capped) == "needs a GPU of compute capability 8.0 or above"
+    with planning_for("cuda", (8, 0)):
+        assert why_not_varlen(x, x, x, plain) is None
+        assert why_not_varlen(x, x, x, capped) == "needs no soft-cap"
+        assert why_not_flex(x, x, x, capped) is None
+        assert why_not_varlen(x.float(), x.float(), x.float(), plain) == "needs float16 or bfloat16"
+
+
+def test_rows_of_a_planned_gpu_are_those_of_the_kernels():
+    def rows(dtype: torch.dtype, want: Want) -> type:
+        return type(rows_of(torch.zeros(2, 5, dtype=dtype), torch.zeros(2, dtype=torch.long), Projection(), want))
+
+    assert rows(torch.bfloat16, Want()) is TorchRows
+    with FakeTensorMode(), planning_for("cuda", (8, 0)):
+        assert rows(torch.bfloat16, Want()) is TritonRows
+        assert rows(torch.float64, Want()) is TorchRows
+        assert rows(torch.bfloat16, Want(collisions=True)) is TorchRows
+
+
+def test_rows_without_memory_launch_no_kernel():
+    with FakeTensorMode():
+        logits, target = torch.empty(3, 75), torch.zeros(3, dtype=torch.long)
+        rows = TritonRows(logits, target, Projection())
+        stats = rows.stats(Want(entropies=True, top1=True), keep=True)
+        rows.gradient(Slopes(stats.logprobs, stats.entropies), stats.entropies)
+    assert [len(column) for column in stats] == [3, 3, 0, 3, 3, 0]

@@ -1,0 +1,90 @@
+"""Names of devices, what the table says of them, and rates that are measured."""
+
+import time
+
+import pytest
+import torch
+
+from lowtide.planner import devices
+from lowtide.planner.devices import DEVICES, GIB, MIB, Rates, device_named, measured_rates
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("H100-80GB", "H100-80GB"),
+        ("h100_80gb", "H100-80GB"),
+        ("rtx 4090", "RTX-4090"),
+        ("L4", "L4-24GB"),  # and not the L40S
+        ("a100-pcie", "A100-PCIe-80GB"),
+        ("H200", "H200-141GB"),
+    ],
+)
+def test_names_are_found(text, name):
+    assert device_named(text) is DEVICES[name]
+
+
+def test_a_name_of_several_names_them():
+    with pytest.raises(ValueError, match=r"'v100' may be any of V100-32GB, V100-16GB: give one"):
+        device_named("v100")
+
+
+def test_an_unknown_name_gets_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown device 'H100-8GB'; did you mean 'H100-80GB'\?"):
+        device_named("H100-8GB")
+    with pytest.raises(ValueError, match=r"unknown device 'abacus': choose cpu, cuda or one of B200-180GB, "):
+        device_named("abacus")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_the_gpu_of_a_machine_without_one():
+    with pytest.raises(ValueError, match="torch finds none: name the one that is meant"):
+        device_named("cuda")
+
+
+def test_the_cpu_at_hand(monkeypatch):
+    found = device_named("CPU")
+    assert found.kind == "cpu"
+    assert found.available_bytes == found.memory_bytes > GIB
+    assert found.workspaces == ()
+    known = Rates({torch.float32: 1.0}, 1.0, 1.0, 1.0, measured=True)
+    monkeypatch.setattr(devices, "measured_rates", {"cpu": known}.__getitem__)
+    assert found.rates is known
+
+
+def test_rates_are_measured_once():
+    measured_rates.cache_clear()
+    start = time.perf_counter()
+    rates = measured_rates("cpu")
+    first = time.perf_counter() - start
+    assert measured_rates("cpu") is rates
+    assert first < 5  # 0.2 s where nothing else runs, and bfloat16 has instructions
+    assert rates.measured
+    assert 1e8 < rates.flops[torch.float32] < 1e15
+    assert 1e8 < rates.memory_bandwidth < 1e13
+
+
+def test_a_control_group_limits_memory(monkeypatch, tmp_path):
+    whole = devices.system_memory_bytes()
+    monkeypatch.setattr(devices, "Path", lambda _: tmp_path / "memory.max")
+    for said, expected in (("max\n", None), (f"{GIB}\n", GIB), (f"{1 << 60}\n", None)):
+        (tmp_path / "memory.max").write_text(said)
+        found = devices.system_memory_bytes()
+        assert found == expected if expected else found >= whole
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_rows_of_the_table_are_plausible(device):
+    rates = device.rates
+    assert not rates.measured
+    assert set(rates.flops) == {torch.float32, torch.bfloat16, torch.float16}
+    assert rates.flops[torch.float32] <= rates.flops[torch.bfloat16] <= rates.flops[torch.float16] < 1e16
+    assert rates.host_link <= rates.interconnect < rates.memory_bandwidth < 1e13
+    named = [int(part.removesuffix("GB")) for part in device.name.split("-") if part.endswith("GB")]
+    assert all(0.9 * size * 1e9 < device.memory_bytes < 1.08 * size * 1e9 for size in named)
+    assert device.available_bytes < device.memory_bytes
+
+
+def test_hopper_has_larger_workspaces():
+    assert device_named("H200").workspaces == (32 * MIB, 32 * MIB)
+    assert device_named("A100-40GB").workspaces == (8 * MIB + 128 * 1024,) * 2

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -53,6 +54,25 @@ class Store(Protocol):
     def free(self, stored: Any, /) -> None:
         """The copy is not wanted any more."""
         ...
+
+
+class Nowhere:
+    """Where the storages of fake tensors go, which have sizes and no bytes."""
+
+    class Size(NamedTuple):
+        bytes: int
+
+    def needs(self, size: int) -> int:
+        return size
+
+    def put(self, tensor: Tensor) -> Size:
+        return self.Size(tensor.untyped_storage().nbytes())
+
+    def get(self, stored: Size) -> UntypedStorage:
+        return torch.empty(stored.bytes, dtype=torch.uint8).untyped_storage()
+
+    def free(self, stored: Size) -> None:
+        pass
 
 
 class ActivationOffload:
@@ -83,7 +103,10 @@ class ActivationOffload:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.model, self.device, self.min_bytes, self.max_host_bytes = model, device, min_bytes, max_host_bytes
-        self.store: Store = SpillFile(folder) if device.type == "cpu" else PinnedHost(device)
+        if isinstance(next(model.parameters()), FakeTensor):
+            self.store: Store = Nowhere()
+        else:
+            self.store = SpillFile(folder) if device.type == "cpu" else PinnedHost(device)
         self._away: weakref.WeakValueDictionary[tuple[int, int], _Offloaded] = weakref.WeakValueDictionary()
         """By storage and version. An entry keeps its storage's address from being reused, and dies with the graph."""
         self._unwanted: deque[Any] = deque()
@@ -117,7 +140,7 @@ class ActivationOffload:
         return _View(offloaded, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.device != self.device or tensor.layout != torch.strided:
+        if type(tensor) not in (Tensor, FakeTensor) or tensor.device != self.device or tensor.layout != torch.strided:
             return False
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):

@@ -90,6 +90,7 @@ class FakeRun:
             model = self._model(layers)
             _follow_layers(model, layers, trace)
             trainer = self._trainer(model)
+            trainer.accelerator.prepare_model(trainer.model, device_placement=False)  # autocast is of the wrapper
             if self.config.gradient_checkpointing:
                 inner = causal_model(trainer.model)
                 inner.gradient_checkpointing_enable(self.config.gradient_checkpointing_kwargs)
@@ -287,6 +288,7 @@ def _label(model: nn.Module, layers: int, trace: StorageTrace, optimizer: Any = 
     """Of which layer weights, gradients and states are, those of the model and of a reference."""
     policy = set(model.parameters())
     trace.belongs((*policy, *model.buffers()), "weights")
+    trace.belongs([tensor.grad for tensor in policy if tensor.grad is not None], "gradients")
     for stack in (each for each in gc.get_objects() if isinstance(each, nn.ModuleList) and len(each) == layers):
         for number, layer in enumerate(stack):
             for tensor in (*layer.parameters(), *layer.buffers()):

@@ -110,7 +110,7 @@ class StorageTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 0.0  # where the step reads a number off a tensor that has none
+            return 1.0  # where the step reads a number off a tensor that has none
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self._see(out)

@@ -54,7 +54,8 @@ class LivingBytes(TorchDispatchMode):
         if storage.device.type == "cpu" and (known is None or known() is None):
             self._storages[storage._cdata] = weakref.ref(storage)
 
-    def _count(self) -> None:
+    def living(self) -> int:
+        """The bytes there are now."""
         total = 0
         for key, known in list(self._storages.items()):
             storage = known()
@@ -62,6 +63,14 @@ class LivingBytes(TorchDispatchMode):
                 del self._storages[key]
             else:
                 total += storage.nbytes()
+        return total
+
+    def rest(self) -> int:
+        """Those that are no states."""
+        return self.living() - sum(self._states().values())
+
+    def _count(self) -> None:
+        total = self.living()
         if self.phase and total > self.peaks.get(self.phase, 0):
             self.peaks[self.phase] = total
             self.states[self.phase] = self._states()

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import torch
 import torch._dynamo  # deepspeed patches tensors, which it would not be imported after
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from planner.living import LivingBytes
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from planner.living import LivingBytes
+from lowtide.planner.moment import Traced
 
 RANKS = 2
 ZERO = {
@@ -73,8 +75,9 @@ def plain(model: nn.Module, counted: LivingBytes, rounds: int) -> None:
     steps(model, counted, torch.Tensor.backward, step, rounds)
 
 
-def one_device(config: LlamaConfig, dtype: str = "float32", rounds: int = 1) -> tuple[dict, dict[str, int]]:
-    """Bytes by phase and category, and those of backward when it has left the head."""
+def one_device(config: LlamaConfig, dtype: str = "float32", rounds: int = 1) -> Traced:
+    """The same as a trace has it, of this model."""
+    seen: dict[str, int] = {}
     with LivingBytes() as counted:
         with counted.during("loading"):
             model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
@@ -84,11 +87,28 @@ def one_device(config: LlamaConfig, dtype: str = "float32", rounds: int = 1) -> 
         def in_layers(_gradient: Any) -> None:
             counted.phase = "layers"
 
-        model.model.register_forward_hook(lambda _m, _i, output: output[0].register_hook(in_layers) and None)
+        def after_layers(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            seen["saved"] = counted.rest()
+            output[0].register_hook(in_layers)
+
+        model.model.register_forward_hook(after_layers)
         plain(model, counted, rounds)
     phases = counted.by_category()
     phases["backward"] = max(phases["backward"], phases.pop("layers"), key=lambda held: sum(held.values()))
-    return phases, {"activations": counted.rests["layers"]}
+    # the head's gradient of a tied embedding waits for the other to be added
+    waiting = sum(p.numel() * p.element_size() for p in model.lm_head.parameters() if config.tie_word_embeddings)
+    return Traced(
+        phases=phases,
+        saved={"activations": seen["saved"]},
+        in_layers={"activations": counted.rests["layers"] - waiting},
+        micro_batches=rounds,
+    )
+
+
+def traced(change: Callable[[LlamaConfig], LlamaConfig], layers: int = 4, tied: bool = False, **more: Any) -> Traced:
+    """With what each layer saves, from a model with one less."""
+    small, large = (one_device(change(described(count, tied)), **more) for count in (layers - 1, layers))
+    return replace(large, saved_per_layer=large.saved["activations"] - small.saved["activations"])
 
 
 def ranks(folder: Path, kind: str, **options: Any) -> dict[str, int]:

@@ -36,6 +36,8 @@ class Unit:
     """The same padded, as wide as they are reduced: the buffer that is scattered."""
     shard: int
     """A rank's part of the reduced gradients, as wide as the weights."""
+    largest: int
+    """The largest of the gradients."""
     is_layer: bool = False
     keeps: bool = False
     """Stays gathered from forward to backward."""
@@ -59,23 +61,26 @@ def moments(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
         held = sum(unit.gradients for unit in units) if not sharding.reduce_each else gradients
     if sharding.offload_weights:
         gradients = held = 0
-    steps = traced.layers or sum(unit.is_layer for unit in units)
+    steps = sum(unit.is_layer for unit in units)
     found = {phase: [replace(base, gradients=held, rest=traced.rest(phase))] for phase in traced.phases}
-    found["loading"] = [_loading(layout, traced, units, sharding)]
+    found["loading"] = _loading(layout, traced, units, sharding)
     found["forward"] = [
-        replace(base, gradients=held, communication=gathered, rest=traced.rest("forward", steps - done))
-        for gathered, done in _forward(units)
+        replace(base, gradients=held, communication=point.gathered, rest=_activations(traced, point, "forward"))
+        for point in _forward(units, steps)
     ]
     kept = sum(unit.flat for unit in units if unit.keeps)
     found["head"] = [replace(base, gradients=held, communication=kept, rest=traced.rest("head"))]
     found["backward"] = [
         replace(
-            base, gradients=whole, communication=gathered, rest=traced.in_backward(gone) if past else traced.at_head()
+            base,
+            gradients=point.gradients,
+            communication=point.gathered,
+            rest=_activations(traced, point, "backward"),
         )
-        for gathered, whole, gone, past in _backward(units, held, gradients, sharding)
+        for point in _backward(units, held, gradients, sharding)
     ]
     if "evaluation" in found:
-        most = max(gathered for gathered, _ in _forward(units))
+        most = max(point.gathered for point in _forward(units, steps))
         found["evaluation"] = [replace(base, communication=most, rest=traced.rest("evaluation"))]
     if "saving" in found:
         one = max(_padded(p, ranks) * p.width for p in layout.parameters) if sharding.gather_on_save else 0
@@ -122,61 +127,89 @@ def _unit(parameters: Sequence[Parameter], sharding: Sharding, **flags: bool) ->
     computed = [(p, sharding.compute_width or p.width) for p in trained]
     return Unit(
         sum(_padded(p, ranks) * (sharding.compute_width or p.width) for p in parameters),
-        sum(p.numel * width for p, width in computed),
+        sum(p.gradient * width for p, width in computed),
         sum(_padded(p, ranks) * (sharding.reduce_width or width) for p, width in computed),
         sum(chunk_elements(p, ranks) * p.width for p in trained),
+        max((p.numel * width for p, width in computed), default=0),
         **flags,
     )
 
 
-def _forward(units: Sequence[Unit]) -> Iterator[tuple[int, int]]:
-    """Bytes gathered, and layers that have run or are running: as each unit opens, and as it runs."""
-    kept = flat_before = done = 0
+@dataclass(frozen=True)
+class Point:
+    """Where a step is, in bytes."""
+
+    gathered: int
+    gone: int
+    """Layers whose activations are not there yet, or no more."""
+    where: str
+    """`"head"`, `"layer"` while a unit computes, `"between"` units."""
+    gradients: int = 0
+
+
+def _activations(traced: Traced, point: Point, phase: str) -> dict[str, int]:
+    if point.where == "between":
+        return traced.between(point.gone)
+    if phase == "forward":
+        return traced.rest("forward", point.gone)
+    return traced.at_head() if point.where == "head" else traced.in_backward(point.gone)
+
+
+def _forward(units: Sequence[Unit], layers: int) -> Iterator[Point]:
+    """As each unit opens, and as it runs."""
+    kept = flat_before = 0
+    gone = layers
     for unit in units:
-        yield kept + flat_before + 2 * unit.flat, done
-        done += unit.is_layer
-        yield kept + 2 * unit.flat, done
+        yield Point(kept + flat_before + 2 * unit.flat, gone, "between")
+        gone -= unit.is_layer
+        yield Point(kept + 2 * unit.flat, gone, "layer")
         kept += unit.flat if unit.keeps else 0
         flat_before = unit.flat
 
 
-def _backward(
-    units: Sequence[Unit], held: int, gradients: int, sharding: Sharding
-) -> Iterator[tuple[int, int, int, bool]]:
-    """Bytes on their way, bytes of gradients, layers whose activations are gone, and whether the head's are: as each unit
-    opens, runs, and has its gradients reduced."""
+def _backward(units: Sequence[Unit], held: int, gradients: int, sharding: Sharding) -> Iterator[Point]:
+    """As each unit opens, runs, and has its gradients reduced.
+
+    Args:
+        units: in the order of forward.
+        held: bytes of gradients of micro-batches before.
+        gradients: bytes of a rank's gradients when all are reduced.
+        sharding: how they are reduced.
+    """
     copies = 2 if sharding.backend == "gloo" else 1
-    whole = held > gradients  # of the micro-batches before: what is computed is added to them
-    early = 0 if whole else sum(unit.gradients for unit in units if unit.is_last)
+    whole = held > gradients  # those before are whole, and what is computed is added to them
+    tied = units[0].is_last
+    early = units[0].gradients if tied and not whole else 0
     kept = sum(unit.flat for unit in units if unit.keeps)
     scattered = gone = 0
     done = held
-    if tied := units[0].is_last:
-        yield kept + (0 if units[-1].keeps else units[-1].flat), done + early, gone, False
+    if tied:
+        yield Point(kept + (0 if units[-1].keeps else units[-1].flat), gone, "head", done + early)
     for index in reversed(range(len(units))):
         unit = units[index]
-        ahead = units[index - 1] if index else None
-        next_flat = 0 if ahead is None or ahead.keeps else ahead.flat
+        at_head = index == len(units) - 1 and not tied
+        next_flat = units[index - 1].flat if index and not units[index - 1].keeps else 0
         own = 0 if unit.is_last or whole else unit.gradients
         if not unit.keeps:
-            yield kept + 2 * unit.flat + scattered, done + early, gone, True
+            yield Point(kept + 2 * unit.flat + scattered, gone, "between", done + early)
             kept += unit.flat
-        yield kept + next_flat + scattered, done + early + own, gone, tied or index < len(units) - 1
+        open_bytes = kept + next_flat + scattered
+        if unit.is_layer:  # most passes through it while its first gradients are made
+            yield Point(open_bytes, gone, "layer", done + early + min(own, unit.largest))
+        yield Point(open_bytes, gone, "head" if at_head else "between", done + early + own)
         gone += unit.is_layer
         kept -= unit.flat
-        yield kept + next_flat + copies * unit.reduced, done + early + own + unit.shard, gone, True
+        yield Point(kept + next_flat + copies * unit.reduced, gone, "between", done + early + own + unit.shard)
         done = held or min(done + unit.shard, gradients)
         scattered = unit.reduced
 
 
-def _loading(layout: Layout, traced: Traced, units: Sequence[Unit], sharding: Sharding) -> Moment:
+def _loading(layout: Layout, traced: Traced, units: Sequence[Unit], sharding: Sharding) -> list[Moment]:
     """On a CPU the whole model is there while its first unit is cut. Elsewhere it waits in the host's memory, and one
     parameter is whole at a time."""
+    if sharding.backend == "gloo":
+        first = Moment(weights=byte_sum(layout.parameters), communication=max(unit.shard for unit in units))
+        return [first, Moment(weights=sum(traced.phases.get("loading", {}).values()) - layout.buffers)]
     shards = sum(chunk_elements(p, sharding.shards) * p.width for p in layout.parameters)
-    if sharding.backend != "gloo":
-        return Moment(
-            weights=0 if sharding.offload_weights else shards,
-            communication=max((p.numel * p.width for p in layout.parameters), default=0),
-        )
-    whole = max(byte_sum(layout.parameters), sum(traced.phases.get("loading", {}).values()) - layout.buffers)
-    return Moment(weights=whole, communication=max(unit.shard for unit in units))
+    largest = max((byte_sum([p]) for p in layout.parameters), default=0)
+    return [Moment(weights=0 if sharding.offload_weights else shards, communication=largest)]

@@ -28,10 +28,17 @@ class Parameter:
     trained: bool
     layer: str = ""
     """The layer that it is in, as `model.layers.3`; empty outside."""
+    whole_gradient: int = 0
+    """Elements of its gradient, where a rank has that whole and the weight split."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def gradient(self) -> int:
+        """Elements of its gradient, if it is trained."""
+        return self.whole_gradient or self.numel
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,9 @@ class Traced:
     in_layers: Mapping[str, int] = field(default_factory=dict)
     """The most that all but the states take in backward once it has left the head, by category; where it is not known,
     the peak of backward or of the head stands for it."""
-    layers: int = 0
-    """How many there are."""
+    saved: Mapping[str, int] = field(default_factory=dict)
+    """What all but the states take when the last layer has run forward: what layers save, and nothing that passes.
+    Where it is not known, the peak of forward stands for it."""
     saved_per_layer: int = 0
     """Activations that each keeps from forward to backward: what the trace of one layer more holds more, in bytes.
     With 0 all stay to the end, which is too much where a late point of backward holds most."""
@@ -54,7 +55,7 @@ class Traced:
     """Bytes of all that were stepped; set by `on`."""
 
     def rest(self, phase: str, gone: int = 0) -> dict[str, int]:
-        """All but the states, when so many layers have let their activations go (or have not made them yet)."""
+        """All but the states at the peak of a phase, when so many layers have not made their activations yet."""
         rest = {name: size for name, size in self.phases.get(phase, {}).items() if name not in STATES}
         if phase == "optimizer":
             rest.pop("activations", None)  # what the step itself needs: `temporaries`
@@ -68,6 +69,10 @@ class Traced:
     def in_backward(self, gone: int = 0) -> dict[str, int]:
         """The rest in the backward of a layer, when so many have let their activations go."""
         return self._without(dict(self.in_layers) or self.at_head(), gone)
+
+    def between(self, gone: int = 0) -> dict[str, int]:
+        """The rest between two layers, when so many are not run yet, or have let their activations go."""
+        return self._without(dict(self.saved) or self.rest("forward"), gone)
 
     def _without(self, rest: dict[str, int], gone: int) -> dict[str, int]:
         if gone and "activations" in rest:

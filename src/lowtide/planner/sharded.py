@@ -73,7 +73,7 @@ def _notes(sharding: Sharding) -> tuple[str, ...]:
 
 def whole(layout: Layout, traced: Traced, sharding: Sharding) -> tuple[Moments, int]:
     """Whole copies, as lowtide's own ranks: gradients are added up in buckets after the last backward."""
-    gradients = byte_sum(layout.trained)
+    gradients = sum(p.gradient * p.width for p in layout.trained)
     optimizer = sum(layout.state_bytes(p.numel, p.width) for p in layout.trained)
     base = Moment(weights=byte_sum(layout.parameters), optimizer=optimizer)
     held = {
@@ -82,7 +82,7 @@ def whole(layout: Layout, traced: Traced, sharding: Sharding) -> tuple[Moments, 
     }
     held["loading"] = [replace(base, optimizer=0)]
     largest = max((byte_sum([p]) for p in layout.trained), default=0)
-    step = traced.temporaries(largest, gradients)
+    step = traced.temporaries(largest, byte_sum(layout.trained))
     held["optimizer"] = [replace(base, gradients=gradients, optimizer=optimizer + step, rest=traced.rest("optimizer"))]
     if sharding.replicas > 1:
         exchanged = replace(base, gradients=gradients, communication=min(BUCKET_BYTES, gradients))

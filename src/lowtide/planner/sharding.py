@@ -48,7 +48,7 @@ ZERO_FIELDS = {
 }
 """Keys of DeepSpeed's `zero_optimization`, and where they go."""
 ZERO_DEFAULTS = {"reduce_bucket": int(5e8), "prefetch": int(5e7), "persistence": int(1e5)}
-"""DeepSpeed's own, where its config has no such key; transformers' `"auto"` and a short text go by the model instead."""
+"""DeepSpeed's own, where its config has no such key; a short text and transformers' `"auto"` go by the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +229,8 @@ def _from_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
 def _from_fsdp(config: Mapping[str, Any]) -> dict[str, Any]:
     if not set(config) & {"version", "reshard_after_forward", "cpu_offload", "offload_params", "auto_wrap_policy"}:
         raise ValueError(
-            f"sharding config with the keys {', '.join(map(str, config)) or '(none)'} is neither DeepSpeed's, which has "
-            "`zero_optimization`, nor an `fsdp_config`, which has `reshard_after_forward`"
+            f"sharding config with the keys {', '.join(map(str, config)) or '(none)'} is neither DeepSpeed's, with "
+            "`zero_optimization`, nor an `fsdp_config`, with `reshard_after_forward`"
         )
     if int(config.get("version", 2)) == 1:
         raise ValueError("FSDP 1 is gone from transformers; set `version: 2` in the `fsdp_config`")

@@ -2,7 +2,8 @@
 
 Megatron-LM (arXiv 1909.08053, section 3) with the plans of transformers (`model.tp_plan`, styles in
 `transformers/distributed/tensor_parallel.py`): queries, keys, values and the MLP's first matrices by columns, the
-output projections by rows, the embedding and the head by vocabulary; norms are on every rank. What a rank computes is
+output projections by rows, the embedding and the head by vocabulary; norms are on every rank, and so is the
+embedding's gradient (`Replicate`, seen with transformers 5.23). What a rank computes is
 a narrower model, with its share of heads and of the MLP, between hidden states that are whole: `one_rank` describes
 it, and the trace of it has the activations of a rank.
 """
@@ -83,7 +84,8 @@ def _local(parameter: Parameter, plan: Mapping[str, str], ranks: int) -> Paramet
     if dimension is None:
         return parameter
     shape[dimension] = -(-shape[dimension] // ranks)
-    return replace(parameter, shape=tuple(shape))
+    gathered = parameter.numel if style == "embedding_rowwise" else 0
+    return replace(parameter, shape=tuple(shape), whole_gradient=gathered)
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str:

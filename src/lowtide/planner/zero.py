@@ -96,20 +96,32 @@ def weights(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
         gradients=0 if sharding.offload_optimizer else reduced,
         communication=bucket,
     )
-    gathered = gathered_elements(layout, sharding) * width
-    found = {
-        phase: [replace(base, communication=bucket + gathered, rest=traced.rest(phase))] for phase in traced.phases
-    }
+    stepping = 0 if sharding.offload_optimizer else min(part, sharding.sub_group) * MASTER
+    gathered, arriving = (elements * width for elements in gathered_elements(layout, sharding))
+    whole = replace(base, communication=bucket + gathered)
+    found = {phase: [replace(whole, rest=traced.rest(phase))] for phase in traced.phases}
     masters = 0 if sharding.offload_optimizer else part * MASTER
     found["loading"] = [
         replace(base, optimizer=0, gradients=0, communication=largest),
         replace(base, optimizer=masters, communication=bucket + largest),
+        replace(base, optimizer=masters, gradients=stepping, communication=0),
     ]
+    arrival = replace(whole, communication=bucket + gathered + arriving)
+    found["forward"] = [*found["forward"], replace(arrival, rest=traced.between())]
+    copies = 2 if sharding.backend == "gloo" else 1
     filled = min(bucket, byte_sum(layout.trained, width))
-    sending = max(filled, trained) * (2 if sharding.backend == "gloo" else 1)
-    whole = replace(base, communication=bucket + gathered + sending)
-    found["backward"] = [replace(whole, gradients=base.gradients + trained, rest=traced.at_head())]
-    stepping = 0 if sharding.offload_optimizer else min(part, sharding.sub_group) * MASTER
+    alone = trained if trained > bucket else 0
+    found["backward"] = [
+        replace(whole, gradients=base.gradients + trained, rest=traced.at_head()),
+        replace(
+            whole,
+            gradients=base.gradients + alone,
+            communication=bucket + gathered + (copies - 1) * alone,
+            rest=traced.between(),
+        ),
+        replace(arrival, rest=traced.in_backward()),
+        replace(whole, communication=bucket + gathered + copies * filled, rest=traced.in_backward()),
+    ]
     step = traced.temporaries(stepping, stepping)
     found["optimizer"] = [
         replace(
@@ -125,15 +137,26 @@ def weights(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
     return found, host
 
 
-def gathered_elements(layout: Layout, sharding: Sharding) -> int:
-    """The most that stage 3 holds gathered, beside what it never lets go: what it wants again soon, what it computes
-    with, what it gathers ahead, and the flat buffer that this arrives in."""
+def gathered_elements(layout: Layout, sharding: Sharding) -> tuple[int, int]:
+    """The most that stage 3 holds gathered while it computes, beside what it never lets go: what it wants again soon,
+    what it computes with, and what it has gathered ahead; and the flat buffer that several parameters arrive in."""
     sizes = [p.numel for p in layout.parameters if p.numel >= sharding.persistence]
-    every, largest = sum(sizes), max(sizes, default=0)
+    every = sum(sizes)
+    ahead = _gathered_ahead(sizes, min(sharding.prefetch, sharding.max_live))
+    most = max((sum(group) for group in ahead), default=0)
+    arriving = max((sum(group) for group in ahead if len(group) > 1), default=0)
     soon = wanted_again(sizes, sharding.max_reuse)
-    ahead = min(sharding.prefetch, sharding.max_live)
-    arriving = min(ahead + largest if ahead else 0, every)
-    return min(every, soon + largest + arriving) + (arriving if len(sizes) > 1 else 0)
+    return min(every, soon + max(sizes, default=0) + most), arriving
+
+
+def _gathered_ahead(sizes: Sequence[int], bucket: int) -> list[list[int]]:
+    """What follows the first parameter, each group as large as the bucket or larger by one parameter."""
+    groups: list[list[int]] = []
+    for size in sizes[1:] if bucket else ():
+        if not groups or sum(groups[-1]) >= bucket:
+            groups.append([])
+        groups[-1].append(size)
+    return groups
 
 
 def wanted_again(sizes: Sequence[int], distance: int) -> int:

@@ -20,7 +20,7 @@ class LivingBytes(TorchDispatchMode):
         phase: set by whoever runs the code; nothing is counted in the phase "".
         peaks: the most bytes of each phase.
         states: for each phase the bytes of weights, gradients and optimizer states at its peak, of what was named.
-        rests: for each phase the most bytes of all else.
+        most_in_layers: the most bytes of all else in the phase "layers".
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LivingBytes(TorchDispatchMode):
         self.phase = ""
         self.peaks: dict[str, int] = {}
         self.states: dict[str, dict[str, int]] = {}
-        self.rests: dict[str, int] = {}
+        self.most_in_layers = 0
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._storages: dict[int, weakref.ref] = {}
@@ -74,9 +74,8 @@ class LivingBytes(TorchDispatchMode):
         if self.phase and total > self.peaks.get(self.phase, 0):
             self.peaks[self.phase] = total
             self.states[self.phase] = self._states()
-        if self.phase and self.model is not None:
-            rest = total - sum(self._states().values())
-            self.rests[self.phase] = max(rest, self.rests.get(self.phase, 0))
+        if self.phase == "layers":
+            self.most_in_layers = max(self.most_in_layers, total - sum(self._states().values()))
 
     def _states(self) -> dict[str, int]:
         if self.model is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -22,8 +23,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide.planner.moment import Traced
+from lowtide.planner.tensor_parallel import one_rank
 
-RANKS = 2
+RANKS, LAYERS = 2, 3
 ZERO = {
     "reduce_bucket_size": 100_000,
     "stage3_prefetch_bucket_size": 50_000,
@@ -31,7 +33,7 @@ ZERO = {
 }
 
 
-def described(layers: int = 4, tied: bool = False) -> LlamaConfig:
+def described(layers: int = LAYERS, tied: bool = False) -> LlamaConfig:
     """A model whose vocabulary is no multiple of the ranks."""
     return LlamaConfig(
         vocab_size=1003,
@@ -100,52 +102,62 @@ def one_device(config: LlamaConfig, dtype: str = "float32", rounds: int = 1) -> 
     return Traced(
         phases=phases,
         saved={"activations": seen["saved"]},
-        in_layers={"activations": counted.rests["layers"] - waiting},
+        in_layers={"activations": counted.most_in_layers - waiting},
         micro_batches=rounds,
     )
 
 
-def traced(change: Callable[[LlamaConfig], LlamaConfig], layers: int = 4, tied: bool = False, **more: Any) -> Traced:
-    """With what each layer saves, from a model with one less."""
-    small, large = (one_device(change(described(count, tied)), **more) for count in (layers - 1, layers))
+@functools.cache
+def traced(shares: int = 1, tied: bool = False, **more: Any) -> Traced:
+    """With what each layer saves, from a model with one less; of one rank, where its matrices are split."""
+    configs = [described(count, tied) for count in (LAYERS - 1, LAYERS)]
+    small, large = (one_device(one_rank(c, shares) if shares > 1 else c, **more) for c in configs)
     return replace(large, saved_per_layer=large.saved["activations"] - small.saved["activations"])
 
 
-def ranks(folder: Path, kind: str, **options: Any) -> dict[str, int]:
-    """The bytes by phase of the rank that holds most."""
+def ranks(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """For each case the bytes by phase of the rank that holds most; all in one start of two processes.
+
+    Args:
+        folder: for their files.
+        cases: `kind`, of `RUNS`, and its options.
+    """
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
     port, store = store.port, None
-    (folder / "run.json").write_text(json.dumps({"kind": kind, "port": port, **options}))
-    context = mp.spawn(_rank, (str(folder), sys.path), nprocs=RANKS, join=False)
-    until = time.monotonic() + 120
+    (folder / "cases.json").write_text(json.dumps(cases))
+    context = mp.spawn(_rank, (str(folder), port, sys.path), nprocs=RANKS, join=False)
+    until = time.monotonic() + 240
     while not context.join(timeout=5, grace_period=1):
         if time.monotonic() > until:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"two ranks of {kind} came to no end in two minutes")
+            raise TimeoutError(f"two ranks came to no end in four minutes, of {', '.join(cases)}")
     found = [json.loads((folder / f"peaks-{rank}.json").read_text()) for rank in range(RANKS)]
-    return {phase: max(each[phase] for each in found) for phase in found[0]}
+    return {name: {phase: max(each[name][phase] for each in found) for phase in found[0][name]} for name in found[0]}
 
 
-def _rank(rank: int, folder: str, path: list[str]) -> None:
+def _rank(rank: int, folder: str, port: int, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
-    given = json.loads(Path(folder, "run.json").read_text())
+    cases = json.loads(Path(folder, "cases.json").read_text())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(given.pop("port")), DS_ACCELERATOR="cpu")
-    kind, rounds = given.pop("kind"), given.pop("rounds", 1)
-    torch.manual_seed(0)
-    if kind.startswith("zero"):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+    if any(case["kind"].startswith("zero") for case in cases.values()):
         import deepspeed
 
         deepspeed.init_distributed("gloo")
     else:
         dist.init_process_group("gloo")
-    with LivingBytes() as counted:
-        RUNS[kind[:4]](counted, rounds=rounds, kind=kind, folder=folder, **given)
-    Path(folder, f"peaks-{rank}.json").write_text(json.dumps(counted.peaks))
+    peaks = {}
+    for name, given in cases.items():
+        torch.manual_seed(0)
+        with LivingBytes() as counted:
+            RUNS[given["kind"]](counted, **{"rounds": 1, "folder": folder, **given})
+        peaks[name] = counted.peaks
+        gc.collect()
+    Path(folder, f"peaks-{rank}.json").write_text(json.dumps(peaks))
     dist.barrier()
     os._exit(0)  # deepspeed's threads and gloo's teardown can abort or hang
 
@@ -213,5 +225,8 @@ def _zero(
     steps(engine, counted, engine.backward, lambda last: engine.step(), rounds)
 
 
-RUNS: dict[str, Callable[..., None]] = {"fsdp": _fully_shard, "tens": _tensor_parallel, "zero": _zero}
-"""By the first letters of the kind."""
+RUNS: dict[str, Callable[..., None]] = {
+    "fsdp2": _fully_shard,
+    "tp2": _tensor_parallel,
+    **dict.fromkeys(("zero1", "zero2", "zero3"), _zero),
+}

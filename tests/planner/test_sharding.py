@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from lowtide.planner.tensor_parallel import local_layout, one_rank
 from lowtide.planner.zero import gathered_elements, wanted_again
 
 EMPTY = Traced(phases={phase: {} for phase in ("loading", "forward", "head", "backward", "optimizer")})
-MIXED = {"compute_width": 2, "reduce_bucket": 2, "prefetch": 0, "persistence": 0, "max_reuse": 0}
+MIXED: dict[str, Any] = {"compute_width": 2, "reduce_bucket": 2, "prefetch": 0, "persistence": 0, "max_reuse": 0}
 
 
 def layers_of(count: int, numel: int, width: int = 2) -> Layout:
@@ -29,7 +30,7 @@ def layers_of(count: int, numel: int, width: int = 2) -> Layout:
     )
 
 
-def described(layers: int = 4, tied: bool = False) -> Layout:
+def described(layers: int = sharded_run.LAYERS, tied: bool = False) -> Layout:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(sharded_run.described(layers, tied))
     return Layout.of(model, "adamw_torch")
@@ -135,7 +136,7 @@ def test_the_table_of_zero(kind, bytes_each):
 def test_zero_pads_its_flat_buffer_and_keeps_whole_what_is_cut():
     layout = layers_of(3, 5, width=4)  # 15 elements over 2 ranks: padded to 16, cut in the second parameter
     phases = {**EMPTY.phases, "forward": {"gradients": 1}}
-    sizes = {"reduce_bucket": 2, "prefetch": 0, "persistence": 0}
+    sizes: dict[str, Any] = {"reduce_bucket": 2, "prefetch": 0, "persistence": 0}
     found = shard(layout, Traced(phases=phases), Sharding(kind="zero2", devices=2, **sizes)).phases["forward"]
     assert found == {"weights": 16 * 4, "gradients": 10 * 4, "optimizer": 8 * (4 + 8)}
 
@@ -243,13 +244,9 @@ PHASES = ("forward", "head", "backward", "optimizer")
 
 
 def held(layout: Layout, traced: Traced, kind: str, **more) -> dict[str, int]:
-    sizes = {"reduce_bucket": 100_000, "prefetch": 50_000, "persistence": 1_000}
+    sizes: dict[str, Any] = {"reduce_bucket": 100_000, "prefetch": 50_000, "persistence": 1_000}
     sharding = Sharding.read(kind, devices=sharded_run.RANKS, backend="gloo", **{**sizes, **more})
     return {phase: sum(found.values()) for phase, found in shard(layout, traced, sharding).phases.items()}
-
-
-def same(config):
-    return config
 
 
 def assert_close(predicted: dict[str, int], measured: dict[str, int], above: float, phases=PHASES):
@@ -262,47 +259,49 @@ def assert_close(predicted: dict[str, int], measured: dict[str, int], above: flo
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("run", "more"),
-    [
-        ({}, {}),
-        ({"tied": True}, {}),
-        ({"reshard": False}, {"reshard": False}),
-        ({"rounds": 2}, {}),
-    ],
-    ids=["layers", "tied", "kept", "accumulated"],
-)
-def test_fully_shard_on_two_ranks(tmp_path, run, more):
-    measured = sharded_run.ranks(tmp_path, "fsdp2", **run)
-    traced = sharded_run.traced(same, **{name: run[name] for name in run if name in ("tied", "rounds")})
-    predicted = held(described(tied=run.get("tied", False)), traced, "fsdp2", **more)
-    assert_close(predicted, measured, 0.05, ("loading", *PHASES))
+SHARED: dict[str, dict[str, Any]] = {
+    "layers": {"kind": "fsdp2"},
+    "tied": {"kind": "fsdp2", "tied": True},
+    "kept": {"kind": "fsdp2", "reshard": False},
+    "accumulated": {"kind": "fsdp2", "rounds": 2},
+    "tensors": {"kind": "tp2"},
+}
+"""What torch and transformers shard by themselves."""
+ZERO: dict[str, dict[str, Any]] = {
+    "zero1": {"kind": "zero1"},
+    "zero2": {"kind": "zero2", "rounds": 2},
+    "zero3": {"kind": "zero3"},
+    "lets go": {"kind": "zero3", "zero": {"stage3_max_live_parameters": 200_000, "stage3_max_reuse_distance": 0}},
+}
 
 
-def test_tensor_parallel_on_two_ranks(tmp_path):
-    measured = sharded_run.ranks(tmp_path, "tensors")
-    traced = sharded_run.traced(lambda config: one_rank(config, sharded_run.RANKS))
-    predicted = held(described(), traced, "tp2")
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return sharded_run.ranks(tmp_path_factory.mktemp("ranks"), SHARED)
+
+
+def traced_as(case: dict) -> Traced:
+    return sharded_run.traced(**{name: case[name] for name in ("tied", "rounds") if name in case})
+
+
+@pytest.mark.parametrize("name", [name for name in SHARED if name != "tensors"])
+def test_fully_shard_on_two_ranks(measured, name):
+    case = SHARED[name]
+    more = {"reshard": case["reshard"]} if "reshard" in case else {}
+    predicted = held(described(tied=case.get("tied", False)), traced_as(case), "fsdp2", **more)
+    assert_close(predicted, measured[name], 0.05, ("loading", *PHASES))
+
+
+def test_tensor_parallel_on_two_ranks(measured):
+    predicted = held(described(), sharded_run.traced(sharded_run.RANKS), "tp2")
     # in forward this loop gathers logits, which lowtide never makes
-    assert_close(predicted, measured, 0.05, ("head", "backward", "optimizer"))
+    assert_close(predicted, measured["tensors"], 0.05, ("head", "backward", "optimizer"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-@pytest.mark.parametrize(
-    ("kind", "run", "more"),
-    [
-        ("zero1", {}, {}),
-        ("zero2", {"rounds": 2}, {}),
-        ("zero3", {}, {}),
-        (
-            "zero3",
-            {"zero": {"stage3_max_live_parameters": 200_000, "stage3_max_reuse_distance": 0}},
-            {"max_live": 200_000, "max_reuse": 0},
-        ),
-    ],
-    ids=["zero1", "zero2", "zero3", "zero3-lets-go"],
-)
-def test_zero_on_two_ranks(tmp_path, kind, run, more):
-    measured = sharded_run.ranks(tmp_path, kind, **run)
-    traced = sharded_run.traced(same, rounds=run.get("rounds", 1))
-    assert_close(held(described(), traced, kind, **more), measured, 0.05)
+@pytest.mark.parametrize("name", list(ZERO))
+def test_zero_on_two_ranks(tmp_path, name):
+    case = ZERO[name]
+    found = sharded_run.ranks(tmp_path, {name: case})[name]
+    more = {"max_live": 200_000, "max_reuse": 0} if "zero" in case else {}
+    assert_close(held(described(), traced_as(case), case["kind"], **more), found, 0.05)

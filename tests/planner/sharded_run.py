@@ -209,7 +209,7 @@ def _zero(
     import deepspeed
 
     stage = int(kind[-1])
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": rounds,
         "zero_optimization": {"stage": stage, **ZERO, **(zero or {})},

@@ -16,7 +16,7 @@ from lowtide.planner.fully_shard import chunk_elements
 from lowtide.planner.layout import Layout, Parameter
 from lowtide.planner.moment import Traced
 from lowtide.planner.sharded import shard
-from lowtide.planner.sharding import Sharding
+from lowtide.planner.sharding import AUTO, Sharding
 from lowtide.planner.tensor_parallel import local_layout, one_rank
 from lowtide.planner.zero import gathered_elements, wanted_again
 
@@ -66,7 +66,7 @@ def described(layers: int = sharded_run.LAYERS, tied: bool = False) -> Layout:
             },
             {
                 "kind": "zero3",
-                "reduce_bucket": None,
+                "reduce_bucket": AUTO,
                 "max_live": 7,
                 "offload_optimizer": True,
                 "offload_weights": False,
@@ -188,6 +188,14 @@ def test_activations_are_as_traced():
     phases = {**EMPTY.phases, "head": {"activations": 1000, "head": 77}}
     found = shard(layers_of(2, 8), Traced(phases=phases), Sharding(kind="fsdp2", devices=2)).phases["head"]
     assert (found["activations"], found["head"]) == (1000, 77)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+def test_a_reference_stays_and_is_split_where_weights_are(kind):
+    phases = {phase: {"reference": 1000} for phase in EMPTY.phases}
+    found = shard(layers_of(2, 1 << 10), Traced(phases=phases), Sharding(kind=kind, devices=4, **MIXED)).phases
+    for phase in ("forward", "backward", "optimizer"):
+        assert found[phase]["reference"] == (250 if kind in ("zero3", "fsdp2") else 1000)
 
 
 def test_traffic_of_a_step():

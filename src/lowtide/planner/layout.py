@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -121,6 +122,7 @@ def _layer_of(name: str, lists: Iterable[str]) -> str:
 
 
 def _hidden_size(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "hidden_size", 0) or 0)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return int(getattr(config, "hidden_size", 0) or 0)

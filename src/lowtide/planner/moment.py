@@ -70,6 +70,10 @@ class Traced:
         """The rest in the backward of a layer, when so many have let their activations go."""
         return self._without(dict(self.in_layers) or self.at_head(), gone)
 
+    def lasting(self) -> dict[str, int]:
+        """The rest when backward is over: a reference, say."""
+        return {name: size for name, size in self.rest("backward").items() if name not in ("activations", "head")}
+
     def between(self, gone: int = 0) -> dict[str, int]:
         """The rest between two layers, when so many are not run yet, or have let their activations go."""
         return self._without(dict(self.saved) or self.rest("forward"), gone)

@@ -85,7 +85,8 @@ def whole(layout: Layout, traced: Traced, sharding: Sharding) -> tuple[Moments, 
     step = traced.temporaries(largest, byte_sum(layout.trained))
     held["optimizer"] = [replace(base, gradients=gradients, optimizer=optimizer + step, rest=traced.rest("optimizer"))]
     if sharding.replicas > 1:
-        exchanged = replace(base, gradients=gradients, communication=min(BUCKET_BYTES, gradients))
+        bucket = min(BUCKET_BYTES, gradients)
+        exchanged = replace(base, gradients=gradients, communication=bucket, rest=traced.lasting())
         held["backward"] = [*held["backward"], exchanged]
     return held, 0
 
@@ -93,9 +94,9 @@ def whole(layout: Layout, traced: Traced, sharding: Sharding) -> tuple[Moments, 
 SCHEMES: dict[str, Callable[[Layout, Traced, Sharding], tuple[Moments, int]]] = {
     "none": whole,
     "ddp": whole,
-    "zero1": zero.states,
-    "zero2": zero.states,
-    "zero3": zero.weights,
+    "zero1": zero.stages_1_and_2,
+    "zero2": zero.stages_1_and_2,
+    "zero3": zero.stage_3,
     "fsdp2": fully_shard.moments,
 }
 """Moments by phase, and bytes in the host's memory."""

@@ -18,6 +18,8 @@ from typing import Any
 
 from lowtide.spelling import nearest
 
+AUTO = -1
+"""A size that goes by the model."""
 KINDS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 ALIASES: dict[str, dict[str, Any]] = {
     **{kind: {"kind": kind} for kind in KINDS},
@@ -80,12 +82,12 @@ class Sharding:
     """Shards are in the host's memory (ZeRO-3, FSDP2)."""
     gather_on_save: bool = True
     """Whole weights are put together for saving."""
-    reduce_bucket: int | None = None
-    """Elements of ZeRO's gradient buffer; None: the square of the model's hidden size, as transformers' `"auto"`."""
-    prefetch: int | None = None
-    """Elements that ZeRO-3 gathers ahead; None: 0.9 of the hidden size's square."""
-    persistence: int | None = None
-    """Parameters of fewer elements are never let go by ZeRO-3; None: ten times the hidden size."""
+    reduce_bucket: int = AUTO
+    """Elements of ZeRO's gradient buffer; AUTO: the square of the model's hidden size, as transformers' `"auto"`."""
+    prefetch: int = AUTO
+    """Elements that ZeRO-3 gathers ahead; AUTO: 0.9 of the hidden size's square."""
+    persistence: int = AUTO
+    """Parameters of fewer elements are never let go by ZeRO-3; AUTO: ten times the hidden size."""
     max_live: int = int(1e9)
     """Elements beyond which ZeRO-3 gathers nothing ahead."""
     max_reuse: int = int(1e9)
@@ -171,7 +173,7 @@ class Sharding:
         """With the sizes that depend on the model, as transformers fills them in."""
         square = hidden_size * hidden_size
         filled = {"reduce_bucket": square, "prefetch": int(0.9 * square), "persistence": 10 * hidden_size}
-        return replace(self, **{name: size for name, size in filled.items() if getattr(self, name) is None})
+        return replace(self, **{name: size for name, size in filled.items() if getattr(self, name) == AUTO})
 
     def __str__(self) -> str:
         tensors = f"tp{self.tensor_parallel}+" if self.tensor_parallel > 1 else ""
@@ -215,7 +217,7 @@ def _from_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
         if key in zero:
             auto = zero[key] == "auto"
             if not (auto and name not in ZERO_DEFAULTS):
-                found[name] = None if auto else zero[key] if name == "overlap" else int(zero[key])
+                found[name] = AUTO if auto else zero[key] if name == "overlap" else int(zero[key])
     for key, name in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_weights")):
         found[name] = (zero.get(key) or {}).get("device", "none") != "none"
     saved = zero.get("stage3_gather_16bit_weights_on_model_save", zero.get("gather_16bit_weights_on_model_save", False))

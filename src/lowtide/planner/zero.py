@@ -25,7 +25,7 @@ from lowtide.planner.sharding import Sharding
 Found = tuple[Mapping[str, Sequence[Moment]], int]
 
 
-def states(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
+def stages_1_and_2(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
     """Stages 1 and 2: moments by phase, and bytes in the host's memory."""
     width = sharding.compute_width or _width(layout)
     frozen = byte_sum((p for p in layout.parameters if not p.trained), sharding.compute_width)
@@ -50,20 +50,24 @@ def states(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
         Moment(weights=frozen + 2 * elements * width),
         replace(base, gradients=0 if offloaded else part * MASTER, optimizer=0 if offloaded else part * MASTER),
     ]
-    reducing = max(filled + min(largest, filled), largest)
     early = replace(base, communication=bucket, rest=traced.at_head())
+    over = replace(base, communication=bucket, rest=traced.lasting())
     if first:
         found["backward"] = [
             replace(early, gradients=max(traced.gradients("backward"), before), rest=traced.rest("backward")),
             replace(early, gradients=before or largest),
-            replace(base, gradients=gradients + within, communication=bucket),
-            replace(base, gradients=gradients, communication=bucket + filled),
+            replace(over, gradients=gradients + within),
+            replace(over, gradients=gradients, communication=bucket + filled),
         ]
     else:
-        reduced = replace(base, communication=bucket + reducing, rest=traced.in_backward())
+        small = max((size * width for size in sizes if size <= sharding.reduce_bucket), default=0)
+        copied = filled if gradients > filled else 0  # all of them fit: they are reduced when backward is over
+        reduced = replace(over, gradients=before + within, communication=bucket + filled)
         found["backward"] = [
             replace(early, gradients=before + largest),
-            replace(reduced, gradients=before + within),
+            replace(reduced, communication=bucket + copied + small, rest=traced.in_backward()),
+            replace(reduced, communication=bucket + largest, rest=traced.between()),
+            reduced,
         ]
     stepping = 0 if offloaded else part * MASTER
     step = traced.temporaries(stepping, stepping)
@@ -77,7 +81,7 @@ def states(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
     return found, host
 
 
-def weights(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
+def stage_3(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
     """Stage 3: moments by phase, and bytes in the host's memory."""
     width = sharding.compute_width or _width(layout)
     ranks = sharding.shards

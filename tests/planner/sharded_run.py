@@ -60,6 +60,7 @@ def steps(model: Any, counted: LivingBytes, backward: Callable, step: Callable, 
             with counted.during("backward"):
                 backward(loss)
                 del loss
+            gc.collect()  # hooks hold graphs in cycles, with the embedding's gradient in them
             with counted.during("optimizer" if number == rounds - 1 else ""):
                 step(number == rounds - 1)
 
@@ -220,7 +221,7 @@ def _zero(
     with counted.during("loading"):
         with made:
             model = AutoModelForCausalLM.from_config(described()).to(getattr(torch, dtype))
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     gc.collect()
     steps(engine, counted, engine.backward, lambda last: engine.step(), rounds)
 

@@ -297,7 +297,7 @@ def test_fully_shard_on_two_ranks(measured, name):
     case = SHARED[name]
     more = {"reshard": case["reshard"]} if "reshard" in case else {}
     predicted = held(described(tied=case.get("tied", False)), traced_as(case), "fsdp2", **more)
-    assert_close(predicted, measured[name], 0.05, ("loading", *PHASES))
+    assert_close(predicted, measured[name], 0.06, ("loading", *PHASES))
 
 
 def test_tensor_parallel_on_two_ranks(measured):
@@ -312,4 +312,4 @@ def test_zero_on_two_ranks(tmp_path, name):
     case = ZERO[name]
     found = sharded_run.ranks(tmp_path, {name: case})[name]
     more = {"max_live": 200_000, "max_reuse": 0} if "zero" in case else {}
-    assert_close(held(described(), traced_as(case), case["kind"], **more), found, 0.05)
+    assert_close(held(described(), traced_as(case), case["kind"], **more), found, 0.06)

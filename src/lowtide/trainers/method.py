@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from lowtide.data.collate import RaggedCollator
 from lowtide.data.ledger import Ledger
 from lowtide.engine.forward import causal_model
+from lowtide.engine.head import body
 from lowtide.engine.loading import adapt
 from lowtide.memory.table import active, around, begin, prepare
 from lowtide.memory.technique import Site
@@ -158,7 +159,7 @@ class MethodTrainer(LowtideTrainer):
         return []
 
     def _before_first_step(self, model: nn.Module) -> None:
-        self._undo = begin(self.site, self.techniques)
+        self._undo = [self.phases.split_forward(body(causal_model(model))), *begin(self.site, self.techniques)]
         super()._before_first_step(model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

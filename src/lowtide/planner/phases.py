@@ -18,7 +18,8 @@ Listener = Callable[[str, str], object]
 
 
 class Phases:
-    """The phase of a run: `BETWEEN`, "forward", "head", "backward", "optimizer", "evaluation" or "saving"."""
+    """The phase of a run: `BETWEEN`, "forward", "head", "backward", "optimizer", "evaluation", "saving"; "rehearsal"
+    has others inside."""
 
     def __init__(self) -> None:
         self.now = BETWEEN

@@ -3,7 +3,8 @@
 The allocator says when each block was given out, at which address and from which lines of Python; the phases, and
 which tensors lie where, are noted here by the same clock. Sizes are the allocator's, rounded up to 512 bytes.
 
-Not run on a GPU yet: `recording_of` is tested on a history written by hand (see `torch.cuda.memory._snapshot` for its format).
+Not run on a GPU yet: `recording_of` is tested on a history written by hand (for its format see
+`torch.cuda.memory._snapshot`).
 """
 
 from __future__ import annotations

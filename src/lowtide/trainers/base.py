@@ -154,9 +154,9 @@ class LowtideTrainer(Trainer):
         if inputs is None:
             return torch.zeros((), device=self.args.device)
         start = time.perf_counter()
+        model.train()  # a loaded model is not yet, and neither checkpoints nor drops anything
         if self.optimizer is not self._guarded:
             self._before_first_step(model)
-        model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
         with self.compute_loss_context_manager():

@@ -14,7 +14,10 @@ from lowtide.planner.live_storages import LiveStorages
 from lowtide.planner.phases import BETWEEN
 from lowtide.planner.recording import Recording
 from lowtide.trainers.method import MethodTrainer
+from lowtide.trainers.rehearsal import heaviest_rows, row_lengths
 
+COLUMNS = (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids", "completion_ids"), ("input_ids",))
+"""Of prepared rows of pairs, of single completions, of texts."""
 Recorder = CudaHistory | LiveStorages
 
 
@@ -94,3 +97,27 @@ class _Steps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.recorder.step = state.global_step + 1
+
+
+def heaviest_micro_batch(trainer: MethodTrainer) -> tuple[int, ...]:
+    """The tokens of each row of the heaviest micro-batch; none where that is not known beforehand."""
+    lengths, limits = row_lengths(trainer.train_dataset), trainer.limits
+    if lengths is None or limits.rows is None:
+        return ()
+    *_, rows = heaviest_rows(lengths, limits.rows, limits.tokens)
+    return tuple(int(lengths[row]) for row in rows)
+
+
+def lengths_of(dataset: Any) -> list[int | tuple[int, ...]] | None:
+    """The lengths of prepared rows as an estimate takes them; None where they are not known beforehand.
+
+    A number a row for texts; (prompt, chosen, rejected) for pairs, (prompt, completion) for single completions.
+    """
+    if row_lengths(dataset) is None:
+        return None
+    for columns in COLUMNS:
+        if set(columns) <= set(dataset.column_names):
+            each = [row_lengths(dataset.select_columns([name])) for name in columns]
+            rows = zip(*(column.tolist() for column in each if column is not None), strict=True)
+            return [row[0] if len(row) == 1 else row for row in rows]
+    return None

@@ -105,17 +105,15 @@ def test_a_recorded_run_has_the_same_weights_and_holds_what_a_run_holds(tmp_path
     assert recorded.phases.listeners == [recorded._mark]
 
 
-def test_few_points_draw_the_same_picture():
-    random = np.random.default_rng(0)
-    bytes = np.zeros((5_000, len(CATEGORIES)), dtype=np.int64)
-    bytes[:, 0] = random.integers(100, 1_000, 5_000)
-    bytes[1234, 0], bytes[4321, 0] = 5_000, 1
-    levels = Levels(np.sort(random.random(5_000)), bytes, np.zeros(5_000, dtype=np.int64))
-    points = levels.thinned(200)
-    assert len(points) <= 200
-    assert {1234, 4321} <= set(points.tolist())
-    assert (np.diff(points) > 0).all()
-    assert levels.peak == 1234
+def test_a_picture_of_few_spans_has_every_peak_and_holds_every_level():
+    seconds = np.array([0.0, 1.0, 1.1, 1.2, 7.0])
+    bytes = np.zeros((5, len(CATEGORIES)), dtype=np.int64)
+    bytes[:, 0] = [10, 20, 90, 30, 5]
+    levels = Levels(seconds, bytes, np.zeros(5, dtype=np.int64))
+    starts, events = levels.held(7)
+    assert starts.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert levels.total[events].tolist() == [20, 90, 30, 30, 30, 30, 30]
+    assert levels.peak == 2
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

@@ -12,8 +12,8 @@ from typing import Any
 from lowtide.planner.advice import Advice
 from lowtide.planner.recording import CATEGORIES, Recording
 
-POINTS = 1200
-"""Of the timeline that is kept."""
+POINTS = 600
+"""Spans of the timeline that is kept."""
 LARGEST = 10
 
 
@@ -69,9 +69,9 @@ class Profile:
     phases: Mapping[str, Mapping[str, int]]
     """For each phase, the bytes by category when it held most."""
     seconds: Sequence[float]
-    """[points]: the timeline."""
+    """[points]: where equal spans of the timeline begin."""
     bytes: Mapping[str, Sequence[int]]
-    """By category, [points] each."""
+    """By category, [points] each: when most was held in a span."""
     spans: Sequence[Span]
     tensors: Sequence[Tensors]
     """The largest at the peak, largest first."""
@@ -111,7 +111,7 @@ def profile_of(recording: Recording, run: Run) -> Profile:
     levels = recording.levels()
     peak = levels.peak
     mark = recording.marks[levels.mark[peak]]
-    points = levels.thinned(POINTS)
+    seconds, points = levels.held(POINTS)
     return Profile(
         run=run,
         peak_bytes=int(levels.total[peak]),
@@ -119,7 +119,7 @@ def profile_of(recording: Recording, run: Run) -> Profile:
         peak_step=mark.step,
         peak_phase=mark.phase,
         phases=recording.phases(levels),
-        seconds=[round(value, 6) for value in levels.seconds[points].tolist()],
+        seconds=[round(value, 6) for value in seconds.tolist()],
         bytes={
             name: levels.bytes[points, number].tolist()
             for number, name in enumerate(CATEGORIES)

@@ -255,7 +255,7 @@ def _piece(advice: Advice, profile: Profile) -> str:
         effect = f'<span class="effect">predicted peak {bytes_text(advice.peak_bytes)} ({share:+.0%})</span>'
     exact = f"not exact: {escape(advice.changes)}" if advice.changes else "exact: the numbers stay the same"
     return (
-        f"<li><b>{escape(advice.name)}</b> <code>{escape(advice.text)}</code>{effect}<br>"
-        f'<span class="dot {advice.category}"></span>lowers {advice.category}: {escape(advice.saves)}<br>'
-        f'<span class="exact">{exact}</span></li>'
+        f'<li><div class="head"><b>{escape(advice.name)}</b><code>{escape(advice.text)}</code>{effect}</div>'
+        f'<div><span class="dot {advice.category}"></span>saves {escape(advice.saves)}</div>'
+        f'<div class="exact">{exact}</div></li>'
     )

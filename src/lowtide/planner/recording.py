@@ -126,16 +126,16 @@ class Levels:
         """The event after which most was held."""
         return int(self.total.argmax())
 
-    def thinned(self, most: int) -> Int[np.ndarray, " points"]:
-        """Numbers of events that draw the same picture: in each of `most / 2` spans of time the lowest and the
-        highest, as M4 does (doi 10.14778/2732951.2732953)."""
-        spans = max(most // 2, 1)
-        width = max(float(self.seconds[-1] - self.seconds[0]), 1e-9) / spans
-        span = np.minimum(((self.seconds - self.seconds[0]) / width).astype(np.int64), spans - 1)
-        order = np.lexsort((self.total, span))
-        firsts = np.flatnonzero(np.diff(span[order], prepend=-1))
-        lasts = np.append(firsts[1:], len(order)) - 1
-        return np.unique(order[np.concatenate([firsts, lasts])])
+    def held(self, spans: int) -> tuple[Shaped[np.ndarray, " spans"], Int[np.ndarray, " spans"]]:
+        """(when each of so many equal spans of time begins, the event after which most was held in it).
+
+        What a span begins with counts too, so that a picture of few spans has every peak and holds every level.
+        """
+        starts = np.linspace(float(self.seconds[0]), float(self.seconds[-1]), spans, endpoint=False)
+        first = np.searchsorted(self.seconds, starts, side="right") - 1
+        last = np.append(first[1:], len(self.seconds) - 1)
+        events = [a + int(self.total[a : b + 1].argmax()) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+        return starts, np.array(events, dtype=np.int64)
 
 
 def by_category(bytes: Sequence[int] | np.ndarray) -> dict[str, int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,43 +127,73 @@ def _foretold(profile: Profile, given: train.Run, trainer: Any) -> Profile:
     from lowtide.trainers.profiling import heaviest_micro_batch
 
     rows = heaviest_micro_batch(trainer)
-    try:
-        predicted = predict(trainer, given, {})
-    except UNTRACEABLE as error:
-        reason, advice = str(error).split("\n")[0], advise(trainer.site, profile.at_peak, rows)
-        return dataclasses.replace(profile, not_predicted=reason, advice=advice)
-
-    def peak(settings: Mapping[str, Any]) -> int | None:
+    with Predictor(trainer, given) as predictor:
         try:
-            phases = predict(trainer, given, settings) if settings else predicted
-        except UNTRACEABLE:
-            return None
-        return max(sum(sizes.values()) for sizes in phases.values())
+            predicted = predictor({})
+        except UNTRACEABLE as error:
+            reason, advice = str(error).split("\n")[0], advise(trainer.site, profile.at_peak, rows)
+            return dataclasses.replace(profile, not_predicted=reason, advice=advice)
 
-    with Console(stderr=True).status("Estimating what changes would do"):
-        advice = advise(trainer.site, profile.at_peak, rows, peak, each=5)
+        def peak(settings: Mapping[str, Any]) -> int | None:
+            try:
+                phases = predictor(settings) if settings else predicted
+            except UNTRACEABLE:
+                return None
+            return max(sum(sizes.values()) for sizes in phases.values())
+
+        with Console(stderr=True).status("Estimating what changes would do"):
+            advice = advise(trainer.site, profile.at_peak, rows, peak, each=5)
     return dataclasses.replace(profile, predicted=predicted, advice=advice)
 
 
-def predict(trainer: Any, given: train.Run, settings: Mapping[str, Any]) -> Phases:
-    """What an estimate says of a run with some options changed, for tensors alone.
+class Predictor:
+    """What estimates say of a run with some options changed.
 
-    Raises:
-        ValueError: the lengths of the rows are not known beforehand.
+    They are made in a process of their own, which neither holds the run's model nor takes the run with it if one fails.
     """
-    from lowtide.engine.forward import causal_model
-    from lowtide.estimate import estimate
-    from lowtide.planner.advice import with_settings
-    from lowtide.trainers.profiling import lengths_of
 
-    lengths = lengths_of(trainer.train_dataset)
-    if lengths is None:
-        raise ValueError("the lengths of the rows are not known beforehand")
-    options = {field.name for field in dataclasses.fields(AdapterOptions)}
-    adapters = dataclasses.replace(given.adapters, **{name: settings[name] for name in options & settings.keys()})
-    config = with_settings(trainer.args, {name: settings[name] for name in settings.keys() - options})
-    described = causal_model(trainer.model).config
-    found = estimate(config, described, lengths=lengths, peft_config=adapters.peft_config())
+    def __init__(self, trainer: Any, given: train.Run) -> None:
+        self.trainer, self.given = trainer, given
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Predictor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+
+    def __call__(self, settings: Mapping[str, Any]) -> Phases:
+        """For each phase, the bytes of tensors by category.
+
+        Raises:
+            ValueError: the lengths of the rows are not known beforehand, or the options do not go together.
+            RuntimeError: the run cannot be traced.
+        """
+        from lowtide.engine.forward import causal_model
+        from lowtide.planner.advice import with_settings
+        from lowtide.trainers.profiling import lengths_of
+
+        lengths = lengths_of(self.trainer.train_dataset)
+        if lengths is None:
+            raise ValueError("the lengths of the rows are not known beforehand")
+        own = {field.name for field in dataclasses.fields(AdapterOptions)}
+        adapters = dataclasses.replace(self.given.adapters, **{name: settings[name] for name in own & settings.keys()})
+        config = with_settings(self.trainer.args, {name: settings[name] for name in settings.keys() - own})
+        described = causal_model(self.trainer.model).config
+        if self.pool is None:
+            self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        try:
+            return self.pool.submit(_estimate, config, described, lengths, adapters.peft_config()).result()
+        except BrokenExecutor:
+            self.pool = None
+            raise
+
+
+def _estimate(config: Any, described: Any, lengths: list[Any], peft_config: Any) -> Phases:
+    from lowtide.estimate import estimate
+
+    found = estimate(config, described, lengths=lengths, peft_config=peft_config)
     return {
         phase: {name: size for name, size in sizes.items() if name != "runtime" and size}
         for phase, sizes in found.phases.items()

@@ -31,7 +31,7 @@ def record(trainer: MethodTrainer) -> Recording:
     def enter(ended: str, begins: str) -> None:
         if BETWEEN in (ended, begins) and "rehearsal" in (ended, begins):  # it comes before the first step
             recorder.step = 0 if begins == "rehearsal" else trainer.state.global_step + 1
-        for category, name, tensor in _belongings(trainer):
+        for category, name, tensor in _belongings(trainer, reference):
             recorder.belongs([(name, tensor)], category)
         recorder.enter(ended, begins)
 
@@ -59,7 +59,7 @@ def record(trainer: MethodTrainer) -> Recording:
         trainer.reference = reference
 
 
-def _belongings(trainer: Any) -> Iterator[tuple[str, str, Tensor]]:
+def _belongings(trainer: Any, reference: Any) -> Iterator[tuple[str, str, Tensor]]:
     """(category, name, tensor) of what stays."""
     model = trainer.model
     for name, parameter in model.named_parameters():
@@ -75,10 +75,10 @@ def _belongings(trainer: Any) -> Iterator[tuple[str, str, Tensor]]:
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     yield "optimizer", f"{name} of {names.get(parameter, 'a weight')}", value
-    reference = getattr(trainer.reference, "model", None)
-    if reference is not None and reference is not model:
-        for name, parameter in reference.named_parameters():
-            yield "reference", name, parameter
+    frozen = getattr(reference, "model", None)
+    if frozen is not None and frozen is not model:
+        for name, tensor in (*frozen.named_parameters(), *frozen.named_buffers()):
+            yield "reference", name, tensor
 
 
 def _gradient(recorder: Recorder, name: str) -> Any:

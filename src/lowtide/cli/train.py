@@ -203,7 +203,8 @@ def run(arguments: argparse.Namespace) -> int:
     trainer = given.trainer(config)
     if config.should_save:  # what was asked for: the config has filled fields in
         write_run_file(run_file, given.values, arguments.options)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with out_of_memory_said():
+        trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.eval_dataset is not None:
         _say(", ".join(f"{k} {v:.4g}" for k, v in trainer.evaluate().items() if isinstance(v, float)), config)
@@ -212,6 +213,17 @@ def run(arguments: argparse.Namespace) -> int:
     again = shlex.join(["lowtide", arguments.method, "--config", str(run_file)])
     _say(f"The model is in {output}; this repeats the run: {again}", config)
     return 0
+
+
+@contextlib.contextmanager
+def out_of_memory_said() -> Iterator[None]:
+    """An exhausted memory is something that the user can mend."""
+    from lowtide.watch import OutOfMemory
+
+    try:
+        yield
+    except OutOfMemory as error:
+        raise ValueError(str(error)) from error
 
 
 @contextlib.contextmanager

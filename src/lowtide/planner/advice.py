@@ -139,6 +139,8 @@ def _settings(technique: Technique, row_tokens: tuple[int, ...]) -> dict[str, An
 
 def _possible(technique: Technique, settings: Mapping[str, Any], site: Site) -> bool:
     options = site.options
+    if not all(hasattr(options, name) for name in settings):  # an option of other methods
+        return False
     norm = getattr(options, "max_grad_norm", 0)
     if technique.on(options) or settings.get("max_grad_norm", norm) != norm:  # clipping is not ours to switch off
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,8 @@ def test_the_report_names_phase_rows_tensors_bytes_and_what_helps(tmp_path: Path
     text = failed(trainer(tmp_path, per_device_train_batch_size=1))
     assert "in backward of micro-batch 0 (1 row(s) of 26 tokens)" in text
     assert "lower `max_length`" in text
-    assert "The largest tensors then: " in text
-    assert "weight float32 [40, 16]" in text
+    # What else lives in the process of the tests may be larger than this model.
+    assert re.search(r"The largest tensors then: (\d+ x )?[\d,.]+ (B|KiB|MiB) (weight|gradient|tensor) \w+ \[", text)
     assert "The peak was " in text
     assert "activation_offloading=True (exact)" in text
 

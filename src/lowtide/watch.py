@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide.memory.living import largest_tensors
 from lowtide.memory.out_of_memory import is_out_of_memory
 from lowtide.metrics import distributed
 from lowtide.ragged import RaggedBatch
@@ -35,6 +36,8 @@ class Failure:
     row_tokens: tuple[int, ...]
     """Tokens of each row of the micro-batch."""
     error: str
+    largest: tuple[str, ...] = ()
+    """The largest tensors that lived then, as text."""
 
     def __str__(self) -> str:
         rows = ", ".join(f"{tokens:,}" for tokens in self.row_tokens[:8]) + (
@@ -74,7 +77,9 @@ class Watch:
                 raise
             rows = tuple(self.part.row_tokens) if self.part is not None else ()
             text = str(error).strip().split("\n")[0] or type(error).__name__
-            self.failure = Failure(self._phase(error.__traceback__), self.micro_batch, rows, text)
+            device = torch.device("cpu") if self.part is None else self.part.token_ids.device
+            largest = largest_tensors(device)  # while the frames of the failure hold them
+            self.failure = Failure(self._phase(error.__traceback__), self.micro_batch, rows, text, largest)
             traceback.clear_frames(error.__traceback__)  # they hold the tensors that did not fit
             self.part = None
 

@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from lowtide.cli import train
+from lowtide.watch import OutOfMemory
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -46,6 +47,16 @@ def test_the_command_line_wins_over_the_run_file(sft, tmp_path, model, data):
     assert sft("--config", str(file), "--seed", "8")[0] == 0
     options = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
     assert (options["learning_rate"], options["seed"]) == (5e-4, 8)
+
+
+def test_an_exhausted_memory_is_one_message(sft, monkeypatch):
+    def exhausted(self, *args, **kwargs):
+        raise OutOfMemory("out of memory in backward: keep less")
+
+    monkeypatch.setattr("lowtide.trainers.sft.SFTTrainer.train", exhausted)
+    status, out, err = sft()
+    assert (status, "error: out of memory in backward: keep less" in err) == (2, True)
+    assert "Traceback" not in out + err
 
 
 def test_an_adapter_is_trained_and_saved_alone(sft, tmp_path):

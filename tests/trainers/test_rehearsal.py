@@ -83,6 +83,17 @@ def test_it_leaves_nothing_behind(tmp_path, options):
     assert with_it.state.log_history[-1]["train_loss"] == without.state.log_history[-1]["train_loss"]
 
 
+def test_a_model_that_was_loaded_is_rehearsed_as_it_trains(tmp_path):
+    """A loaded model is in evaluation mode, in which layers keep all their activations."""
+    run = trainer(tmp_path, max_steps=1)
+    run.model.eval()
+    modes = []
+    run.model.model.layers[0].register_forward_pre_hook(lambda layer, _: modes.append(layer.training))
+    run.train()
+    assert len(modes) > 2  # the rehearsal's micro-batches and the step's
+    assert all(modes)
+
+
 def test_what_will_not_fit_is_found_before_the_first_step(tmp_path):
     run = trainer(tmp_path)
     with out_of_memory(run.model, "forward", 0) as fired:

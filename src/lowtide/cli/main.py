@@ -28,10 +28,13 @@ METHODS = {
 is not imported for a line of help."""
 TOOLS = {
     "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
+    "profile": ("lowtide.cli.profile", "run a few steps of a method, and show where their memory went"),
     "merge": ("lowtide.cli.merge", "write a model and its adapter as one model"),
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
 }
 """The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""
+OF_A_METHOD = {"profile"}
+"""Those that a method follows, whose options they take: their `add_parser(subparsers, method)` gives its parser."""
 COMMANDS = METHODS | {name: summary for name, (_, summary) in TOOLS.items()}
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -84,19 +87,39 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"lowtide {lowtide.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
+    own: list[argparse.ArgumentParser] = []
     for name, summary in COMMANDS.items():
         if name != command:
             subparsers.add_parser(name, help=summary)
         elif name in METHODS:
             expand_segments()  # before torch is imported
-            import_module("lowtide.cli.train").add_parser(subparsers, name)
+            own.append(import_module("lowtide.cli.train").add_parser(subparsers, name))
+        elif name in OF_A_METHOD:
+            expand_segments()
+            own.append(import_module(TOOLS[name][0]).add_parser(subparsers, _method_after(name, words)))
         else:
             import_module(TOOLS[name][0]).add_parser(subparsers)
+            own.append(subparsers.choices[name])
     if command is None and not words:
         parser.print_help()
         parser.exit(USER_ERROR)
-    _refuse_unknown(words, command, parser, *([subparsers.choices[command]] if command else []))
+    _refuse_unknown(words, command, parser, *own)
     return parser.parse_args(words)
+
+
+def _method_after(command: str, words: Sequence[str]) -> str | None:
+    """The method that a command is of; None where help is asked for instead.
+
+    Raises:
+        UsageError: there is none, or an unknown one, with the nearest name.
+    """
+    method = next((word for word in words[words.index(command) + 1 :] if not word.startswith("-")), None)
+    if method is None and {"-h", "--help"} & set(words):
+        return None
+    if method not in METHODS:
+        there = f"there is no method {method!r}{nearest(method, METHODS)}" if method else "a method is missing"
+        raise UsageError(f"{there}: lowtide {command} METHOD, of {', '.join(METHODS)} (see lowtide {command} --help)")
+    return method
 
 
 def describe(error: BaseException) -> str:
@@ -117,7 +140,8 @@ def _refuse_unknown(words: Sequence[str], command: str | None, *parsers: argpars
     known = {option for parser in parsers for option in parser._option_string_actions}
     for option in (word.split("=")[0] for word in words if word.startswith("--")):
         if option not in known:
-            of_others = import_module("lowtide.trainers.config").whose(option[2:]) if command in METHODS else ""
+            trains = command in METHODS or command in OF_A_METHOD
+            of_others = import_module("lowtide.trainers.config").whose(option[2:]) if trains else ""
             near = "" if of_others else nearest(option, known)
             raise UsageError(f"there is no option {option}{of_others or near} (see {parsers[-1].prog} --help)")
 

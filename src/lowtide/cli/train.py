@@ -111,14 +111,16 @@ class ReferenceModel:
     )
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str) -> None:
-    """Add a method's subcommand to `lowtide`'s parser."""
+def add_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str, *, command: str = "lowtide"
+) -> argparse.ArgumentParser:
+    """Add a method's subcommand to a parser: that of `command`."""
     config: Any = _trainer(method)[0]
     options = _options(config)
     parser = subparsers.add_parser(
         method,
         help=METHODS[method],
-        usage=f"lowtide {method} --model M --dataset D [--config {RUN_FILE}] [--OPTION VALUE ...]",
+        usage=f"{command} {method} --model M --dataset D [--config {RUN_FILE}] [--OPTION VALUE ...]",
         description=f"{METHODS[method].capitalize()}. An option of a run file is one of the command line, which wins.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=110),
     )
@@ -131,6 +133,61 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     add_options(parser, [each for name, each in options.items() if name in left or name in config.refused], shown=False)
     parser.epilog = "Also accepted, as transformers.TrainingArguments documents them: " + ", ".join(left)
     parser.set_defaults(run=run, method=method, options=options)
+    return parser
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run as a command line and its file ask for it."""
+
+    method: str
+    values: Mapping[str, Any]
+    """The options that are given, but for `resume_from_checkpoint`."""
+    what: RunOptions
+    adapters: AdapterOptions
+
+    @property
+    def output(self) -> Path:
+        return Path(self.values["output_dir"])
+
+    def config(self, **changes: Any) -> TrainingArguments:
+        """The method's config, with some options changed."""
+        config_class, _ = _trainer(self.method)
+        chosen = {name: value for name, value in {**self.values, **changes}.items() if name in _names(config_class)}
+        return config_class(**chosen | {"model_init_kwargs": self.what.model_init()})
+
+    def trainer(self, config: TrainingArguments) -> Any:
+        """The method's trainer, its model and data loaded."""
+        what = self.what
+        train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
+        with _named({"the train dataset": what.dataset, "the eval dataset": what.eval_dataset or what.dataset}):
+            return _trainer(self.method)[1](
+                model=what.model,
+                args=config,
+                train_dataset=train_rows,
+                eval_dataset=eval_rows,
+                peft_config=self.adapters.peft_config(),
+                quantization_config=self.adapters.quantization_config(bf16=bool(config.bf16)),
+                **{name: self.values[name] for name in _names(ReferenceModel) & self.values.keys()},
+            )
+
+
+def read_run(arguments: argparse.Namespace, **changes: Any) -> Run:
+    """The run that is asked for, with some options changed; its output folder is there.
+
+    Raises:
+        UsageError: an option is missing, contradicts another, or the output folder cannot be written.
+    """
+    options: Mapping[str, Option] = arguments.options
+    values = read_run_file(arguments.config, options) if arguments.config else {}
+    values |= read_options(arguments, options) | changes
+    what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
+    what.check(padding_free=values.get("padding_free", True))
+    adapters.check()
+    values["output_dir"] = what.output_dir or f"{Path(what.model or '').name}-{arguments.method}"
+    values.pop("resume_from_checkpoint", None)
+    check_writable(Path(values["output_dir"]))
+    return Run(arguments.method, values, what, adapters)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -139,42 +196,34 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: anything that the user can mend; OSError likewise.
     """
-    options: Mapping[str, Option] = arguments.options
-    values = read_run_file(arguments.config, options) if arguments.config else {}
-    values |= read_options(arguments, options)
-    what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
-    what.check(padding_free=values.get("padding_free", True))
-    adapters.check()
-    values["output_dir"] = what.output_dir or f"{Path(what.model or '').name}-{arguments.method}"
-    resume = values.pop("resume_from_checkpoint", None)
-    output, run_file = Path(values["output_dir"]), Path(values["output_dir"], RUN_FILE)
-    check_writable(output)
-    checkpoint = _checkpoint(resume, output)
-    config_class, trainer_class = _trainer(arguments.method)
-    chosen = {name: value for name, value in values.items() if name in _names(config_class)}
-    config = config_class(**chosen | {"model_init_kwargs": what.model_init()})
-    train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
-    with _named({"the train dataset": what.dataset, "the eval dataset": what.eval_dataset or what.dataset}):
-        trainer = trainer_class(
-            model=what.model,
-            args=config,
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            peft_config=adapters.peft_config(),
-            quantization_config=adapters.quantization_config(bf16=config.bf16),
-            **{name: values[name] for name in _names(ReferenceModel) & values.keys()},
-        )
+    given = read_run(arguments)
+    output, run_file = given.output, given.output / RUN_FILE
+    checkpoint = _checkpoint(given.what.resume_from_checkpoint, output)
+    config = given.config()
+    trainer = given.trainer(config)
     if config.should_save:  # what was asked for: the config has filled fields in
-        write_run_file(run_file, values, options)
-    trainer.train(resume_from_checkpoint=checkpoint)
+        write_run_file(run_file, given.values, arguments.options)
+    with out_of_memory_said():
+        trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
-    if eval_rows is not None:
+    if trainer.eval_dataset is not None:
         _say(", ".join(f"{k} {v:.4g}" for k, v in trainer.evaluate().items() if isinstance(v, float)), config)
     if config.push_to_hub:
-        trainer.push_to_hub(dataset_name=what.dataset)
+        trainer.push_to_hub(dataset_name=given.what.dataset)
     again = shlex.join(["lowtide", arguments.method, "--config", str(run_file)])
     _say(f"The model is in {output}; this repeats the run: {again}", config)
     return 0
+
+
+@contextlib.contextmanager
+def out_of_memory_said() -> Iterator[None]:
+    """An exhausted memory is something that the user can mend."""
+    from lowtide.watch import OutOfMemory
+
+    try:
+        yield
+    except OutOfMemory as error:
+        raise ValueError(str(error)) from error
 
 
 @contextlib.contextmanager

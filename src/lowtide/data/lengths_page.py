@@ -1,8 +1,4 @@
-"""The page of a `LengthReport`: one HTML file that asks nothing of the network.
-
-Plots are plain elements placed in percent, so that their labels keep a readable size in a narrow window, and colours
-are variables, so that the page follows the reader's light or dark setting. Whatever comes from the data is escaped.
-"""
+"""The page of a `LengthReport` (see `lowtide.page`). Whatever comes from the data is escaped."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -13,6 +9,7 @@ import numpy as np
 
 from lowtide.data.lengths import MAX_ROWS_CUT, MAX_TOKENS_CUT, Candidate, LengthReport, share
 from lowtide.data.lengths_plot import brief, octaves
+from lowtide.page import facts, page
 
 PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
 
@@ -24,17 +21,9 @@ def write_html(report: LengthReport, path: Path, source: str, tokenizer: str) ->
 
 def _page(report: LengthReport, source: str, tokenizer: str) -> str:
     best = report.recommended
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Row lengths of {escape(source)}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
-<h1>Row lengths</h1>
+    return page(
+        f"Row lengths of {source}",
+        f"""<h1>Row lengths</h1>
 <p class="about"><b>{escape(source)}</b>, tokenized by <b>{escape(tokenizer)}</b></p>
 <section class="advice">
 <p class="label">Recommended <code>max_length</code></p>
@@ -49,15 +38,13 @@ def _page(report: LengthReport, source: str, tokenizer: str) -> str:
 <h2>Candidates</h2>
 {_candidates(report)}
 <h2>Percentiles</h2>
-{_percentiles(report)}
-</main>
-</body>
-</html>
-"""
+{_percentiles(report)}""",
+        style=STYLE,
+    )
 
 
 def _facts(report: LengthReport) -> str:
-    facts = {
+    values = {
         "rows": report.rows,
         "tokens": report.tokens,
         "mean": round(report.tokens / report.rows),
@@ -65,8 +52,7 @@ def _facts(report: LengthReport) -> str:
         "95% are up to": report.percentile(95),
         "longest": report.longest,
     }
-    tiles = (f"<div><dt>{name}</dt><dd>{value:,}</dd></div>" for name, value in facts.items())
-    return f'<dl class="facts">{"".join(tiles)}</dl>'
+    return facts({name: f"{value:,}" for name, value in values.items()})
 
 
 def _histogram(report: LengthReport) -> str:
@@ -181,29 +167,9 @@ def _percentiles(report: LengthReport) -> str:
 
 
 STYLE = """
-:root { color-scheme: light dark; --page: #fbfaf8; --panel: #ffffff; --ink: #22262b; --dim: #646b73; --line: #dfdcd6;
-  --rows: #2f7ea8; --tokens: #c2553f; --best: #2d7d46; --tint: #eaf4ec; }
-@media (prefers-color-scheme: dark) { :root { --page: #16191d; --panel: #1e2227; --ink: #e4e6e8; --dim: #9aa2ab;
-  --line: #343a41; --rows: #6db8de; --tokens: #f08a72; --best: #6fcb8b; --tint: #1d2f24; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 60rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
-h1 { margin: 0; font-size: 1.7rem; } h2 { margin: 2.5rem 0 .75rem; font-size: 1.15rem; }
-p { margin: 0; } .about { color: var(--dim); overflow-wrap: anywhere; } .about b { color: var(--ink); }
-.advice { margin-top: 1.5rem; padding: 1rem 1.25rem; background: var(--tint); border-left: 4px solid var(--best);
-  border-radius: 4px; }
-.advice .label { color: var(--dim); } .advice .value { font-size: 2.2rem; font-weight: 700; line-height: 1.2;
-  color: var(--best); }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .75rem; margin: 1rem 0 0; }
-.facts div { padding: .6rem .8rem; background: var(--panel); border: 1px solid var(--line); border-radius: 4px; }
-dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; font-size: 1.15rem; font-weight: 600; }
-dd, td, .side, .down { font-variant-numeric: tabular-nums; }
-figure { display: grid; grid-template: 15rem 1.4rem auto / 3.4rem 1fr; margin: 0; padding: 1rem 1.5rem .75rem .5rem;
-  background: var(--panel); border: 1px solid var(--line); border-radius: 4px; }
-.frame { position: relative; border-left: 1px solid var(--dim); border-bottom: 1px solid var(--dim); }
-.frame > i { position: absolute; } .frame svg { position: absolute; width: 100%; height: 100%; overflow: visible; }
+:root { --rows: #2f7ea8; --tokens: #c2553f; }
+@media (prefers-color-scheme: dark) { :root { --rows: #6db8de; --tokens: #f08a72; } }
 .bar { bottom: 0; background: var(--rows); border-right: 1px solid var(--panel); } .bar:hover { opacity: .7; }
-.rule { left: 0; right: 0; border-top: 1px solid var(--line); }
 .best { top: 0; bottom: 0; border-left: 2px dashed var(--best); }
 .best b { position: absolute; top: 0; padding: 0 .4rem; color: var(--best); background: var(--panel);
   font-style: normal; font-size: .85rem; }
@@ -211,24 +177,8 @@ figure { display: grid; grid-template: 15rem 1.4rem auto / 3.4rem 1fr; margin: 0
 polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
 polyline.rows { stroke: var(--rows); } polyline.tokens { stroke: var(--tokens); }
 .limit { left: 0; right: 0; border-top: 2px dotted; } i.rows { color: var(--rows); } i.tokens { color: var(--tokens); }
-.side, .down { position: relative; color: var(--dim); font-size: .8rem; }
-.side span { position: absolute; right: .5rem; transform: translateY(50%); line-height: 1; }
-.down { grid-column: 2; } .down span { position: absolute; top: .2rem; transform: translateX(-50%); }
-figcaption { grid-column: 2; text-align: center; color: var(--dim); font-size: .85rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.25rem; margin-bottom: .5rem; font-size: .9rem; }
-.legend span::before { content: ""; display: inline-block; width: 1.4rem; margin-right: .4rem; vertical-align: middle;
-  border-top: 3px solid; }
 .legend .rows::before { color: var(--rows); } .legend .tokens::before { color: var(--tokens); }
 .legend .limits::before { border-top: 2px dotted var(--dim); }
-.scroll { overflow-x: auto; background: var(--panel); border: 1px solid var(--line); border-radius: 4px; }
-table { border-collapse: collapse; width: 100%; font-size: .92rem; }
-th, td { padding: .4rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th { color: var(--dim); font-weight: 500; } th[colspan] { text-align: center; }
-tbody tr:last-child td { border-bottom: 0; }
-td:first-child, tr:first-child > th:first-child { position: sticky; left: 0; background: var(--panel);
-  text-align: left; }
 .chosen td, .chosen td:first-child { background: var(--tint); font-weight: 600; }
 .chosen td:first-child { color: var(--best); }
-.note { margin-top: .6rem; color: var(--dim); font-size: .88rem; }
-@media (max-width: 40rem) { .down .spare { display: none; } main { padding-top: 1.25rem; } }
 """

@@ -100,7 +100,8 @@ def _no_vocabulary(site: Site) -> str | None:
 def _optimizer(name: str, saves: str, changes: str, *values: str, needs: tuple[str, ...] = ()) -> Technique:
     """An optimizer that transformers names."""
     changes = f"another optimizer ({changes})" if changes.startswith("arXiv") else changes
-    return Technique(name, saves, {"optim": values[0]}, option_is("optim", *values), changes, needs=needs)
+    options = {"optim": values[0]}
+    return Technique(name, saves, options, option_is("optim", *values), ("optimizer",), changes, needs=needs)
 
 
 TECHNIQUES: dict[str, Technique] = {
@@ -110,7 +111,7 @@ TECHNIQUES: dict[str, Technique] = {
             "gradient checkpointing",
             "all activations of a layer but its input, for a third more compute",
             {"gradient_checkpointing": True},
-            option_is("gradient_checkpointing"), named=False,
+            option_is("gradient_checkpointing"), lowers=("activations",), named=False,
         ),
         Technique(
             "checkpointing that keeps attention",
@@ -141,6 +142,7 @@ TECHNIQUES: dict[str, Technique] = {
             "what backward needs waits in host memory (GPU) or in a file (CPU); with checkpointing the layers' inputs",
             {"activation_offloading": True},
             option_is("activation_offloading"),
+            lowers=("activations",),
             around=_offloading,
         ),
         Technique(
@@ -155,6 +157,7 @@ TECHNIQUES: dict[str, Technique] = {
             "the wide inner activations of MLPs, for long rows",
             {"mlp_tile_tokens": 16},
             option_is("mlp_tile_tokens"),
+            lowers=("activations",),
             refused=_compiled_or_tiled("mlp_tile_tokens"),
             prepare=lambda site: install_tiled_mlp(site.model, site.options.mlp_tile_tokens),
         ),
@@ -163,6 +166,7 @@ TECHNIQUES: dict[str, Technique] = {
             "gradients: each is freed as its parameter is stepped; with one micro-batch a step",
             {"optimizer_in_backward": True, "max_grad_norm": 0.0},
             option_is("optimizer_in_backward", True),
+            lowers=("gradients",),
             refused=_gradients_that_wait,
             remark=SEVERAL,
         ),
@@ -171,6 +175,7 @@ TECHNIQUES: dict[str, Technique] = {
             "gradients, with exact clipping by the global norm, at twice the compute",
             {"optimizer_in_backward": TWO_PASS},
             option_is("optimizer_in_backward", TWO_PASS),
+            lowers=("gradients",),
             refused=_gradients_that_wait,
             remark=SEVERAL,
         ),
@@ -179,6 +184,7 @@ TECHNIQUES: dict[str, Technique] = {
             "a quarter of the states: bfloat16 weights and 16 bits of remainder in place of float32 masters",
             {"optim": "adamw_compressed"},
             option_is("optim", "adamw_compressed"),
+            lowers=("weights", "gradients"),
             changes="forward and backward run in bfloat16; the trajectory is that of float32 masters, bit by bit",
         ),
         Technique(
@@ -186,6 +192,7 @@ TECHNIQUES: dict[str, Technique] = {
             "float32 masters: weights are bfloat16, rounded up or down at random",
             {"optim": "adamw_stochastic"},
             option_is("optim", "adamw_stochastic"),
+            lowers=("weights", "gradients"),
             changes="weights are rounded at each step, right on average; forward and backward run in bfloat16",
         ),
         Technique(
@@ -193,6 +200,7 @@ TECHNIQUES: dict[str, Technique] = {
             "float32 masters and three quarters of the moments: 4 bytes a parameter in all",
             {"optim": "adamw_stochastic_8bit"},
             option_is("optim", "adamw_stochastic_8bit"),
+            lowers=("weights", "gradients", "optimizer"),
             changes=f"as with stochastic rounding alone, and {EIGHT}",
         ),
         _optimizer(
@@ -229,6 +237,7 @@ TECHNIQUES: dict[str, Technique] = {
             "moments visit the GPU a parameter at a time",
             {"optimizer_states_on_host": True},
             option_is("optimizer_states_on_host"),
+            lowers=("optimizer",),
             idle=_no_gpu("the states of a model on the CPU are in host memory anyway"),
         ),
         Technique(
@@ -236,6 +245,7 @@ TECHNIQUES: dict[str, Technique] = {
             "half of what matrix products give; weights and moments stay float32, cast weights come besides",
             {"bf16": True},
             option_is("bf16"),
+            lowers=("activations",),
             changes="forward and backward are computed in bfloat16",
         ),
         Technique(
@@ -243,6 +253,7 @@ TECHNIQUES: dict[str, Technique] = {
             "activations of norms, rotary embeddings and gates, computed again in fused kernels",
             {"use_liger_kernel": True},
             option_is("use_liger_kernel"),
+            lowers=("activations",),
             refused=_compiled_or_tiled("use_liger_kernel"),
             idle=_no_gpu("liger's kernels are Triton's, for a GPU"),
             begin=lambda site: liger_kernels(site.model).undo,
@@ -253,6 +264,7 @@ TECHNIQUES: dict[str, Technique] = {
             "activations between products, which a compiler computes in one pass",
             {"torch_compile": True},
             option_is("torch_compile"),
+            lowers=("activations",),
             refused=_compiled_or_tiled("torch_compile"),
             begin=_compiled,
         ),
@@ -260,20 +272,20 @@ TECHNIQUES: dict[str, Technique] = {
             "padding-free batches",
             "padding: no token is computed that is not in the data",
             {"padding_free": True},
-            option_is("padding_free"), named=False,
+            option_is("padding_free"), lowers=("activations",), named=False,
         ),
         Technique("packing", "rows laid end to end in full bins", {"packing": True}, option_is("packing"), named=False),
         Technique(
             "prefix sharing",
             "the prompt, computed once for all its completions",
             {"prefix_sharing": True},
-            option_is("prefix_sharing"), named=False,
+            option_is("prefix_sharing"), lowers=("activations",), named=False,
         ),
         Technique(
             "token budget",
             "activations: a strict cap on the tokens of a forward",
             {"tokens_per_microbatch": 64},
-            option_is("tokens_per_microbatch"), named=False,
+            option_is("tokens_per_microbatch"), lowers=("activations",), named=False,
         ),
         Technique(
             "gradient accumulation",

@@ -41,6 +41,8 @@ class Technique:
     """What switches it on, as a user would write it."""
     on: Callable[[Any], bool]
     """Whether a config has it on."""
+    lowers: tuple[str, ...] = ()
+    """The categories of bytes that it makes fewer: "weights", "gradients", "optimizer", "activations"."""
     changes: str | None = None
     """What it changes in the numbers, beyond rounding; None where it is exact."""
     refused: Reason = never

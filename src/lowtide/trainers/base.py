@@ -32,12 +32,14 @@ from lowtide.methods import Objective
 from lowtide.methods.method import Scorer
 from lowtide.metrics import Totals, distributed
 from lowtide.passes import Models
+from lowtide.planner.phases import HighWater, Phases
 from lowtide.ragged import RaggedBatch
 from lowtide.recovery import Before, surviving_optimizer_step, surviving_step
 from lowtide.replicas import average_gradients, broadcast_weights
 from lowtide.step import Limits, evaluate_batch
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
+from lowtide.trainers.memory_log import MemoryLog, Prediction
 from lowtide.trainers.optimizers import OPTIMIZERS, InBackward, own_optimizer, settle_optimizer
 from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
@@ -72,12 +74,17 @@ class LowtideTrainer(Trainer):
         self._tokens_seen = 0.0
         self._token_budget: int | None = None
         self.rehearsed_bytes: int | None = None
+        self.predicted_bytes: int | None = None
+        self.phases = Phases()
         self._guarded: Any = None
         self._in_backward: InBackward | None = None
         self._around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
         super().__init__(callbacks=callbacks, **kwargs)
+        self._mark = HighWater(self.args.device)
+        self._memory_log = MemoryLog(self._mark)
+        self.phases.listeners.append(self._mark)
         if not self.args.disable_tqdm:
             RichProgress.replace_in(self)
 
@@ -116,7 +123,16 @@ class LowtideTrainer(Trainer):
 
     def models(self, model: nn.Module) -> Models:
         """What a step runs."""
-        return Models(model, self.reference, self.padding_free, self._around)
+        return Models(model, self.reference, self.padding_free, self._forward)
+
+    @contextlib.contextmanager
+    def _forward(self) -> Iterator[None]:
+        with self.phases.during("forward"), self._around():
+            yield
+
+    def _backward(self, loss: Tensor) -> None:
+        with self.phases.during("backward"):
+            self.accelerator.backward(loss)
 
     def ways(self, model: nn.Module) -> dict[str, Any]:
         """How a step goes backward and meets the other ranks: arguments of `train_step`."""
@@ -124,7 +140,7 @@ class LowtideTrainer(Trainer):
         return {
             "accumulate": True,
             "grad_scale": 1.0 if scaler is None else scaler.get_scale(),
-            "backward": self.accelerator.backward,
+            "backward": self._backward,
             "exchange": functools.partial(average_gradients, model) if distributed() else None,
         }
 
@@ -138,9 +154,9 @@ class LowtideTrainer(Trainer):
         if inputs is None:
             return torch.zeros((), device=self.args.device)
         start = time.perf_counter()
+        model.train()  # a loaded model is not yet, and neither checkpoints nor drops anything
         if self.optimizer is not self._guarded:
             self._before_first_step(model)
-        model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
         with self.compute_loss_context_manager():
@@ -204,11 +220,18 @@ class LowtideTrainer(Trainer):
 
     def _before_first_step(self, model: nn.Module) -> None:
         """Ranks start equal; the optimizer survives an out-of-memory that comes before it changes anything."""
+        self._mark.note("loading")
         if distributed():
             broadcast_weights(model)
         inner = unwrap_optimizer(self.optimizer)
         step = self.optimizer.step
-        self.optimizer.step = functools.update_wrapper(functools.partial(surviving_optimizer_step, inner, step), step)
+
+        @functools.wraps(step)
+        def surviving(*args: Any) -> Any:
+            with self.phases.during("optimizer"):
+                return surviving_optimizer_step(inner, step, *args)
+
+        self.optimizer.step = surviving
         self._guarded = self.optimizer
         if self.args.optimizer_in_backward:
             self._in_backward = InBackward(self.optimizer, model, self.args.max_grad_norm)
@@ -257,7 +280,20 @@ class LowtideTrainer(Trainer):
             self._train_totals = Totals()
             self._tokens_seen += sums.get("tokens", 0)
             logs.update(self.metrics_of(sums), num_tokens=self._tokens_seen)
+            logs.update(cast(Any, self._memory_log.metrics(self.prediction)))
         super().log(logs, start_time)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which the peak so far fell."""
+        return self._mark.phase
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """Of the peak: the estimate where one was made, else what was rehearsed."""
+        if self.predicted_bytes is not None:
+            return Prediction.estimated(self.predicted_bytes)
+        return None if self.rehearsed_bytes is None else Prediction.rehearsed(self.rehearsed_bytes)
 
     def metrics_of(self, sums: dict[str, float]) -> dict[str, float]:
         """The metrics, under TRL's names, of what was added up."""
@@ -278,7 +314,7 @@ class LowtideTrainer(Trainer):
         `compute_metrics` gets the log-probs of the targets as `predictions` and the targets as `label_ids`, both
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
-        models = self.models(self._evaluation_model())
+        models = Models(self._evaluation_model(), self.reference, self.padding_free, self._around)
         totals, kept, rows = Totals(), Predictions(), 0
         for inputs in dataloader:
             batch = self.as_ragged(inputs)
@@ -287,7 +323,7 @@ class LowtideTrainer(Trainer):
             if count == 0:
                 continue
             batch = batch if count == batch.rows else batch.select_rows(range(count))
-            with self.compute_loss_context_manager():
+            with self.phases.during("evaluation"), self.compute_loss_context_manager():
                 results = evaluate_batch(models, batch, self.objective, totals, limits=self._eval_limits)
             rows += batch.rows
             if self.compute_metrics is not None:
@@ -326,7 +362,7 @@ class LowtideTrainer(Trainer):
             shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         try:
-            with self._output_dir_is(str(staging)):
+            with self.phases.during("saving"), self._output_dir_is(str(staging)):
                 super()._save_checkpoint(model, trial)
         except WRITE_ERRORS as error:
             shutil.rmtree(staging, ignore_errors=True)

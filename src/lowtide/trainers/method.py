@@ -16,15 +16,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from lowtide.data.collate import RaggedCollator
 from lowtide.data.ledger import Ledger
 from lowtide.engine.forward import causal_model
+from lowtide.engine.head import body
 from lowtide.engine.loading import adapt
 from lowtide.memory.table import active, around, begin, prepare
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective, Scorer
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.config import TrainingConfig
+from lowtide.trainers.exhausted import explained
 from lowtide.trainers.inputs import check_budget, config_of, load_inputs
 from lowtide.trainers.report import StartReport
 from lowtide.trainers.setup import Engine, install_engine, router_coefficient
+from lowtide.watch import OutOfMemory
 
 Prepared = tuple[Any, Ledger | None]
 
@@ -52,6 +55,9 @@ class MethodTrainer(LowtideTrainer):
     rewards: ClassVar[bool] = False
     """Whether the model gives one value a row."""
     needs_tokenizer: ClassVar[bool] = True
+    foretell: Callable[[Any, tuple[int, ...]], int | None] | None = None
+    """The predicted peak of tensors, in bytes, of a config on a micro-batch whose rows have so many tokens each; asked
+    when a run has run out of memory."""
     ledger: Ledger | None
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -158,7 +164,7 @@ class MethodTrainer(LowtideTrainer):
         return []
 
     def _before_first_step(self, model: nn.Module) -> None:
-        self._undo = begin(self.site, self.techniques)
+        self._undo = [self.phases.split_forward(body(causal_model(model))), *begin(self.site, self.techniques)]
         super()._before_first_step(model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,6 +173,8 @@ class MethodTrainer(LowtideTrainer):
         liger, self.args.use_liger_kernel = self.args.use_liger_kernel, False  # the table has it, without its losses
         try:
             return super().train(*args, **kwargs)
+        except OutOfMemory as error:
+            raise explained(self, error) from None
         finally:
             self.args.use_liger_kernel = liger
             for undo in self._undo:

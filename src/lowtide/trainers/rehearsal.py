@@ -45,11 +45,12 @@ def rehearse(trainer: LowtideTrainer, model: nn.Module) -> Limits:
         return limits
     assert limits.rows is not None
     before = Before(trainer.objective, trainer.args.device)
-    room = room_for_states(trainer)
-    for rows in heaviest_rows(lengths, limits.rows, limits.tokens):
-        several = len(rows) < min(rows_in_a_step(trainer), len(lengths))
-        limits = _run(trainer, model, rows, limits, several)
-    del room
+    with trainer.phases.during("rehearsal"):
+        room = room_for_states(trainer)
+        for rows in heaviest_rows(lengths, limits.rows, limits.tokens):
+            several = len(rows) < min(rows_in_a_step(trainer), len(lengths))
+            limits = _run(trainer, model, rows, limits, several)
+        del room
     before.put_back()
     free_caches()
     trainer.rehearsed_bytes = peak_bytes(trainer.args.device)

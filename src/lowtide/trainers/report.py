@@ -116,6 +116,8 @@ class StartReport(TrainerCallback):
         seconds = trainer.seconds_in_steps
         return {
             "peak_bytes": peak_bytes(trainer.args.device),
+            "peak_phase": trainer.peak_phase,
+            "predicted_bytes": trainer.predicted_bytes,
             "rehearsed_bytes": trainer.rehearsed_bytes,
             "states_bytes": self.states.total,
             "states": {

@@ -1,0 +1,201 @@
+"""`lowtide profile sft --config run.yaml --steps 5`: real steps of a run, and where their memory went.
+
+Takes what `lowtide sft` takes, trains a few steps without saving anything, and writes `profile.json`, `profile.png` and
+a page to look at, `profile.html`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli import train
+from lowtide.cli.adapters import AdapterOptions
+from lowtide.cli.main import METHODS
+
+if TYPE_CHECKING:
+    from lowtide.planner.profile import Profile
+
+WITHOUT = {
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "load_best_model_at_end": False,
+    "report_to": "none",
+    "push_to_hub": False,
+    "memory_report": None,
+    "eval_dataset": None,
+    "eval_split": None,
+}
+"""What of a run is no part of its steps."""
+UNTRACEABLE = (ValueError, RuntimeError, NotImplementedError)
+"""How an estimate says that it cannot trace a run."""
+Phases = Mapping[str, Mapping[str, int]]
+"""For each phase, the bytes by category when it holds most."""
+
+
+def add_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
+) -> argparse.ArgumentParser:
+    """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="run a few steps of a method, and show where their memory went",
+        description="Run a few steps of a method, which takes the options that `lowtide METHOD` takes, and write what "
+        "its tensors held over time: profile.json, profile.png and profile.html.",
+    )
+    methods = parser.add_subparsers(metavar="METHOD", title="methods", required=True)
+    if method is None:
+        for name, summary in METHODS.items():
+            methods.add_parser(name, help=summary)
+        return parser
+    own = train.add_parser(methods, method, command="lowtide profile")
+    group = own.add_argument_group("profile")
+    group.add_argument("--steps", type=_at_least_one, default=5, metavar="N", help="steps to run [%(default)s]")
+    group.add_argument(
+        "--output", type=Path, default=Path("profile-report"), metavar="DIR", help="where to write [%(default)s]"
+    )
+    own.set_defaults(run=run)
+    return own
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
+    return int(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Profile some steps; the exit status.
+
+    Raises:
+        ValueError: anything that the user can mend; OSError likewise.
+    """
+    given = train.read_run(arguments, **WITHOUT, max_steps=arguments.steps, output_dir=str(arguments.output))
+    import torch
+
+    from lowtide.memory.measure import bytes_text, peak_bytes
+    from lowtide.planner.profile import Run, profile_of
+    from lowtide.trainers.profiling import record
+
+    trainer = given.trainer(given.config())
+    with train.out_of_memory_said():
+        recording = record(trainer)
+    if not trainer.is_world_process_zero():
+        return 0
+    device = trainer.args.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    profile = profile_of(
+        recording,
+        Run(
+            method=given.method.upper() if given.method != "reward" else "reward",
+            model=str(given.what.model),
+            device=name,
+            torch=torch.__version__,
+            steps=trainer.state.global_step,
+            process_bytes=peak_bytes(device),
+        ),
+    )
+    profile = _foretold(profile, given, trainer)
+    _write(profile, arguments.output)
+    when = f"step {profile.peak_step}" if profile.peak_step else "the rehearsal"
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in profile.at_peak.items())
+    print(f"Tensors held {bytes_text(profile.peak_bytes)} at most, in {profile.peak_phase} of {when}: {parts}.")
+    if profile.advice:
+        print(f"To change first: {profile.advice[0].text} ({profile.advice[0].saves}).")
+    print(f"Written: profile.html, profile.png and profile.json in {arguments.output}")
+    return 0
+
+
+def _write(profile: Profile, folder: Path) -> None:
+    from lowtide.planner.profile_page import write_html
+    from lowtide.planner.profile_plot import write_png
+
+    profile.write_json(folder / "profile.json")
+    write_png(profile, folder / "profile.png")
+    write_html(profile, folder / "profile.html")
+
+
+def _foretold(profile: Profile, given: train.Run, trainer: Any) -> Profile:
+    """A profile with what an estimate says of the run, and of each change that would help."""
+    from rich.console import Console
+
+    from lowtide.planner.advice import advise
+    from lowtide.trainers.profiling import heaviest_micro_batch
+
+    rows = heaviest_micro_batch(trainer)
+    with Predictor(trainer, given) as predictor:
+        try:
+            predicted = predictor({})
+        except UNTRACEABLE as error:
+            reason, advice = str(error).split("\n")[0], advise(trainer.site, profile.at_peak, rows)
+            return dataclasses.replace(profile, not_predicted=reason, advice=advice)
+
+        def peak(settings: Mapping[str, Any]) -> int | None:
+            try:
+                phases = predictor(settings) if settings else predicted
+            except UNTRACEABLE:
+                return None
+            return max(sum(sizes.values()) for sizes in phases.values())
+
+        with Console(stderr=True).status("Estimating what changes would do"):
+            advice = advise(trainer.site, profile.at_peak, rows, peak, each=5)
+    return dataclasses.replace(profile, predicted=predicted, advice=advice)
+
+
+class Predictor:
+    """What estimates say of a run with some options changed.
+
+    They are made in a process of their own, which neither holds the run's model nor takes the run with it if one fails.
+    """
+
+    def __init__(self, trainer: Any, given: train.Run) -> None:
+        self.trainer, self.given = trainer, given
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Predictor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+
+    def __call__(self, settings: Mapping[str, Any]) -> Phases:
+        """For each phase, the bytes of tensors by category.
+
+        Raises:
+            ValueError: the lengths of the rows are not known beforehand, or the options do not go together.
+            RuntimeError: the run cannot be traced.
+        """
+        from lowtide.engine.forward import causal_model
+        from lowtide.planner.advice import with_settings
+        from lowtide.trainers.profiling import lengths_of
+
+        lengths = lengths_of(self.trainer.train_dataset)
+        if lengths is None:
+            raise ValueError("the lengths of the rows are not known beforehand")
+        own = {field.name for field in dataclasses.fields(AdapterOptions)}
+        adapters = dataclasses.replace(self.given.adapters, **{name: settings[name] for name in own & settings.keys()})
+        config = with_settings(self.trainer.args, {name: settings[name] for name in settings.keys() - own})
+        described = causal_model(self.trainer.model).config
+        if self.pool is None:
+            self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        try:
+            return self.pool.submit(_estimate, config, described, lengths, adapters.peft_config()).result()
+        except BrokenExecutor:
+            self.pool = None
+            raise
+
+
+def _estimate(config: Any, described: Any, lengths: list[Any], peft_config: Any) -> Phases:
+    from lowtide.estimate import estimate
+
+    found = estimate(config, described, lengths=lengths, peft_config=peft_config)
+    return {
+        phase: {name: size for name, size in sizes.items() if name != "runtime" and size}
+        for phase, sizes in found.phases.items()
+    }

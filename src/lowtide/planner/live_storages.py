@@ -1,0 +1,134 @@
+"""Records the storages of a run on the CPU: each operation's results are looked at, and each storage as it is freed.
+
+The same idea as `trace`, on tensors that hold memory: nothing is estimated. A storage is told by torch's own object
+for it, which lives as long as it does. What a kernel takes and gives back inside of one operation is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from lowtide.planner.phases import BETWEEN
+from lowtide.planner.recording import BORN_IN, Block, Recording, is_internal, short_file
+
+
+class LiveStorages(TorchDispatchMode):
+    """Records while it is entered.
+
+    Attributes:
+        step: number of the step, set by whoever runs it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self.step = 0
+        self._phase = BETWEEN
+        self._owner: str | None = None
+        self._start = time.perf_counter()
+        self._living: dict[int, tuple[int, weakref.ref]] = {}
+        """From a storage to its block."""
+        self._size: dict[int, int] = {}
+        """Of each living block."""
+        self._lines: dict[int, str] = {}
+        """From the sequence number of an autograd node to the line that made it."""
+
+    def enter(self, ended: str, begins: str) -> None:
+        """A phase begins: a listener of `Phases`."""
+        self._phase = begins
+        self.recording.enter(begins, self.step, self._now())
+
+    @contextlib.contextmanager
+    def owned_by(self, category: str) -> Iterator[None]:
+        """While it lasts, what is made is of a category, whatever the phase."""
+        before, self._owner = self._owner, category
+        try:
+            yield
+        finally:
+            self._owner = before
+
+    def belongs(self, tensors: Iterable[tuple[str, Tensor]], category: str) -> None:
+        """Says what some tensors are, by name; those that were not seen being born have been there before."""
+        for name, tensor in tensors:
+            for part in _parts(tensor):
+                block = self._see(part, name, "")
+                if block.category != category:
+                    block.category, block.made = category, name
+
+    def finished(self) -> Recording:
+        """What was recorded; nothing is added to it any more."""
+        self._living.clear()  # and with it the references that tell of an end
+        return self.recording
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        line = self._line()
+        out = func(*args, **(kwargs or {}))
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(each, Tensor):
+                for part in _parts(each):
+                    self._see(part, name, line)
+        return out
+
+    def _see(self, tensor: Tensor, made: str, line: str) -> Block:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._living:
+            number = len(self.recording.blocks)
+            category = self._owner or BORN_IN.get(self._phase, "other")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.recording.blocks.append(
+                Block(category, self._phase, self.step, made, tuple(tensor.shape), dtype, line)
+            )
+            self._living[key] = number, weakref.ref(storage, lambda _: self._gone(key))
+            self._size[number] = 0
+        number, _ = self._living[key]
+        if size != self._size[number]:  # new, or resized in place
+            self.recording.add(number, size - self._size[number], self._now())
+            self._size[number] = size
+        return self.recording.blocks[number]
+
+    def _gone(self, key: int) -> None:
+        number, _ = self._living.pop(key)
+        self.recording.add(number, -self._size.pop(number), self._now())
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def _line(self) -> str:
+        """The line that asks for an operation; in backward, where no Python does, the one whose gradient it forms.
+
+        Autograd numbers the nodes of a thread, and a node is made before its operation runs.
+        """
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+            if not is_internal(frame.f_code.co_filename):
+                code = frame.f_code
+                line = f"{short_file(code.co_filename)}:{frame.f_lineno} in {code.co_qualname}"
+                return self._lines.setdefault(_get_sequence_nr() - 1, line) and line
+            frame = frame.f_back
+        node = torch._C._current_autograd_node()
+        forward = self._lines.get(node._sequence_nr()) if node is not None else None
+        return f"backward of {forward}" if forward else ""
+
+
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors that hold a tensor's bytes: itself, unless it is a wrapper of others."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return (tensor,)
+    names, _ = tensor.__tensor_flatten__()
+    return (part for name in names for part in _parts(getattr(tensor, name)))

@@ -1,0 +1,72 @@
+"""What the error says of a run that ran out of memory for good: what was held, and the setting that would have helped.
+
+Where and on which rows is said where it failed (`lowtide.watch`); here come the bytes by category and, from the table
+of techniques, what lowers the largest of them. The effect of each is asked of the trainer's `foretell`, if it has one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lowtide.memory.measure import bytes_text, peak_bytes
+from lowtide.memory.out_of_memory import free_caches
+from lowtide.planner.advice import Advice, advise, with_settings
+from lowtide.planner.states import predict_states
+from lowtide.watch import OutOfMemory
+
+if TYPE_CHECKING:
+    from lowtide.trainers.method import MethodTrainer
+
+MOST = 2
+"""Settings that are named."""
+
+logger = logging.getLogger(__name__)
+
+
+def explained(trainer: MethodTrainer, error: OutOfMemory) -> OutOfMemory:
+    """The same error with what was held and what to change."""
+    free_caches()
+    rows = error.failure.row_tokens if error.failure is not None else ()
+    held = _held(trainer)
+
+    def predict(settings: Mapping[str, Any]) -> int | None:
+        if trainer.foretell is None or not settings.keys() <= vars(trainer.args).keys():
+            return None
+        try:
+            return trainer.foretell(with_settings(trainer.args, settings), rows)
+        except (ValueError, RuntimeError) as reason:  # the report is of another error
+            logger.info(f"no prediction for {settings}: {reason}")
+            return None
+
+    now = predict({})
+    advice = advise(trainer.site, held, rows, predict)[:MOST]
+    parts = [
+        str(error),
+        f"The peak was {bytes_text(sum(held.values()))}: {', '.join(f'{k} {bytes_text(v)}' for k, v in held.items())}",
+        *([f"The largest tensors then: {', '.join(error.failure.largest)}"] if error.failure else []),
+        *([f"What helps first: {'; or '.join(_text(each, now) for each in advice)}"] if advice else []),
+    ]
+    return OutOfMemory(". ".join(parts), error.failure)
+
+
+def _held(trainer: MethodTrainer) -> dict[str, int]:
+    """Bytes by category at the peak; the rest beside the states counts as activations."""
+    states = predict_states(trainer.model, str(getattr(trainer.args.optim, "value", trainer.args.optim)))
+    rest = peak_bytes(trainer.args.device) - states.total
+    found = {
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer or 0,
+        "activations": max(rest, 0),
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+def _text(advice: Advice, now: int | None) -> str:
+    exact = "exact" if advice.changes is None else "not exact"
+    effect = ""
+    if advice.peak_bytes is not None and now is not None:
+        effect = f", predicted peak of tensors {bytes_text(advice.peak_bytes)} in place of {bytes_text(now)}"
+    return f"{advice.text} ({exact}{effect})"

@@ -9,11 +9,11 @@ from datasets import Dataset
 from transformers import AutoConfig, PretrainedConfig
 
 import lowtide
-from lowtide.memory.host_heap import MMAP_ABOVE, TRIM_ABOVE
 from lowtide.memory.measure import resident_bytes
-from lowtide.planner.estimate import Estimate, peaks, run_of
-from lowtide.planner.fake_run import moments_of
-from lowtide.planner.glibc_heap import GlibcHeap
+from lowtide.planner.devices import device_named
+from lowtide.planner.estimate import Estimate, estimate_run
+from lowtide.planner.fake_run import FakeRun
+from lowtide.planner.sharding import Sharding
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.method import MethodTrainer
 
@@ -26,8 +26,11 @@ def estimate(
     dataset: Dataset | None = None,
     processing_class: Any = None,
     peft_config: Any = None,
+    device: str = "cpu",
+    world_size: int = 1,
+    sharding: Any = None,
 ) -> Estimate:
-    """The peak of a run; no weight is made.
+    """What a run will take, on each device; no weight is made.
 
     Args:
         config: of the trainer, as the run will have it.
@@ -37,14 +40,19 @@ def estimate(
         dataset: rows to train on, in place of their lengths.
         processing_class: their tokenizer; by default the model's own.
         peft_config: adapters to put on the model.
+        device: "cpu", "cuda" (the one that is there), or a name as "H100-80GB".
+        world_size: devices that train together.
+        sharding: how they share states: "zero3", "fsdp2", "tp2+fsdp2", a DeepSpeed configuration or its path; None
+            for equal copies.
 
     Raises:
-        ValueError: the config is of no method, or the lengths do not fit it.
+        ValueError: the config is of no method, the lengths do not fit it, the device is unknown, or the model's step
+            cannot be traced.
     """
     if (lengths is None) == (dataset is None):
         raise ValueError("estimate needs either `lengths` or `dataset`, to know what a step will see")
     described = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
-    moments = moments_of(
+    run = FakeRun(
         trainer_of(config),
         config,
         described,
@@ -53,12 +61,8 @@ def estimate(
         peft_config=peft_config,
         prepared=lengths is not None,
     )
-    phases = peaks(run_of(moments, rehearsal=config.rehearsal), GlibcHeap(MMAP_ABOVE, TRIM_ABOVE))
-    runtime = resident_bytes()
-    for found in phases.values():
-        found["runtime"] += runtime
-    phase = max(phases, key=lambda name: phases[name].total())
-    return Estimate(phases[phase].total(), phase, {name: dict(found) for name, found in phases.items()}, "cpu")
+    spread = Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None
+    return estimate_run(run, device_named(device), sharding=spread, process_bytes=resident_bytes())
 
 
 def trainer_of(config: TrainingConfig) -> type[MethodTrainer]:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 import lowtide
-from lowtide.estimate import estimate, prepared_rows, trainer_on
+from lowtide.planning import estimate, prepared_rows, trainer_on
 
 SIZES = {
     "vocab_size": 8_000,

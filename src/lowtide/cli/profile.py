@@ -192,7 +192,7 @@ class Predictor:
 
 
 def _estimate(config: Any, described: Any, lengths: list[Any], peft_config: Any) -> Phases:
-    from lowtide.estimate import estimate
+    from lowtide.planning import estimate
 
     found = estimate(config, described, lengths=lengths, peft_config=peft_config)
     return {

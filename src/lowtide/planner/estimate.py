@@ -1,34 +1,68 @@
 """Foretells the peak of a run before any weight is made: the trainer's own step, on tensors without memory.
 
-A trainer of five layers is built and steps once, on fake tensors; what its storages do is noted, unrolled to as many
-layers as the model has, and replayed through a model of the memory that the run will have: the living bytes, and on
-top the holes in the heap or in the device's cache, and what the process holds beside tensors.
+The step is traced once (`fake_run`), unrolled to the model's depth, and its births and deaths are replayed in the order
+of a run through a model of the memory that the run will have: glibc's heap on a CPU, the caching allocator on CUDA. On
+top comes what the process holds beside tensors. Spread over devices, formulas take the place of the replay.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
+from transformers import PretrainedConfig
+
+from lowtide.memory.host_heap import MMAP_ABOVE, TRIM_ABOVE
 from lowtide.memory.measure import bytes_text
+from lowtide.planner.cuda_allocator import CudaAllocator
+from lowtide.planner.devices import Device
+from lowtide.planner.fake_run import FakeRun, Traced
 from lowtide.planner.glibc_heap import GlibcHeap
-from lowtide.planner.trace import Block, Moment
+from lowtide.planner.moment import Traced as OnOneDevice
+from lowtide.planner.sharded import shard
+from lowtide.planner.sharding import Sharding
+from lowtide.planner.tensor_parallel import one_rank
+from lowtide.planner.trace import Block, Event, live_bytes
+
+RUN = ("loading", "gradients", "step", "states", "clear", "evaluation", "gradients", "step", "optimizer", "clear")
+REHEARSED = ("loading", "room", "gradients", "step", "clear", "end", *RUN[1:])
+"""The parts of a run, in their order: its first step makes the optimizer's states, its second finds them there."""
+BANDS = {"cpu": 0.06, "cuda": 0.05}
+"""By how much of itself a peak may be wrong."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will take, in bytes."""
+    """What a run will take on each device, in bytes."""
 
     peak_bytes: int
+    """Of the process: its resident memory on a CPU; on CUDA what it takes of the device, its context included."""
     phase: str
     """In which the peak falls."""
     phases: Mapping[str, Mapping[str, int]]
-    """For each phase, the bytes by category when it holds most."""
+    """For each phase, the bytes by category when it holds most. "cache" is what the allocator holds and no tensor has,
+    "runtime" what the process holds beside it."""
     device: str
+    host_bytes: int = 0
+    """What lies in host memory instead."""
+    tokens_per_second: float | None = None
+    """Of one device; None where it is not known."""
     band: float = 0.06
     """By how much of itself the peak may be wrong."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The most that living tensors hold."""
+        beside = ("cache", "runtime")
+        return max(sum(size for name, size in held.items() if name not in beside) for held in self.phases.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What CUDA's allocator reserves at most."""
+        return self.peak_bytes - self.phases[self.phase].get("runtime", 0)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -36,58 +70,126 @@ class Estimate:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in self.phases[self.phase].items() if size)
-        return f"peak {bytes_text(self.peak_bytes)} on {self.device}, in {self.phase}: {parts}"
+        speed = f"; {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ""
+        return f"peak {bytes_text(self.peak_bytes)} on {self.device}, in {self.phase}: {parts}{speed}"
 
 
-RUN = ("loading", "gradients", "step", "states", "clear", "step", "clear")
-REHEARSED = ("loading", "room", "gradients", "step", "clear", "end", "gradients", *RUN[2:])
-"""The parts of a run, in their order: its first step makes the optimizer's states, its second finds them there."""
+class Allocator(Protocol):
+    """What holds the blocks that live."""
+
+    @property
+    def held(self) -> int: ...
+
+    def born(self, key: Any, size: int, mapped: bool = False) -> None: ...
+
+    def died(self, key: Any) -> None: ...
+
+    def trim(self) -> None: ...
 
 
-def parts_of(moments: Iterable[Moment]) -> dict[str, list[Moment]]:
-    """The moments by the part of the run that they are of."""
-    parts: dict[str, list[Moment]] = {}
+def estimate_run(
+    run: FakeRun, device: Device, *, sharding: Sharding | None = None, process_bytes: int = 0
+) -> Estimate:
+    """What a run will take on a device, or on each of several.
+
+    Args:
+        run: what is trained, how, on which rows.
+        device: where.
+        sharding: how it is spread over devices of this kind.
+        process_bytes: what a process holds on a CPU beside tensors.
+
+    Raises:
+        ValueError: an operation has no form without values, so that the step cannot be traced; names it.
+    """
+    if sharding is not None and sharding.devices > 1:
+        return _sharded(run, device, sharding, process_bytes)
+    traced = run.traced(device)
+    allocator: Allocator = GlibcHeap(MMAP_ABOVE, TRIM_ABOVE) if device.kind == "cpu" else CudaAllocator()
+    for number, size in enumerate(device.workspaces):
+        allocator.born(("workspace", number), size)
+    phases = peaks(run_of(traced.events, rehearsal=run.rehearsal), allocator)
+    return _estimate(phases, device, traced.tokens_per_second(device), process_bytes, traced.notes)
+
+
+def _sharded(run: FakeRun, device: Device, sharding: Sharding, process_bytes: int) -> Estimate:
+    split = sharding.tensor_parallel
+    part = run if split == 1 else run.of(one_rank(run.described, split))
+    traced = part.traced(device)
+    found = shard(
+        run.layout(),
+        OnOneDevice(
+            phases=live_bytes(run_of(traced.events, rehearsal=False)),
+            tokens=traced.tokens,
+            micro_batches=traced.micro_batches,
+        ),
+        replace(sharding, backend="gloo") if device.kind == "cpu" else sharding,
+    )
+    notes = (*traced.notes, *found.notes)
+    if not sharding.runs:
+        notes = (*notes, f"lowtide's trainers do not run {sharding} yet: this is what it would take")
+    speed = traced.tokens_per_second(device, exchanged_bytes=found.traffic.per_rank)
+    return replace(_estimate(found.phases, device, speed, process_bytes, notes), host_bytes=found.host_bytes)
+
+
+def _estimate(
+    phases: Mapping[str, Mapping[str, int]],
+    device: Device,
+    speed: float | None,
+    process_bytes: int,
+    notes: tuple[str, ...],
+) -> Estimate:
+    runtime = process_bytes if device.kind == "cpu" else device.context_bytes
+    whole = {name: {**held, "runtime": runtime} for name, held in phases.items()}
+    phase = max(whole, key=lambda name: sum(whole[name].values()))
+    return Estimate(
+        peak_bytes=sum(whole[phase].values()),
+        phase=phase,
+        phases=whole,
+        device=device.name,
+        tokens_per_second=speed,
+        band=BANDS[device.kind],
+        notes=notes,
+    )
+
+
+def run_of(events: Iterable[Event], *, rehearsal: bool) -> Iterator[Event]:
+    """The events of a run of two steps, from those of its parts."""
+    parts: dict[str, list[Event]] = {}
     part = parts.setdefault("loading", [])
-    for moment in moments:
-        if moment.block is None and moment.born:
-            part = parts.setdefault(moment.phase, [])
+    for event in events:
+        if event.block is None and event.born:
+            part = parts.setdefault(event.phase, [])
         else:
-            part.append(moment)
-    return parts
-
-
-def run_of(moments: Iterable[Moment], *, rehearsal: bool) -> Iterator[Moment]:
-    """The moments of a run of two steps, from those of its parts."""
-    parts = parts_of(moments)
+            part.append(event)
     for name in REHEARSED if rehearsal else RUN:
         yield from parts.get(name, ())
 
 
-def peaks(moments: Iterable[Moment], heap: GlibcHeap) -> dict[str, Counter[str]]:
-    """For each phase the bytes by category, holes among them as "runtime", when the heap held most.
+def peaks(events: Iterable[Event], allocator: Allocator) -> dict[str, dict[str, int]]:
+    """For each phase the bytes by category, the allocator's own as "cache", when it held most.
 
     A block may be born again, as one of another step, when it has died.
     """
     live: Counter[str] = Counter()
     alive: set[Block] = set()
     total, most, found = 0, Counter[str](), {}
-    for block, born, phase, _ in moments:
+    for block, born, phase, _ in events:
         if block is None:
-            heap.trim()
+            allocator.trim()
             continue
         if born == (block in alive):
             continue
         size = block.size if born else -block.size
         if born:
             alive.add(block)
-            heap.born(block, block.size, mapped=phase == "loading")
+            allocator.born(block, block.size, mapped=phase == "loading")
         else:
             alive.discard(block)
-            heap.died(block)
+            allocator.died(block)
         live[block.category] += size
         total += size
-        if heap.held > most[phase]:
-            most[phase] = heap.held
-            found[phase] = Counter(live)
-            found[phase]["runtime"] = heap.held - total
+        if allocator.held > most[phase]:
+            most[phase] = allocator.held
+            found[phase] = {name: size for name, size in live.items() if size}
+            found[phase]["cache"] = allocator.held - total
     return found

@@ -6,18 +6,22 @@ model whose weights are fake, and its own step runs, after the states of the ste
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
@@ -25,45 +29,59 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.head import body
 from lowtide.memory import host_heap
 from lowtide.memory.narrow_step import unwrap_optimizer
+from lowtide.metrics import Totals
+from lowtide.planner.devices import Device
 from lowtide.planner.heaviest import heaviest_rows, row_lengths
+from lowtide.planner.layout import Layout
+from lowtide.planner.speed import OperationCosts
+from lowtide.planner.stand_ins import as_on
 from lowtide.planner.states import state_sizes
-from lowtide.planner.trace import Moment, StorageTrace
+from lowtide.planner.trace import PHASES, Event, StorageTrace
 from lowtide.planner.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
+from lowtide.step import evaluate_batch
 
 HEAD_CHUNK = 32 << 20
 """Bytes of logits from which the head works in chunks."""
 
 
-def moments_of(
-    trainer_class: Any,
-    config: Any,
-    described: PretrainedConfig,
-    dataset: Dataset,
-    *,
-    processing_class: Any = None,
-    peft_config: Any = None,
-    prepared: bool = False,
-) -> list[Moment]:
-    """What a run's storages do in loading and in a step on the heaviest micro-batch of its data.
+@dataclass(frozen=True)
+class Traced:
+    """What was seen of a run, with all its layers."""
+
+    events: Sequence[Event]
+    """In parts: "loading", "room", "gradients", "step", "states", "optimizer", "clear", "evaluation", "end"."""
+    costs: Mapping[str, OperationCosts]
+    """Of a micro-batch, of its head, of an optimizer step."""
+    tokens: int
+    """Of a micro-batch."""
+    micro_batches: int
+    """In an optimizer step."""
+    notes: tuple[str, ...] = ()
+
+    def tokens_per_second(self, device: Device, exchanged_bytes: float = 0.0) -> float:
+        """On one device, by a roofline over the operations."""
+        micro_batch = self.costs["layers"].seconds(device) + self.head_share * self.costs["head"].seconds(device)
+        step = self.costs["optimizer"].seconds(device)
+        exchange = exchanged_bytes / device.rates.interconnect if exchanged_bytes else 0.0
+        return self.tokens * self.micro_batches / (micro_batch * self.micro_batches + step + exchange)
+
+    head_share: float = 1.0
+    """How many times the scores that were traced there are."""
+
+
+class FakeRun:
+    """A trainer's run, in which tensors have no memory.
 
     Args:
         trainer_class: of the method; one of `lowtide.trainers`.
         config: its options.
-        described: the model's config; as many layers as it says.
+        described: the model's config.
         dataset: rows as the trainer takes them.
-        prepared: whether they are token rows already.
+        processing_class: their tokenizer; by default the model's own.
+        peft_config: adapters to put on the model.
+        prepared: whether the rows are token rows already.
     """
-    run = FakeRun(trainer_class, config, described, dataset, processing_class, peft_config, prepared)
-    layers = described.get_text_config().num_hidden_layers
-    if layers > TRACED_LAYERS:
-        with contextlib.suppress(UnlikeLayers):
-            return unrolled(run.moments(TRACED_LAYERS), layers)
-    return run.moments(layers)
-
-
-class FakeRun:
-    """A trainer's run, in which tensors have no memory."""
 
     def __init__(
         self,
@@ -71,39 +89,88 @@ class FakeRun:
         config: Any,
         described: PretrainedConfig,
         dataset: Dataset,
-        processing_class: Any,
-        peft_config: Any,
-        prepared: bool,
+        *,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        prepared: bool = False,
     ) -> None:
         self.trainer_class, self.described, self.dataset = trainer_class, described, dataset
         self.processing_class, self.peft_config, self.prepared = processing_class, peft_config, prepared
-        self.config = copy.copy(config)
-        self.config.rehearsal = False
+        self.given, self.rehearsal = config, bool(config.rehearsal)
+        self.evaluates = str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no"
         self.precomputed = getattr(config, "precompute_ref_log_probs", False)
+        self.config = copy.copy(config)
+        self.config.rehearsal, self.config.eval_strategy, self.config.do_eval = False, "no", False
         if self.precomputed:
             self.config.precompute_ref_log_probs = False
 
-    def moments(self, layers: int) -> list[Moment]:
-        """Of a model with so many layers."""
+    def of(self, described: PretrainedConfig) -> FakeRun:
+        """The same run of another model."""
+        other = copy.copy(self)
+        other.described = described
+        return other
+
+    def layout(self) -> Layout:
+        """The parameters of the whole model."""
+        with torch.device("meta"):
+            model = self._model(self.described.get_text_config().num_hidden_layers)
+        return Layout.of(model, str(getattr(self.config.optim, "value", self.config.optim)))
+
+    def traced(self, device: Device) -> Traced:
+        """Loading, and a step on the heaviest micro-batch of the data, as they would be on a device.
+
+        Raises:
+            ValueError: an operation cannot be traced; names it.
+        """
+        layers = self.described.get_text_config().num_hidden_layers
+        if layers <= TRACED_LAYERS:
+            return self._traced(layers, device)
+        few = self._traced(TRACED_LAYERS, device)
+        try:
+            events = unrolled(few.events, layers)
+        except UnlikeLayers:
+            note = f"the layers of model type {self.described.model_type} are not alike: all {layers} were traced"
+            return replace(self._traced(layers, device), notes=(note,))
+        return replace(few, events=events, costs={name: each.unrolled(layers) for name, each in few.costs.items()})
+
+    def _traced(self, layers: int, device: Device) -> Traced:
         trace = StorageTrace()
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, trace, patch.object(nn.Module, "to", _stay):
-            model = self._model(layers)
-            _follow_layers(model, layers, trace)
-            trainer = self._trainer(model)
-            trainer.accelerator.prepare_model(trainer.model, device_placement=False)  # autocast is of the wrapper
-            if self.config.gradient_checkpointing:
-                inner = causal_model(trainer.model)
-                inner.gradient_checkpointing_enable(self.config.gradient_checkpointing_kwargs)
-            with _disable_current_modes():
-                rows = self._heaviest(trainer)
-                batch = cast(RaggedBatch, trainer.data_collator(rows))
-                batch = batch.thinned(2 * max(16, HEAD_CHUNK // (4 * self.described.get_text_config().vocab_size)))
-            batch = batch.map(fake.from_tensor)
-            _label(trainer.model, layers, trace)
-            self._follow_phases(trainer, trace)
-            self._step(trainer, batch, trace, layers, several=len(rows) < _rows_in_a_step(trainer))
-            moments = list(trace.moments)
-        return moments
+        costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
+        trace.watchers.append(_counting(trace, costs))
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake, trace, patch.object(nn.Module, "to", _stay):
+                with as_on(device):
+                    batch, traced_scores, micro_batches = self._run(trace, fake, layers)
+        except (UnsupportedOperatorException, DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise ValueError(
+                f"the step of model type {self.described.model_type} cannot be traced: {error.func} has no form "
+                "without values. Its peak is known from a rehearsal alone (rehearsal=True)"
+            ) from error
+        share = batch.scores / max(traced_scores, 1)
+        return Traced(list(trace.events), costs, batch.tokens, micro_batches, head_share=share)
+
+    def _run(self, trace: StorageTrace, fake: FakeTensorMode, layers: int) -> tuple[RaggedBatch, int, int]:
+        """Returns the heaviest micro-batch, how many of its scores were traced, and micro-batches of a step."""
+        model = self._model(layers)
+        _follow_layers(model, layers, trace)
+        trainer = self._trainer(model)
+        trainer.accelerator.prepare_model(trainer.model, device_placement=False)  # autocast is of the wrapper
+        if self.config.gradient_checkpointing:
+            inner = causal_model(trainer.model)
+            inner.gradient_checkpointing_enable(self.config.gradient_checkpointing_kwargs)
+        with _disable_current_modes():
+            rows = self._heaviest(trainer, trainer.args.per_device_train_batch_size)
+            whole = cast(RaggedBatch, trainer.data_collator(rows))
+            thin = self._thinned(whole)
+        _label(trainer.model, layers, trace)
+        self._follow_phases(trainer, trace)
+        micro_batches = -(-_rows_in_a_step(trainer) // len(rows))
+        self._step(trainer, thin.map(fake.from_tensor), trace, layers, several=micro_batches > 1)
+        return whole, thin.scores, micro_batches
+
+    def _thinned(self, batch: RaggedBatch) -> RaggedBatch:
+        """Few enough scores for two chunks of the head, which is all that its peak depends on."""
+        return batch.thinned(2 * max(16, HEAD_CHUNK // (4 * self.described.get_text_config().vocab_size)))
 
     def _model(self, layers: int) -> nn.Module:
         described = copy.deepcopy(self.described)
@@ -143,33 +210,24 @@ class FakeRun:
             peft_config=self.peft_config,
         )
 
-    def _heaviest(self, trainer: Any) -> list[dict]:
-        dataset, args = trainer.train_dataset, trainer.args
+    def _heaviest(self, trainer: Any, most: int) -> list[dict]:
+        dataset = trainer.train_dataset
         lengths = row_lengths(dataset)
-        assert lengths is not None, "prepared rows have columns of tokens"
-        *_, chosen = heaviest_rows(lengths, args.per_device_train_batch_size, args.tokens_per_microbatch)
+        if lengths is None:
+            raise ValueError("the lengths of the rows are not known beforehand: give a dataset that is no stream")
+        *_, chosen = heaviest_rows(lengths, most, trainer.args.tokens_per_microbatch)
         return [dataset[row] for row in chosen]
 
     def _follow_phases(self, trainer: Any, trace: StorageTrace) -> None:
         """Lets the trace know where in the step it is, and what gradients are."""
-        inner = causal_model(trainer.model)
-        around, backward = trainer._around, trainer.accelerator.backward
 
-        @contextlib.contextmanager
-        def forward() -> Iterator[None]:
-            with trace.during("forward"), around():
-                yield
+        def entered(_ended: str, begins: str) -> None:
+            if trace.phase != "evaluation" and begins in PHASES:
+                trace.phase = begins
+            trace.layer = None
 
-        def at_the_head(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-            trace.phase = "head"
-
-        def in_backward(loss: Tensor, **kwargs: Any) -> None:
-            with trace.during("backward"):
-                backward(loss, **kwargs)
-
-        trainer._around = forward
-        trainer.accelerator.backward = in_backward
-        body(inner).register_forward_hook(at_the_head)
+        trainer.phases.listeners.append(entered)
+        trainer.phases.split_forward(body(causal_model(trainer.model)))
         for parameter in trainer.model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(_told(trace))
@@ -206,10 +264,26 @@ class FakeRun:
             trace.part("states")
         trainer.optimizer.step()
         _label(model, layers, trace, unwrap_optimizer(trainer.optimizer))
+        if trainer._in_backward is None:
+            trace.part("optimizer")
+            trainer.optimizer.step()
         trace.part("clear")
         model.zero_grad()
+        if self.evaluates:
+            trace.part("evaluation")
+            self._evaluate(trainer, trace)
         trace.part("end")
         del room
+
+    def _evaluate(self, trainer: Any, trace: StorageTrace) -> None:
+        """As heavy a batch as the rows of training make."""
+        with _disable_current_modes():
+            rows = self._heaviest(trainer, trainer.args.per_device_eval_batch_size)
+            batch = self._thinned(cast(RaggedBatch, trainer.data_collator(rows)))
+        with trace.during("evaluation"):
+            models = trainer.models(trainer.model.eval())
+            evaluate_batch(models, batch.map(_fake), trainer.objective, Totals(), limits=trainer._eval_limits)
+            trainer.model.train()
 
     def _room(self, trained: Sequence[Tensor], trace: StorageTrace) -> list[Tensor]:
         """What a rehearsal holds in the place of the optimizer's states."""
@@ -227,6 +301,21 @@ class FakeRun:
         inside = sum(p.numel() * p.element_size() for p in stack.parameters()) if stack is not None else 0
         whole = sum(p.numel() * p.element_size() for p in model.parameters())
         return whole + inside * (wanted - layers) / layers >= host_heap.LARGE
+
+
+def _counting(trace: StorageTrace, costs: Mapping[str, OperationCosts]) -> Callable[[Any, Any, Any], None]:
+    """Counts the operations of a micro-batch, of its head and of the optimizer, each as it is traced once."""
+    parts = {"step": ("layers", "head"), "optimizer": ("optimizer", "optimizer")}
+
+    def count(func: Any, args: Any, out: Any) -> None:
+        names = parts.get(trace.now)
+        if names is not None:
+            headed = trace.layer is None and trace.phase in ("head", "backward")
+            each = costs[names[headed]]
+            each.layer = trace.layer
+            each(func, args, out)
+
+    return count
 
 
 def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

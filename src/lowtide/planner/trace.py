@@ -39,7 +39,7 @@ class Block:
         self.size, self.category, self.layer = size, category, layer
 
 
-class Moment(NamedTuple):
+class Event(NamedTuple):
     """A block is born or dies while a layer runs. Without a block: the heap is trimmed or, if `born`, a part of the
     run begins, whose name is in place of the phase."""
 
@@ -55,16 +55,17 @@ class StorageTrace(TorchDispatchMode):
 
     Attributes:
         phase: set by whoever runs the code.
+        now: the part of the run.
         layer: the same.
-        moments: what happened.
+        events: what happened.
         watchers: called with each operation, its arguments and its result.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "loading"
+        self.phase = self.now = "loading"
         self.layer: int | None = None
-        self.moments: list[Moment] = []
+        self.events: list[Event] = []
         self.watchers: list[Callable[[Any, Any, Any], None]] = []
         self._blocks: dict[int, Block] = {}
         self._owner: str | None = None
@@ -97,11 +98,12 @@ class StorageTrace(TorchDispatchMode):
 
     def trimmed(self) -> None:
         """The heap was asked to give its holes back."""
-        self.moments.append(Moment(None, False, self.phase, self.layer))
+        self.events.append(Event(None, False, self.phase, self.layer))
 
     def part(self, name: str) -> None:
         """A part of the run begins."""
-        self.moments.append(Moment(None, True, name, None))
+        self.now = name
+        self.events.append(Event(None, True, name, None))
 
     def layer_of(self, tensor: Tensor) -> int | None:
         """The layer that a tensor is of."""
@@ -129,19 +131,19 @@ class StorageTrace(TorchDispatchMode):
             return
         block = Block(storage.nbytes(), self._owner or BORN_IN[self.phase], self.layer)
         self._blocks[key] = block
-        self.moments.append(Moment(block, True, self.phase, self.layer))
+        self.events.append(Event(block, True, self.phase, self.layer))
         weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
-        self.moments.append(Moment(self._blocks.pop(key), False, self.phase, self.layer))
+        self.events.append(Event(self._blocks.pop(key), False, self.phase, self.layer))
 
 
-def live_bytes(moments: Iterable[Moment]) -> dict[str, Counter[str]]:
+def live_bytes(events: Iterable[Event]) -> dict[str, Counter[str]]:
     """For each phase the bytes by category when living storages held most."""
     live: Counter[str] = Counter()
     peaks: dict[str, Counter[str]] = {}
     total, most = 0, Counter[str]()
-    for block, born, phase, _ in moments:
+    for block, born, phase, _ in events:
         if block is None:
             continue
         size = block.size if born else -block.size

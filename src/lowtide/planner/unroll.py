@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from lowtide.planner.trace import Block, Moment
+from lowtide.planner.trace import Block, Event
 
 TRACED_LAYERS = 5
 MIDDLE = 2
@@ -21,14 +21,14 @@ class UnlikeLayers(Exception):
     """The middle layers did not do the same."""
 
 
-def unrolled(moments: Sequence[Moment], layers: int) -> list[Moment]:
-    """The moments of a model with `layers` layers, from those of one with `TRACED_LAYERS`.
+def unrolled(events: Sequence[Event], layers: int) -> list[Event]:
+    """The events of a model with `layers` layers, from those of one with `TRACED_LAYERS`.
 
     Raises:
         UnlikeLayers: there is no telling from few layers.
     """
-    longer = _Unrolled(moments, layers - TRACED_LAYERS)
-    runs = [(layer, list(run)) for layer, run in groupby(moments, key=_layer)]
+    longer = _Unrolled(events, layers - TRACED_LAYERS)
+    runs = [(layer, list(run)) for layer, run in groupby(events, key=_layer)]
     order = [layer for layer, _ in runs]
     for number, (layer, run) in enumerate(runs):
         places: Iterable[int | None] = (layer if layer is None or layer < MIDDLE else layer + longer.added,)
@@ -36,41 +36,41 @@ def unrolled(moments: Sequence[Moment], layers: int) -> list[Moment]:
             following = next((other for other in order[number + 1 :] if other not in (None, MIDDLE)), MIDDLE + 1)
             places = longer.copies if following > MIDDLE else reversed(longer.copies)
         for place in places:
-            for moment in run:
-                longer.add(moment, layer, place)
-    return longer.moments
+            for event in run:
+                longer.add(event, layer, place)
+    return longer.events
 
 
 class _Unrolled:
-    def __init__(self, moments: Sequence[Moment], added: int) -> None:
+    def __init__(self, events: Sequence[Event], added: int) -> None:
         self.added = added
         self.copies = range(MIDDLE, MIDDLE + added + 1)
         """The places of the middle layer and of those that do as it does."""
-        self.moments: list[Moment] = []
-        self._counterparts = _counterparts(moments)
+        self.events: list[Event] = []
+        self._counterparts = _counterparts(events)
         self._copied: dict[tuple[Block, int], Block] = {}
         self._gone: set[Block] = set()
 
-    def add(self, moment: Moment, layer: int | None, place: int | None) -> None:
+    def add(self, event: Event, layer: int | None, place: int | None) -> None:
         """What a layer of the trace did, done by the one at a place of the deeper model."""
-        block = moment.block
+        block = event.block
         if block is None:
-            self.moments.append(moment._replace(layer=place))
-        elif moment.born:
-            self.moments.append(Moment(self._of(block, place), True, moment.phase, place))
+            self.events.append(event._replace(layer=place))
+        elif event.born:
+            self.events.append(Event(self._of(block, place), True, event.phase, place))
         elif layer is None and block.layer == MIDDLE:
             for copy in self.copies:
-                self._die(self._of(block, copy), moment, place)
+                self._die(self._of(block, copy), event, place)
         elif layer is None or block.layer is None:
-            self._die(block, moment, place)
+            self._die(block, event, place)
         else:
             assert place is not None
-            self._die(self._of(block, place - (layer - block.layer)), moment, place)
+            self._die(self._of(block, place - (layer - block.layer)), event, place)
 
-    def _die(self, block: Block, moment: Moment, place: int | None) -> None:
+    def _die(self, block: Block, event: Event, place: int | None) -> None:
         if block not in self._gone:
             self._gone.add(block)
-            self.moments.append(Moment(block, False, moment.phase, place))
+            self.events.append(Event(block, False, event.phase, place))
 
     def _of(self, block: Block, place: int | None) -> Block:
         """The block that is to a place what this one is to its layer."""
@@ -86,21 +86,21 @@ class _Unrolled:
         return self._copied[key]
 
 
-def _layer(moment: Moment) -> int | None:
-    """Where a moment belongs: a birth to the layer that the block is of."""
-    return moment.block.layer if moment.born and moment.block is not None else moment.layer
+def _layer(event: Event) -> int | None:
+    """Where a event belongs: a birth to the layer that the block is of."""
+    return event.block.layer if event.born and event.block is not None else event.layer
 
 
-def _counterparts(moments: Sequence[Moment]) -> dict[tuple[Block, int], Block]:
+def _counterparts(events: Sequence[Event]) -> dict[tuple[Block, int], Block]:
     """(a block, a layer) -> the block that was born there at the same place in the order.
 
     Raises:
         UnlikeLayers: the three in the middle bore different ones.
     """
     born: dict[int, list[Block]] = {layer: [] for layer in range(TRACED_LAYERS)}
-    for moment in moments:
-        block = moment.block
-        if moment.born and block is not None and block.layer is not None:
+    for event in events:
+        block = event.block
+        if event.born and block is not None and block.layer is not None:
             born[block.layer].append(block)
     shapes = {layer: [(block.size, block.category) for block in blocks] for layer, blocks in born.items()}
     if not shapes[1] == shapes[2] == shapes[3]:

@@ -60,7 +60,10 @@ def data(case: EstimateCase) -> dict[str, Any]:
 
     dataset = Dataset.from_list(ROWS.get(case.method, longtail_pairs)()[:64])
     evaluated = {"eval_dataset": dataset} if "eval_strategy" in case.options else {}
-    return {"train_dataset": dataset, "processing_class": load_tokenizer(Path(tokenizer_for(longtail_rows())))} | evaluated
+    return {
+        "train_dataset": dataset,
+        "processing_class": load_tokenizer(Path(tokenizer_for(longtail_rows()))),
+    } | evaluated
 
 
 def described(case: EstimateCase) -> Any:

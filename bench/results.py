@@ -12,7 +12,13 @@ from typing import Any
 from bench.processes import ROOT
 
 FOLDER = Path(__file__).parent / "results"
-COMPARISON, MEMORY, VOCABULARY, ACCUMULATION = "comparison", "memory", "vocabulary", "accumulation"
+COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE = (
+    "comparison",
+    "memory",
+    "vocabulary",
+    "accumulation",
+    "estimate",
+)
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoConfig, PretrainedConfig
 
 import lowtide
-from lowtide.memory.measure import resident_bytes
+from lowtide.calibration import process_bytes
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.fake_run import FakeRun
@@ -62,7 +62,9 @@ def estimate(
         prepared=lengths is not None,
     )
     spread = Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None
-    return estimate_run(run, device_named(device), sharding=spread, process_bytes=resident_bytes())
+    where = device_named(device)
+    beside = process_bytes(peft_config is not None) if where.kind == "cpu" else 0
+    return estimate_run(run, where, sharding=spread, process_bytes=beside)
 
 
 def trainer_of(config: TrainingConfig) -> type[MethodTrainer]:

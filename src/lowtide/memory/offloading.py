@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowtide.memory.host_heap import trim_heap
 from lowtide.memory.pinned_host import PinnedHost
 from lowtide.memory.spill_file import SpillFile
 
@@ -66,6 +67,7 @@ class Nowhere:
         return size
 
     def put(self, tensor: Tensor) -> Size:
+        trim_heap()  # as a file's does
         return self.Size(tensor.untyped_storage().nbytes())
 
     def get(self, stored: Size) -> UntypedStorage:

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from transformers import PretrainedConfig
-
 from lowtide.memory.host_heap import MMAP_ABOVE, TRIM_ABOVE
 from lowtide.memory.measure import bytes_text
 from lowtide.planner.cuda_allocator import CudaAllocator
 from lowtide.planner.devices import Device
-from lowtide.planner.fake_run import FakeRun, Traced
+from lowtide.planner.fake_run import FakeRun
 from lowtide.planner.glibc_heap import GlibcHeap
 from lowtide.planner.moment import Traced as OnOneDevice
 from lowtide.planner.sharded import shard
@@ -26,8 +24,9 @@ from lowtide.planner.sharding import Sharding
 from lowtide.planner.tensor_parallel import one_rank
 from lowtide.planner.trace import Block, Event, live_bytes
 
-RUN = ("loading", "gradients", "step", "states", "clear", "evaluation", "gradients", "step", "optimizer", "clear")
-REHEARSED = ("loading", "room", "gradients", "step", "clear", "end", *RUN[1:])
+REST = ("states", "clear", "evaluation", "gradients", "step", "optimizer", "clear")
+RUN = ("loading", "gradients", "step", *REST)
+REHEARSED = ("loading", "room", "gradients", "step", "clear", "gradients", "step", "end", *REST)
 """The parts of a run, in their order: its first step makes the optimizer's states, its second finds them there."""
 BANDS = {"cpu": 0.06, "cuda": 0.05}
 """By how much of itself a peak may be wrong."""
@@ -87,9 +86,7 @@ class Allocator(Protocol):
     def trim(self) -> None: ...
 
 
-def estimate_run(
-    run: FakeRun, device: Device, *, sharding: Sharding | None = None, process_bytes: int = 0
-) -> Estimate:
+def estimate_run(run: FakeRun, device: Device, *, sharding: Sharding | None = None, process_bytes: int = 0) -> Estimate:
     """What a run will take on a device, or on each of several.
 
     Args:

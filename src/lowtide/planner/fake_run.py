@@ -7,7 +7,6 @@ model whose weights are fake, and its own step runs, after the states of the ste
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -27,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.head import body
-from lowtide.memory import host_heap
+from lowtide.memory import host_heap, offloading
 from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.metrics import Totals
 from lowtide.planner.devices import Device
@@ -138,9 +137,14 @@ class FakeRun:
         costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
         trace.watchers.append(_counting(trace, costs))
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake, trace, patch.object(nn.Module, "to", _stay):
-                with as_on(device):
-                    batch, traced_scores, micro_batches = self._run(trace, fake, layers)
+            with (
+                FakeTensorMode(allow_non_fake_inputs=True) as fake,
+                trace,
+                patch.object(nn.Module, "to", _stay),
+                patch.object(offloading, "trim_heap", trace.trimmed),
+                as_on(device),
+            ):
+                batch, traced_scores, micro_batches = self._run(trace, fake, layers)
         except (UnsupportedOperatorException, DynamicOutputShapeException, DataDependentOutputException) as error:
             raise ValueError(
                 f"the step of model type {self.described.model_type} cannot be traced: {error.func} has no form "
@@ -162,10 +166,10 @@ class FakeRun:
             rows = self._heaviest(trainer, trainer.args.per_device_train_batch_size)
             whole = cast(RaggedBatch, trainer.data_collator(rows))
             thin = self._thinned(whole)
-        _label(trainer.model, layers, trace)
+        _label(trainer, layers, trace)
         self._follow_phases(trainer, trace)
         micro_batches = -(-_rows_in_a_step(trainer) // len(rows))
-        self._step(trainer, thin.map(fake.from_tensor), trace, layers, several=micro_batches > 1)
+        self._step(trainer, thin.map(fake.from_tensor), trace, fake, layers, several=micro_batches > 1)
         return whole, thin.scores, micro_batches
 
     def _thinned(self, batch: RaggedBatch) -> RaggedBatch:
@@ -232,7 +236,16 @@ class FakeRun:
             if parameter.requires_grad:
                 parameter.register_hook(_told(trace))
 
-    def _step(self, trainer: Any, batch: RaggedBatch, trace: StorageTrace, layers: int, *, several: bool) -> None:
+    def _step(
+        self,
+        trainer: Any,
+        batch: RaggedBatch,
+        trace: StorageTrace,
+        fake: FakeTensorMode,
+        layers: int,
+        *,
+        several: bool,
+    ) -> None:
         """The parts that a run on the CPU and on a GPU is put together from."""
         model = trainer.model.train()
         trace.phase = "optimizer"
@@ -241,7 +254,7 @@ class FakeRun:
         if self._is_large(trainer.model, layers):
             host_heap._trim_in_layers(model, trace.trimmed)
         trainer._before_first_step(model)
-        _label(model, layers, trace)
+        _label(trainer, layers, trace)
         trained = [p for p in model.parameters() if p.requires_grad]
         trace.part("room")
         room = [] if unwrap_optimizer(trainer.optimizer).state else self._room(trained, trace)
@@ -250,20 +263,20 @@ class FakeRun:
             with trace.owned_by("gradients"):
                 for parameter in trained:
                     parameter.grad = torch.empty_like(parameter)
-            _label(model, layers, trace)
+            _label(trainer, layers, trace)
         if trainer._in_backward is not None:
             trace.part("states")
             trainer._gradients(model, batch)
             trainer.optimizer.step()
-            _label(model, layers, trace, unwrap_optimizer(trainer.optimizer))
+            _label(trainer, layers, trace, unwrap_optimizer(trainer.optimizer))
         trace.part("step")
         trainer._gradients(model, batch)
         trace.phase = "optimizer"
-        _label(model, layers, trace)
+        _label(trainer, layers, trace)
         if trainer._in_backward is None:
             trace.part("states")
         trainer.optimizer.step()
-        _label(model, layers, trace, unwrap_optimizer(trainer.optimizer))
+        _label(trainer, layers, trace, unwrap_optimizer(trainer.optimizer))
         if trainer._in_backward is None:
             trace.part("optimizer")
             trainer.optimizer.step()
@@ -271,18 +284,19 @@ class FakeRun:
         model.zero_grad()
         if self.evaluates:
             trace.part("evaluation")
-            self._evaluate(trainer, trace)
+            self._evaluate(trainer, trace, fake)
         trace.part("end")
         del room
 
-    def _evaluate(self, trainer: Any, trace: StorageTrace) -> None:
+    def _evaluate(self, trainer: Any, trace: StorageTrace, fake: FakeTensorMode) -> None:
         """As heavy a batch as the rows of training make."""
         with _disable_current_modes():
             rows = self._heaviest(trainer, trainer.args.per_device_eval_batch_size)
-            batch = self._thinned(cast(RaggedBatch, trainer.data_collator(rows)))
+            thin = self._thinned(cast(RaggedBatch, trainer.data_collator(rows)))
+        batch = thin.map(fake.from_tensor)
         with trace.during("evaluation"):
             models = trainer.models(trainer.model.eval())
-            evaluate_batch(models, batch.map(_fake), trainer.objective, Totals(), limits=trainer._eval_limits)
+            evaluate_batch(models, batch, trainer.objective, Totals(), limits=trainer._eval_limits)
             trainer.model.train()
 
     def _room(self, trained: Sequence[Tensor], trace: StorageTrace) -> list[Tensor]:
@@ -373,16 +387,19 @@ def _follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:
         layer.register_forward_hook(ends(number))
 
 
-def _label(model: nn.Module, layers: int, trace: StorageTrace, optimizer: Any = None) -> None:
-    """Of which layer weights, gradients and states are, those of the model and of a reference."""
+def _label(trainer: Any, layers: int, trace: StorageTrace, optimizer: Any = None) -> None:
+    """What weights, gradients and states are and of which layer, those of the model and of a reference."""
+    model, reference = trainer.model, getattr(trainer.reference, "model", None)
     policy = set(model.parameters())
     trace.belongs((*policy, *model.buffers()), "weights")
     trace.belongs([tensor.grad for tensor in policy if tensor.grad is not None], "gradients")
-    for stack in (each for each in gc.get_objects() if isinstance(each, nn.ModuleList) and len(each) == layers):
+    if reference is not None:
+        theirs = [tensor for tensor in (*reference.parameters(), *reference.buffers()) if tensor not in policy]
+        trace.belongs(theirs, "reference")
+    for stack in filter(None, (_stack(each, layers) for each in (model, reference) if each is not None)):
         for number, layer in enumerate(stack):
             for tensor in (*layer.parameters(), *layer.buffers()):
-                trace.belongs([tensor], None if tensor in policy else "reference", number)
-                if tensor.grad is not None:
-                    trace.belongs([tensor.grad], None, number)
+                gradient = [] if tensor.grad is None else [tensor.grad]
                 states = optimizer.state.get(tensor, {}) if optimizer is not None else {}
+                trace.belongs([tensor, *gradient], None, number)
                 trace.belongs([state for state in states.values() if isinstance(state, Tensor)], "optimizer", number)

@@ -1,9 +1,9 @@
 """What glibc's heap holds resident while blocks come and go: the living ones, and the holes that they leave.
 
-A model of `malloc` as `lowtide.memory.host_heap` sets it up: blocks above a threshold are mapped by themselves and
-given back when they die; the others come from one heap, from the smallest hole that is large enough (best fit, holes
-side by side are one), else from its end, which never goes back; a trim gives the pages of all holes back until they
-are used again. Source: glibc's malloc/malloc.c (`_int_malloc`, `_int_memalign`, `mtrim`), version 2.36.
+A model of `malloc` as `lowtide.memory.host_heap` sets it up: a block takes the smallest hole of the heap that is large
+enough (best fit, holes side by side are one). Where there is none, one above a threshold is mapped by itself, and given
+back when it dies; the others take from the heap's end, which never goes back. A trim gives the pages of all holes back
+until they are used again. Source: glibc's malloc/malloc.c (`_int_malloc`, `_int_memalign`, `mtrim`), version 2.36.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from collections.abc import Hashable
 ALIGNMENT = 64
 """Of torch's tensors on a CPU; `memalign` takes as much more, so that it can align."""
 PAGE = 4096
+PINNED, PINNED_SHARE = 32 << 20, 0.15
+"""Bytes, and share of its extent, that a heap which is never trimmed holds in holes that small objects pin: they lie in
+what large blocks left and outlive them, by chance, from run to run elsewhere. Fitted to `python -m bench.estimate`, in
+whose runs it was between nothing and a third; a heap that is trimmed has none of it."""
 LEAST = 1024
 """Bytes below which a block lies among the small ones, which are not modelled."""
 
@@ -38,11 +42,13 @@ class GlibcHeap:
         """Start of a hole -> its size, and how much of that is cold."""
         self._ends: dict[int, int] = {}
         self._free = 0
+        self.trimmed = False
 
     @property
     def held(self) -> int:
         """Bytes resident now."""
-        return self.mapped + self.end - self.cold
+        pinned = 0 if self.trimmed or not self.end else PINNED + int(PINNED_SHARE * self.end)
+        return self.mapped + self.end - self.cold + pinned
 
     def born(self, key: Hashable, size: int, mapped: bool = False) -> None:
         """A block, by a key that is its own.
@@ -52,12 +58,12 @@ class GlibcHeap:
         """
         if size < LEAST:
             return
-        if mapped or size >= self.mmap_above:
+        need = _rounded(size + 16, ALIGNMENT) + ALIGNMENT
+        place = bisect_left(self._by_size, (need, -1))
+        if mapped or (place == len(self._by_size) and size >= self.mmap_above):
             self._placed[key] = (-1, _rounded(size, PAGE))
             self.mapped += self._placed[key][1]
             return
-        need = _rounded(size + 16, ALIGNMENT) + ALIGNMENT
-        place = bisect_left(self._by_size, (need, -1))
         if place == len(self._by_size):
             self._placed[key] = self._from_the_end(need), need
             return
@@ -79,6 +85,7 @@ class GlibcHeap:
 
     def trim(self) -> None:
         """Holes go back to the system if they add up."""
+        self.trimmed = True
         if self._free <= self.trim_above:
             return
         for start, (size, cold) in self._at.items():

@@ -74,6 +74,8 @@ class LowtideTrainer(Trainer):
         self._tokens_seen = 0.0
         self._token_budget: int | None = None
         self.rehearsed_bytes: int | None = None
+        self.room: list[Tensor] = []
+        """Held by a rehearsal in the place of the optimizer's states, until these are made."""
         self.predicted_bytes: int | None = None
         self.phases = Phases()
         self._guarded: Any = None
@@ -228,6 +230,7 @@ class LowtideTrainer(Trainer):
 
         @functools.wraps(step)
         def surviving(*args: Any) -> Any:
+            self.room.clear()
             with self.phases.during("optimizer"):
                 return surviving_optimizer_step(inner, step, *args)
 

@@ -2,7 +2,8 @@
 
 What will not fit fails at once, and not hours later on the longest rows. Room is held where the optimizer's states
 will be, and where a step has several micro-batches two are run, so that the second finds the gradients of the first.
-Nothing is left behind: gradients are dropped, the random state and what the objective carries are put back.
+Nothing is left behind but that room, which goes as the optimizer makes its states: gradients are dropped, the random
+state and what the objective carries are put back.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def rehearse(trainer: LowtideTrainer, model: nn.Module) -> Limits:
     assert limits.rows is not None
     before = Before(trainer.objective, trainer.args.device)
     with trainer.phases.during("rehearsal"):
-        room = room_for_states(trainer)
+        trainer.room = room_for_states(trainer)
         for rows in heaviest_rows(lengths, limits.rows, limits.tokens):
             several = len(rows) < min(rows_in_a_step(trainer), len(lengths))
             limits = _run(trainer, model, rows, limits, several)
-        del room
+        if trainer.args.optimizer_in_backward:
+            trainer.room.clear()  # states are made while activations are there
     before.put_back()
     free_caches()
     trainer.rehearsed_bytes = peak_bytes(trainer.args.device)
@@ -82,10 +84,11 @@ def _run(trainer: LowtideTrainer, model: nn.Module, rows: Sequence[int], limits:
     return limits
 
 
-def room_for_states(trainer: LowtideTrainer) -> Sequence[Tensor]:
+def room_for_states(trainer: LowtideTrainer) -> list[Tensor]:
     """Memory of the size that the optimizer's states will take, if they are not there yet and their size is known.
 
-    In pieces of the size of the states, so that they find their places in the heap when these are gone.
+    In pieces of the size of the states, which take their places when the optimizer makes them: so the first step has
+    the memory of all others, and its activations leave no holes below the states.
     """
     if len(trainer.optimizer.state):
         return []

@@ -27,6 +27,8 @@ METHODS = {
 """The training methods, which `lowtide.cli.train` runs, and the line of help of each: those of `lowtide.methods`, which
 is not imported for a line of help."""
 TOOLS = {
+    "plan": ("lowtide.cli.plan", "the fastest settings of a run that fit a memory budget"),
+    "estimate": ("lowtide.cli.estimate", "how much memory a run will take, before it starts"),
     "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
     "merge": ("lowtide.cli.merge", "write a model and its adapter as one model"),
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),

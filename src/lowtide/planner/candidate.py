@@ -9,7 +9,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -61,8 +61,8 @@ class Run:
             ValueError: the options do not go together.
         """
         chosen = {"output_dir": "plan", **self.given, **options, "memory_budget": None}
-        if self.device.kind == "cuda":
-            chosen.setdefault("bf16", not chosen.get("fp16") and (self.device.capability or (0, 0)) >= (8, 0))
+        if self.device.kind == "cuda" and chosen.get("bf16") is None:
+            chosen["bf16"] = not chosen.get("fp16") and (self.device.capability or (0, 0)) >= (8, 0)
         chosen |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
         if "dtype" in chosen:
             chosen["model_init_kwargs"] = {**(chosen.get("model_init_kwargs") or {}), "dtype": chosen["dtype"]}
@@ -77,6 +77,18 @@ class Run:
         from peft import LoraConfig
 
         return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.05, bias="none")
+
+
+STREAMED_ROWS = 1000
+"""Of a stream, whose end nobody knows, so many rows are planned for."""
+
+
+def first_rows(rows: Dataset | IterableDataset) -> tuple[Dataset, tuple[str, ...]]:
+    """The rows to plan for, and what there is to say of them."""
+    if isinstance(rows, Dataset):
+        return rows, ()
+    found = Dataset.from_list(list(rows.take(STREAMED_ROWS)))
+    return found, (f"a stream is planned for by its first {len(found):,} rows; longer ones may follow",)
 
 
 def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes]:

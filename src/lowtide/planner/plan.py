@@ -106,15 +106,15 @@ class Plan:
         named = asdict(self) | {"estimate": self.estimate.to_dict(), "settings": dict(self.settings)}
         return json.loads(json.dumps(named, default=str))
 
-    def line(self) -> str:
+    def summary(self) -> str:
         """The plan in one line."""
         return (
-            f"memory budget {bytes_text(self.budget_bytes)} on {self.device}: {settings_text(self.settings)}; "
-            f"foretold peak {bytes_text(self.chosen.peak_bytes)}"
+            f"{bytes_text(self.budget_bytes)} on {self.device}: {settings_text(self.settings)}; foretold peak "
+            f"{bytes_text(self.chosen.peak_bytes)}"
         )
 
     def __str__(self) -> str:
-        lines = [self.line(), *(f"not exact: {change}" for change in self.chosen.changes)]
+        lines = [f"memory budget {self.summary()}", *(f"not exact: {change}" for change in self.chosen.changes)]
         lines += [
             f"behind it: {settings_text(each.settings)}, {bytes_text(each.peak_bytes)}" for each in self.runners_up
         ]
@@ -135,6 +135,7 @@ def make_plan(
     explain: bool = True,
     source: Mapping[str, Any] | None = None,
     streamed: bool = False,
+    ranks: int = 1,
     notes: tuple[str, ...] = (),
 ) -> Plan:
     """The fastest settings of a run that fit a budget.
@@ -145,8 +146,9 @@ def make_plan(
         budget: see `budget_bytes`.
         exact: whether only settings are chosen that leave the numbers alone.
         explain: whether runners-up and the effect of each technique are wanted, which take more traces.
-        source: model and dataset, for the run file.
+        source: the user's own settings as a run file has them, model and dataset among them.
         streamed: whether the run reads its rows while it trains.
+        ranks: on how many it trains.
 
     Raises:
         PlanError: nothing fits; says what takes most, and what would be needed.
@@ -164,6 +166,7 @@ def make_plan(
         exact=exact,
         adapters=run.peft_config is not None,
         streamed=streamed,
+        ranks=ranks,
     )
     search = Search(
         lambda options, tokens: measured(run, prepared, options, tokens),
@@ -181,7 +184,7 @@ def make_plan(
     assert best.measured is not None
     return Plan(
         method=run.trainer_class.method.name,
-        given=dict(source or {}) | {name: value for name, value in run.given.items() if name != "memory_budget"},
+        given={name: value for name, value in (source or run.given).items() if name != "memory_budget"},
         chosen=chosen,
         budget_bytes=room,
         device=run.device.name,
@@ -263,9 +266,10 @@ def _nothing_fits(search: Search, room: int, run: Run, exact: bool) -> PlanError
     assert least.measured is not None
     option = _option(search, least, least)
     phase = max(least.measured.phases.values(), key=lambda each: sum(each.values()))
-    (name, size), *_ = Counter(phase).most_common()
+    inside = {name: size for name, size in phase.items() if name != "runtime" or size > room}
+    (name, size), *_ = Counter(inside).most_common()
     return PlanError(
-        f"nothing fits {bytes_text(room)} on {run.device.name}. The smallest peak found is "
+        f"nothing fits {bytes_text(room)} on {run.device.name}, {MARGIN:.0%} of it left for what an estimate may miss. The smallest peak found is "
         f"{bytes_text(option.peak_bytes)} ({settings_text(option.settings)}), of which {name} "
         f"{'are' if name.endswith('s') and name != 'optimizer' else 'is'} most: {bytes_text(size)}. "
         f"{ADVICE.get(name, ADVICE['weights'])}{LOSSY if exact else ''}",

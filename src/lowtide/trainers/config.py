@@ -87,16 +87,17 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
                 raise TypeError(f"{cls.__name__} has no option {name!r}{whose(name)}{nearest(name, own)}")
         made = super().__new__(cls)
         positional = (each.name for each in fields(cls) if each.init and not each.kw_only)
-        made._given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        made.__dict__["_given"] = {**dict(zip(positional, args, strict=False)), **kwargs}
         return made
 
     @property
     def given(self) -> dict[str, Any]:
         """The options that were set by hand. Where all were, by a parser say, those that differ from the defaults."""
         whole = {each.name for each in fields(TrainingArguments) if each.init}
-        if not whole <= self._given.keys():
-            return dict(self._given)
-        return {name: value for name, value in self._given.items() if value != default_of(type(self), name)}
+        given: dict[str, Any] = self.__dict__.get("_given", {})
+        if not whole <= given.keys():
+            return dict(given)
+        return {name: value for name, value in given.items() if value != default_of(type(self), name)}
 
     def __post_init__(self) -> None:
         if self.pad_to_multiple_of == "auto":

@@ -8,7 +8,7 @@ share a step, packing; and accumulation, in whose place the token budget cuts a 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -87,7 +87,7 @@ def _written(choice: Choice, state: Mapping[str, Any], setting: Setting) -> Choi
         for name, value in state.items()
         if name not in setting.given and setting.defaults.get(name) != value
     }
-    return Choice(choice.name, options, choice.slower, choice.changes, choice.last_resort)
+    return replace(choice, options=options)
 
 
 def _technique(name: str, slower: float = 1.0, **more: Any) -> Choice:
@@ -131,14 +131,15 @@ def _optimizers() -> list[tuple[Choice, Mapping[str, Any]]]:
 
 def _gradients(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("gradients kept to the step"), {})]
-    if setting.ranks > 1 or setting.given.get("fp16"):
+    if setting.ranks > 1 or setting.given.get("fp16") or setting.given.get("gradient_accumulation_steps", 1) > 1:
         return found
     clips = setting.given.get("max_grad_norm", setting.defaults.get("max_grad_norm"))
     unclipped = "gradients are no longer clipped" if clips else None
     in_backward = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
-    found.append((Choice("optimizer in backward", changes=unclipped), in_backward))
+    found.append((Choice("optimizer in backward", changes=unclipped, whole=True), in_backward))
     if clips:
-        found.append((Choice("optimizer in backward, two passes", slower=2.0), {"optimizer_in_backward": TWO_PASS}))
+        two_passes = Choice("optimizer in backward, two passes", slower=2.0, whole=True)
+        found.append((two_passes, {"optimizer_in_backward": TWO_PASS}))
     return found
 
 
@@ -158,10 +159,11 @@ def _reference(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     if not setting.given.get("precompute_ref_log_probs"):
         if setting.device_kind == "cuda":
             found.append((Choice("reference in host memory", slower=1.3), {"ref_model_storage": "cpu"}))
-        for bits in (8, 4):
-            rounded = f"the reference's weights are rounded to {bits} bits"
-            found.append((Choice(f"reference in {bits} bits", slower=1.1, changes=rounded),
-                          {"ref_model_storage": f"{bits}bit"}))  # fmt: skip
+        for bits, package in ((8, "torchao"), (4, "bitsandbytes")):
+            if find_spec(package):
+                rounded = f"the reference's weights are rounded to {bits} bits"
+                name = f"reference in {bits} bits"
+                found.append((Choice(name, slower=1.1, changes=rounded), {"ref_model_storage": f"{bits}bit"}))
     return found
 
 

@@ -44,6 +44,8 @@ class Choice:
     """What it changes in the numbers; None where it is exact."""
     last_resort: bool = False
     """Whether it is only for when nothing else fits: another model is trained."""
+    whole: bool = False
+    """Whether it does something only where a batch is one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class Search:
         foretold = []
         size = self._less
         for combination in itertools.product(*(range(len(axis.choices)) for axis in self.axes)):
-            for tokens in {None, size}:
+            for tokens in {None} if self._cannot_be_cut(combination) else {None, size}:
                 try:
                     peak = _peak(self._bytes(combination, tokens))
                 except Refused:
@@ -210,6 +212,9 @@ class Search:
         """The smallest budget; None where there is nothing to cut."""
         return self.sizes.longest if self.sizes.longest < self.sizes.whole else None
 
+    def _cannot_be_cut(self, combination: Combination) -> bool:
+        return self._less is None or any(choice.whole for choice in self.choices(combination))
+
     def _only(self, axis: int, number: int) -> Combination:
         return tuple(number if each == axis else 0 for each in range(len(self.axes)))
 
@@ -219,7 +224,7 @@ class Search:
             whole = _peak(self._bytes(combination, None))
             if whole <= self.room * DOUBT:
                 return Candidate(combination, None, whole, self._cost(combination, None), None)
-            if self._less is None or (tokens := self._most_tokens(combination)) is None:
+            if self._cannot_be_cut(combination) or (tokens := self._most_tokens(combination)) is None:
                 return None
             peak = _peak(self._bytes(combination, tokens))
         except Refused:
@@ -236,7 +241,7 @@ class Search:
 
     def _fewer(self, traced: Candidate) -> Candidate | None:
         """The same with fewer tokens, as many fewer as a trace was above the room."""
-        if self._less is None or traced.tokens == self._less:
+        if self._cannot_be_cut(traced.combination) or traced.tokens == self._less:
             return None
         low = self.sizes.longest
         now = traced.tokens or self.sizes.whole

@@ -3,86 +3,85 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.cli.adapters import AdapterOptions
+from lowtide.cli import train
 from lowtide.cli.main import METHODS, UsageError
-from lowtide.cli.options import Option, add_options
-from lowtide.cli.train import RunOptions, classes_of, names_of, only, options_for, read_values
+from lowtide.cli.options import read_options
+from lowtide.cli.run_file import read_run_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-SHOWN = ("model", "dataset", "max_length", "use_peft", "per_device_train_batch_size", "gradient_accumulation_steps")
-"""Options that the help of these commands names; the others are those of the method's own command."""
 
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class DescribedRun:
     """What a method's own command would run."""
 
-    method: str
-    what: RunOptions
-    adapters: AdapterOptions
+    run: train.Run
     values: Mapping[str, Any]
-    """All options that were given."""
+    """The options that were given."""
     given: Mapping[str, Any]
     """Those of the method's config."""
 
+    @property
+    def method(self) -> str:
+        return self.run.method
+
+    @property
+    def model(self) -> str:
+        assert self.run.what.model is not None
+        return self.run.what.model
+
     def rows(self) -> Dataset | IterableDataset:
         """The rows to train on."""
-        return self.what.load(evaluates=False)[0]
+        return self.run.what.load(evaluates=False)[0]
 
     def tokenizer(self) -> Any:
         """The model's own."""
         from lowtide.engine.loading import load_tokenizer
 
-        revision, trusts = self.what.model_revision, bool(self.values.get("trust_remote_code"))
-        return load_tokenizer(self.what.model or "", trust_remote_code=trusts, revision=revision)
+        trusts = bool(self.values.get("trust_remote_code"))
+        return load_tokenizer(self.model, trust_remote_code=trusts, revision=self.run.what.model_revision)
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the method, and all options of all methods."""
-    parser.add_argument("method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a run file: YAML with options of the run")
-    parser.add_argument(
-        "--device", metavar="NAME", help="cpu, cuda, or a GPU such as H100-80GB (default: this machine's)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options: dict[str, Option] = {}
-    for method in METHODS:
-        options = options_for(classes_of(method)[0]) | options
-    add_options(parser.add_argument_group("the run"), [options.pop(name) for name in SHOWN])
-    add_options(parser, options.values(), shown=False)
-    parser.epilog = "All options of `lowtide METHOD` are taken, and say what is not to be chosen or differs."
+def add_method(
+    parser: argparse.ArgumentParser, command: str, method: str | None
+) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup] | None:
+    """Add a method beneath a command, with its options and a group for the command's own; None without a method."""
+    methods = parser.add_subparsers(metavar="METHOD", title="methods", required=True)
+    if method is None:
+        for name, summary in METHODS.items():
+            methods.add_parser(name, help=summary)
+        return None
+    own = train.add_parser(methods, method, command=f"lowtide {command}")
+    group = own.add_argument_group(command)
+    group.add_argument("--device", metavar="NAME", help="cpu, cuda, or a GPU such as H100-80GB (default: what is here)")
+    group.add_argument("--json", action="store_true", help="print JSON")
+    return own, group
 
 
 def described_run(arguments: argparse.Namespace) -> DescribedRun:
     """The run that a command line describes.
 
     Raises:
-        UsageError: an option is of another method, is missing, or means nothing.
+        UsageError: an option is missing, contradicts another, or means nothing.
     """
-    from lowtide.trainers.config import whose
-
-    config = classes_of(arguments.method)[0]
-    options = options_for(config)
-    for name in vars(arguments):
-        if name not in options and whose(name):
-            raise UsageError(f"{arguments.method} has no option --{name}{whose(name)}")
-    values = read_values(arguments, options)
-    what, adapters = only(RunOptions, values), only(AdapterOptions, values)
-    what.check(padding_free=values.get("padding_free", True))
-    adapters.check()
-    if adapters.load_in_4bit or adapters.load_in_8bit:
-        raise UsageError("quantized weights are not traced: leave load_in_4bit and load_in_8bit out, or run the method")
-    given = {name: value for name, value in values.items() if name in names_of(config)}
-    if what.model_init():
-        given["model_init_kwargs"] = what.model_init()
-    return DescribedRun(arguments.method, what, adapters, values, given)
+    options = arguments.options
+    values = read_run_file(arguments.config, options) if arguments.config else {}
+    values |= read_options(arguments, options)
+    with tempfile.TemporaryDirectory() as folder:  # nothing is written where the run would write
+        run = train.read_run(arguments, output_dir=folder)
+    if run.adapters.load_in_4bit or run.adapters.load_in_8bit:
+        raise UsageError("quantized weights are not traced: leave load_in_4bit and load_in_8bit out to plan")
+    config = train._trainer(run.method)[0]
+    given = {name: value for name, value in values.items() if name in train._names(config)}
+    if run.what.model_init():
+        given["model_init_kwargs"] = run.what.model_init()
+    return DescribedRun(run, values, given)
 
 
 def device_of(arguments: argparse.Namespace) -> str:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from lowtide.cli.described_run import add_run_options, described_run, device_of
+from lowtide.cli.described_run import add_method, described_run, device_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -14,16 +14,22 @@ if TYPE_CHECKING:
     from lowtide.planner.estimate import Estimate
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to `lowtide`'s parser."""
+def add_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
+) -> argparse.ArgumentParser:
+    """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
     parser = subparsers.add_parser(
         "estimate",
         help="how much memory a run will take, before it starts",
-        usage="lowtide estimate METHOD --model M --dataset D [--config FILE] [--device NAME] [--OPTION VALUE ...]",
-        description="Foretell the peak memory of a run, by phase and by what holds it. No weights are loaded.",
+        description="Foretell the peak memory of a run, by phase and by what holds it, before any weight is loaded. "
+        "Takes the options that `lowtide METHOD` takes.",
     )
-    add_run_options(parser)
-    parser.set_defaults(run=run)
+    added = add_method(parser, "estimate", method)
+    if added is None:
+        return parser
+    own, _ = added
+    own.set_defaults(run=run)
+    return own
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     with Console(stderr=True).status("Tracing the run on tensors without memory"):
         found = estimate_method(
             described.method,
-            described.what.model or "",
+            described.model,
             described.rows(),
             device=device_of(arguments),
             config=described.given,
             processing_class=described.tokenizer(),
-            peft_config=described.adapters.peft_config(),
+            peft_config=described.run.adapters.peft_config(),
         )
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))

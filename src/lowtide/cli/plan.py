@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.cli.described_run import add_run_options, described_run, device_of
+from lowtide.cli.described_run import add_method, described_run, device_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,20 +17,25 @@ if TYPE_CHECKING:
     from lowtide.planner.plan import Plan
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to `lowtide`'s parser."""
+def add_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
+) -> argparse.ArgumentParser:
+    """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
     parser = subparsers.add_parser(
         "plan",
         help="the fastest settings of a run that fit a memory budget",
-        usage="lowtide plan METHOD --model M --dataset D --budget 24GiB [--device NAME] [--OPTION VALUE ...]",
-        description="Choose the fastest settings of a run that fit a memory budget. No weights are loaded. Options that "
-        "you give are kept as they are.",
+        description="Choose the fastest settings of a run that fit a memory budget, before any weight is loaded. "
+        "Takes the options that `lowtide METHOD` takes; those that you give are kept as they are.",
     )
-    parser.add_argument("--budget", metavar="SIZE", help="24GiB, 24GB, 24g, bytes, or auto: what the device has free")
-    parser.add_argument("--lossy", action="store_true", help="choose settings that change the numbers too, named")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the run file here, in place of printing it")
-    add_run_options(parser)
-    parser.set_defaults(run=run)
+    added = add_method(parser, "plan", method)
+    if added is None:
+        return parser
+    own, group = added
+    group.add_argument("--budget", metavar="SIZE", help="24GiB, 24GB, 24g, bytes, or auto: what the device has free")
+    group.add_argument("--lossy", action="store_true", help="choose settings that change the numbers too, named")
+    group.add_argument("--output", type=Path, metavar="FILE", help="write the run file here, in place of printing it")
+    own.set_defaults(run=run)
+    return own
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,14 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
     with Console(stderr=True).status("Tracing the run on tensors without memory"):
         found = plan(
             described.method,
-            described.what.model or "",
+            described.model,
             described.rows(),
             arguments.budget or described.values.get("memory_budget") or "auto",
             device=device_of(arguments),
             exact=not arguments.lossy,
             config=described.given,
             processing_class=described.tokenizer(),
-            peft_config=described.adapters.peft_config(),
+            peft_config=described.run.adapters.peft_config(),
             source=described.values,
         )
     if arguments.output is not None:
@@ -81,9 +86,11 @@ def _parts(plan: Plan) -> list[RenderableType]:
     from lowtide.memory.measure import bytes_text
 
     share = plan.chosen.peak_bytes / plan.budget_bytes
+    rate = plan.chosen.tokens_per_second
     peak = Text.assemble(
         (f"{bytes_text(plan.chosen.peak_bytes)} ", "bold"),
         f"of {bytes_text(plan.budget_bytes)} on {plan.device} ({share:.0%}), in {plan.estimate.phase}",
+        f"; some {rate:,.0f} tokens/s" if rate else "",
     )
     parts: list[RenderableType] = [Text(""), peak]
     parts += [Text(f"not exact: {change}", style="yellow") for change in plan.chosen.changes]
@@ -107,11 +114,10 @@ def _settings_table(plan: Plan) -> RenderableType:
 
     for each in (plan.chosen, *plan.runners_up):
         chosen = each is plan.chosen
-        rate = f"{each.tokens_per_second:,.0f} tokens/s" if each.tokens_per_second else f"{each.seconds:.2f} x"
         table.add_row(
             _lines(each.settings) or "the defaults",
             ("" if each.traced else "~") + bytes_text(each.peak_bytes),
-            rate,
+            f"{each.seconds:.2f} x",
             style="bold green" if chosen else None,
         )
     return table

@@ -113,8 +113,8 @@ class ReferenceModel:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str) -> None:
     """Add a method's subcommand to `lowtide`'s parser."""
-    config: Any = classes_of(method)[0]
-    options = options_for(config)
+    config: Any = _trainer(method)[0]
+    options = _options(config)
     parser = subparsers.add_parser(
         method,
         help=METHODS[method],
@@ -133,12 +133,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.set_defaults(run=run, method=method, options=options)
 
 
-def read_values(arguments: argparse.Namespace, options: Mapping[str, Option]) -> dict[str, Any]:
-    """The options that are given, on the command line or beneath it in a run file."""
-    values = read_run_file(arguments.config, options) if arguments.config else {}
-    return values | read_options(arguments, options)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Train, save, and say where; the exit status.
 
@@ -146,8 +140,9 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: anything that the user can mend; OSError likewise.
     """
     options: Mapping[str, Option] = arguments.options
-    values = read_values(arguments, options)
-    what, adapters = only(RunOptions, values), only(AdapterOptions, values)
+    values = read_run_file(arguments.config, options) if arguments.config else {}
+    values |= read_options(arguments, options)
+    what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
     what.check(padding_free=values.get("padding_free", True))
     adapters.check()
     values["output_dir"] = what.output_dir or f"{Path(what.model or '').name}-{arguments.method}"
@@ -155,8 +150,8 @@ def run(arguments: argparse.Namespace) -> int:
     output, run_file = Path(values["output_dir"]), Path(values["output_dir"], RUN_FILE)
     check_writable(output)
     checkpoint = _checkpoint(resume, output)
-    config_class, trainer_class = classes_of(arguments.method)
-    chosen = {name: value for name, value in values.items() if name in names_of(config_class)}
+    config_class, trainer_class = _trainer(arguments.method)
+    chosen = {name: value for name, value in values.items() if name in _names(config_class)}
     config = config_class(**chosen | {"model_init_kwargs": what.model_init()})
     train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
     with _named({"the train dataset": what.dataset, "the eval dataset": what.eval_dataset or what.dataset}):
@@ -167,10 +162,10 @@ def run(arguments: argparse.Namespace) -> int:
             eval_dataset=eval_rows,
             peft_config=adapters.peft_config(),
             quantization_config=adapters.quantization_config(bf16=config.bf16),
-            **{name: values[name] for name in names_of(ReferenceModel) & values.keys()},
+            **{name: values[name] for name in _names(ReferenceModel) & values.keys()},
         )
     if config.should_save:  # what was asked for: the config has filled fields in
-        write_run_file(run_file, {**values, **trainer.planned.settings}, options)
+        write_run_file(run_file, values, options)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if eval_rows is not None:
@@ -228,26 +223,23 @@ def _checkpoint(wanted: str | None, output: Path) -> str | None:
     return wanted
 
 
-def classes_of(method: str) -> tuple[type, type]:
-    """A method's config and trainer."""
+def _trainer(method: str) -> tuple[type, type]:
     found, name = import_module(f"lowtide.trainers.{method}"), NAMES.get(method, method.upper())
     return getattr(found, f"{name}Config"), getattr(found, f"{name}Trainer")
 
 
-def options_for(config: type) -> dict[str, Option]:
-    """All options of a method's command, by name."""
+def _options(config: type) -> dict[str, Option]:
     reference = options_of(ReferenceModel) if issubclass(config, ReferenceOptions) else {}
     return options_of(config) | options_of(RunOptions) | reference | options_of(AdapterOptions)
 
 
-def names_of(config: type) -> set[str]:
-    """The options of an options class."""
+def _names(config: type) -> set[str]:
     return {field.name for field in dataclasses.fields(config) if field.init}
 
 
-def only(config: type[T], values: Mapping[str, Any]) -> T:
+def _only(config: type[T], values: Mapping[str, Any]) -> T:
     """An options class from those of the values that are its own."""
-    return config(**{name: value for name, value in values.items() if name in names_of(config)})
+    return config(**{name: value for name, value in values.items() if name in _names(config)})
 
 
 def _say(text: str, config: TrainingArguments) -> None:

@@ -20,13 +20,10 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers import PretrainedConfig
 
-from lowtide.memory.host_heap import MMAP_ABOVE, TRIM_ABOVE
 from lowtide.memory.measure import resident_bytes
-from lowtide.planner.cuda_allocator import CudaAllocator
 from lowtide.planner.devices import Device
-from lowtide.planner.estimate import Estimate, peaks, run_of
-from lowtide.planner.fake_run import FakeRun, _stay, moments_of
-from lowtide.planner.glibc_heap import GlibcHeap
+from lowtide.planner.estimate import Estimate, estimate_run
+from lowtide.planner.fake_run import FakeRun, _stay
 from lowtide.planner.heaviest import heaviest_rows, row_lengths
 from lowtide.planner.search import Measured, Refused, Sizes
 
@@ -53,6 +50,8 @@ class Run:
     device: Device
     processing_class: Any = None
     peft_config: Any = None
+    process_bytes: int | None = None
+    """What a process holds on a CPU beside tensors; None for what this one holds now."""
 
     def config(self, options: Mapping[str, Any]) -> Any:
         """The method's config, as the run would have it on the device.
@@ -98,7 +97,14 @@ def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes]:
         ValueError: rows cannot be prepared; one is longer than the model has positions.
     """
     config = run.config({"tokens_per_microbatch": None})
-    fake = FakeRun(run.trainer_class, config, run.described, rows, run.processing_class, run.peft_config, False)
+    fake = _Run(
+        run.trainer_class,
+        config,
+        run.described,
+        rows,
+        processing_class=run.processing_class,
+        peft_config=run.peft_config,
+    )
     with _naming_operations(), FakeTensorMode(allow_non_fake_inputs=True), patch.object(nn.Module, "to", _stay):
         trainer = fake._trainer(fake._model(1))
     prepared = cast(Dataset, trainer.train_dataset)
@@ -155,29 +161,25 @@ def measured(run: Run, prepared: Dataset, options: Mapping[str, Any], tokens: in
             found = estimate_of(run, prepared, run.config({**options, **budget}), run.adapters(options))
     except ValueError as reason:
         raise Refused(str(reason)) from reason
-    return Measured(found.phases, getattr(found, "tokens_per_second", None), found)
+    return Measured(found.phases, found.tokens_per_second, found)
 
 
 def estimate_of(run: Run, prepared: Dataset, config: Any, peft_config: Any) -> Estimate:
-    """The peak of one run."""
-    moments = moments_of(
-        run.trainer_class,
-        config,
-        run.described,
-        prepared,
-        processing_class=run.processing_class,
-        peft_config=peft_config,
-        prepared=True,
-    )
-    on_gpu = run.device.kind == "cuda"
-    heap: Any = CudaAllocator() if on_gpu else GlibcHeap(MMAP_ABOVE, TRIM_ABOVE)
-    phases = peaks(run_of(moments, rehearsal=config.rehearsal), heap)
-    runtime = run.device.context_bytes + sum(run.device.workspaces) if on_gpu else resident_bytes()
-    for found in phases.values():
-        found["runtime"] += runtime
-    phase = max(phases, key=lambda name: phases[name].total())
-    by_phase = {name: dict(found) for name, found in phases.items()}
-    return Estimate(phases[phase].total(), phase, by_phase, run.device.name)
+    """What one run would take."""
+    fake = _Run(run.trainer_class, config, run.described, prepared, peft_config=peft_config, prepared=True)
+    beside = resident_bytes() if run.process_bytes is None else run.process_bytes
+    return estimate_run(fake, run.device, process_bytes=beside if run.device.kind == "cpu" else 0)
+
+
+class _Run(FakeRun):
+    """Its model has the dtype that is asked for; its trainer is handed that model, and no arguments to load one."""
+
+    def _trainer(self, model: nn.Module) -> Any:
+        init, self.config.model_init_kwargs = self.config.model_init_kwargs, None
+        try:
+            return super()._trainer(model)
+        finally:
+            self.config.model_init_kwargs = init
 
 
 @contextlib.contextmanager

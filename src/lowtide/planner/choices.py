@@ -155,7 +155,7 @@ def _reference(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     if "precompute_ref_log_probs" not in setting.names or setting.adapters or setting.given.get("sync_ref_model"):
         return found
     if not setting.streamed:
-        found.append((Choice("precomputed reference"), {"precompute_ref_log_probs": True}))
+        found.append((Choice("precomputed reference", timed=False), {"precompute_ref_log_probs": True}))
     if not setting.given.get("precompute_ref_log_probs"):
         if setting.device_kind == "cuda":
             found.append((Choice("reference in host memory", slower=1.3), {"ref_model_storage": "cpu"}))

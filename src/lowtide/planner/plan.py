@@ -192,7 +192,7 @@ def make_plan(
         runners_up=tuple(others),
         techniques=tuple(_effects(search, sizes)) if explain else (),
         refused=_refusals(search),
-        notes=notes,
+        notes=(*notes, *best.measured.estimate.notes),
         speed_by="relative costs" if best.measured.tokens_per_second is None else "roofline",
         traces=search.traces,
     )
@@ -202,9 +202,10 @@ def _option(search: Search, candidate: Candidate, best: Candidate) -> Option:
     settings = search.options(candidate.combination)
     if candidate.tokens is not None:
         settings["tokens_per_microbatch"] = candidate.tokens
-    rate = candidate.measured.tokens_per_second if candidate.measured else None
+    rate = best.measured.tokens_per_second if best.measured else None
     changes = tuple(choice.changes for choice in search.choices(candidate.combination) if choice.changes)
     seconds = candidate.cost / best.cost
+    rate = None if rate is None else rate / seconds
     return Option(settings, int(candidate.peak), seconds, rate, changes, candidate.measured is not None)
 
 
@@ -221,7 +222,7 @@ def _effects(search: Search, sizes: Sizes) -> list[Effect]:
             choice.name,
             choice.options,
             int(plain.peak - alone.peak),
-            seconds(alone, choice.slower),
+            seconds(alone, choice.slower) if choice.timed else choice.slower,
             choice.changes,
         )
         for choice, alone in search.alone()
@@ -269,10 +270,9 @@ def _nothing_fits(search: Search, room: int, run: Run, exact: bool) -> PlanError
     inside = {name: size for name, size in phase.items() if name != "runtime" or size > room}
     (name, size), *_ = Counter(inside).most_common()
     return PlanError(
-        f"nothing fits {bytes_text(room)} on {run.device.name}, {MARGIN:.0%} of it left for what an estimate may miss. The smallest peak found is "
-        f"{bytes_text(option.peak_bytes)} ({settings_text(option.settings)}), of which {name} "
-        f"{'are' if name.endswith('s') and name != 'optimizer' else 'is'} most: {bytes_text(size)}. "
-        f"{ADVICE.get(name, ADVICE['weights'])}{LOSSY if exact else ''}",
+        f"nothing fits {bytes_text(room)} on {run.device.name}, {MARGIN:.0%} of it left for what an estimate may miss. "
+        f"The smallest peak found is {bytes_text(option.peak_bytes)} ({settings_text(option.settings)}); most of it is "
+        f"{name}, {bytes_text(size)}. {ADVICE.get(name, ADVICE['weights'])}{LOSSY if exact else ''}",
         option.peak_bytes,
         option.settings,
     )

@@ -44,6 +44,8 @@ class Choice:
     """What it changes in the numbers; None where it is exact."""
     last_resort: bool = False
     """Whether it is only for when nothing else fits: another model is trained."""
+    timed: bool = True
+    """False where what a step saves is spent before the first; then `slower` says what it costs in all."""
     whole: bool = False
     """Whether it does something only where a batch is one micro-batch."""
 
@@ -259,7 +261,8 @@ class Search:
         except Refused:
             return None
         rate = measured.tokens_per_second
-        cost = candidate.cost if rate is None else 1 / rate
+        timed = rate is not None and all(choice.timed for choice in self.choices(candidate.combination))
+        cost = 1 / rate if timed else candidate.cost
         return candidate._replace(peak=measured.peak, cost=cost, measured=measured)
 
     def _bytes(self, combination: Combination, tokens: int | None) -> Bytes:
@@ -330,9 +333,10 @@ class Search:
 
     def _factor(self, axis: int, number: int, rate: float | None) -> float:
         alone = self._known.get((self._only(axis, number), None))
-        if rate is not None and alone is not None and alone.tokens_per_second is not None:
+        choice, first = self.axes[axis].choices[number], self.axes[axis].choices[0]
+        if choice.timed and rate is not None and alone is not None and alone.tokens_per_second is not None:
             return rate / alone.tokens_per_second
-        return self.axes[axis].choices[number].slower / self.axes[axis].choices[0].slower
+        return choice.slower / first.slower
 
 
 def _peak(phases: Bytes) -> float:

@@ -81,7 +81,7 @@ def test_what_is_chosen_fits_and_nothing_faster_does(room):
     assert best.measured is not None
     for combination in itertools.product(range(3), range(2)):
         for tokens in (None, *range(20, 100, 16)):
-            cost = found._cost(combination, tokens)
+            cost = found.cost(combination, tokens)
             if cost < best.cost * 0.999:
                 assert table.peak(found.options(combination), tokens) > room, (combination, tokens)
 

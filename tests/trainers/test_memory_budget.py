@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 
 import pytest
+from accelerate.state import PartialState
 from datasets import Dataset
 from transformers import TrainingArguments
 
@@ -79,3 +80,12 @@ def test_where_a_parser_gave_everything_what_differs_was_given():
     given = lowtide.SFTConfig(**every).given
     assert given["learning_rate"] == 1e-3
     assert "weight_decay" not in given
+
+
+def test_a_plan_leaves_the_state_of_accelerate_alone(tmp_path):
+    args = config(tmp_path, memory_budget="64GiB", **CHECKPOINTED)
+    assert args.device.type == "cpu"
+    before = dict(PartialState._shared_state)
+    made = trainer(args)
+    assert made.accelerator.state.device == args.device
+    assert before.items() <= PartialState._shared_state.items()

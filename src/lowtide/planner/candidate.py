@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -88,6 +89,19 @@ def first_rows(rows: Dataset | IterableDataset) -> tuple[Dataset, tuple[str, ...
         return rows, ()
     found = Dataset.from_list(list(rows.take(STREAMED_ROWS)))
     return found, (f"a stream is planned for by its first {len(found):,} rows; longer ones may follow",)
+
+
+@contextlib.contextmanager
+def state_of_accelerate_kept() -> Iterator[None]:
+    """Traced trainers are of the CPU, and accelerate remembers one device for the whole process: that of the last."""
+    kinds = (PartialState, AcceleratorState, GradientState)
+    before = [dict(kind._shared_state) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, state in zip(kinds, before, strict=True):
+            kind._shared_state.clear()
+            kind._shared_state.update(state)
 
 
 def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes]:
@@ -183,7 +197,7 @@ class _Run(FakeRun):
 
 
 @contextlib.contextmanager
-def _naming_operations() -> Any:
+def _naming_operations() -> Iterator[None]:
     """Has an operation that cannot be traced end in a message that names it.
 
     Raises:

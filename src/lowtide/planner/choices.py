@@ -52,7 +52,6 @@ class Setting:
     """Whether adapters are trained already."""
     streamed: bool = False
     """Whether rows are read while training."""
-    ranks: int = 1
 
 
 def axes(setting: Setting, sizes: Sizes) -> list[Axis]:
@@ -131,7 +130,7 @@ def _optimizers() -> list[tuple[Choice, Mapping[str, Any]]]:
 
 def _gradients(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("gradients kept to the step"), {})]
-    if setting.ranks > 1 or setting.given.get("fp16") or setting.given.get("gradient_accumulation_steps", 1) > 1:
+    if setting.given.get("fp16") or setting.given.get("gradient_accumulation_steps", 1) > 1:
         return found
     clips = setting.given.get("max_grad_norm", setting.defaults.get("max_grad_norm"))
     unclipped = "gradients are no longer clipped" if clips else None

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from lowtide.memory.measure import bytes_text
 from lowtide.planner.budget import budget_bytes
-from lowtide.planner.candidate import Run, measured, prepared_rows
+from lowtide.planner.candidate import Run, measured, prepared_rows, state_of_accelerate_kept
 from lowtide.planner.choices import Setting, axes
 from lowtide.planner.search import Candidate, Measured, Refused, Search, Sizes
 
@@ -126,6 +126,7 @@ def settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items()) or "the defaults fit"
 
 
+@state_of_accelerate_kept()
 def make_plan(
     run: Run,
     rows: Dataset,
@@ -135,7 +136,6 @@ def make_plan(
     explain: bool = True,
     source: Mapping[str, Any] | None = None,
     streamed: bool = False,
-    ranks: int = 1,
     notes: tuple[str, ...] = (),
 ) -> Plan:
     """The fastest settings of a run that fit a budget.
@@ -148,7 +148,6 @@ def make_plan(
         explain: whether runners-up and the effect of each technique are wanted, which take more traces.
         source: the user's own settings as a run file has them, model and dataset among them.
         streamed: whether the run reads its rows while it trains.
-        ranks: on how many it trains.
 
     Raises:
         PlanError: nothing fits; says what takes most, and what would be needed.
@@ -156,18 +155,7 @@ def make_plan(
     """
     room = budget_bytes(budget, run.device)
     prepared, sizes = prepared_rows(run, rows)
-    plain = run.config({})
-    setting = Setting(
-        names={*vars(plain), "dtype", "use_peft"}
-        - ({"dtype"} if "dtype" in (plain.model_init_kwargs or {}) else set()),
-        defaults=vars(run.trainer_class.config(output_dir="plan", use_cpu=True, report_to="none")),
-        given=run.given,
-        device_kind=run.device.kind,
-        exact=exact,
-        adapters=run.peft_config is not None,
-        streamed=streamed,
-        ranks=ranks,
-    )
+    setting = _setting(run, exact=exact, streamed=streamed)
     search = Search(
         lambda options, tokens: measured(run, prepared, options, tokens),
         axes(setting, sizes),
@@ -195,6 +183,21 @@ def make_plan(
         notes=(*notes, *best.measured.estimate.notes),
         speed_by="relative costs" if best.measured.tokens_per_second is None else "roofline",
         traces=search.traces,
+    )
+
+
+def _setting(run: Run, *, exact: bool, streamed: bool) -> Setting:
+    """What there is to choose from."""
+    plain, defaults = run.config({}), run.trainer_class.config(output_dir="plan", use_cpu=True, report_to="none")
+    stored = {"dtype"} if "dtype" in (plain.model_init_kwargs or {}) else set()
+    return Setting(
+        names={*vars(plain), "dtype", "use_peft"} - stored,
+        defaults=vars(defaults),
+        given=run.given,
+        device_kind=run.device.kind,
+        exact=exact,
+        adapters=run.peft_config is not None,
+        streamed=streamed,
     )
 
 
@@ -230,7 +233,7 @@ def _effects(search: Search, sizes: Sizes) -> list[Effect]:
     if sizes.longest < sizes.whole:
         least = search.traced(search.plain, sizes.longest)
         options = {"tokens_per_microbatch": sizes.longest}
-        cost = search._cost(search.plain, sizes.longest) / search._cost(search.plain, None)
+        cost = search.cost(search.plain, sizes.longest) / search.cost(search.plain, None)
         found.append(Effect("token budget", options, int(plain.peak - least.peak), seconds(least, cost)))
     return sorted(found, key=lambda each: -each.saved_bytes)
 

@@ -165,7 +165,7 @@ class Search:
                     peak = _peak(self._bytes(combination, tokens))
                 except Refused:
                     continue
-                foretold.append(Candidate(combination, tokens, peak, self._cost(combination, tokens), None))
+                foretold.append(Candidate(combination, tokens, peak, self.cost(combination, tokens), None))
         for candidate in sorted(foretold, key=lambda each: (each.peak, self._rank(each))):
             traced = self._proved(candidate)
             if traced is not None:
@@ -225,13 +225,13 @@ class Search:
         try:
             whole = _peak(self._bytes(combination, None))
             if whole <= self.room * DOUBT:
-                return Candidate(combination, None, whole, self._cost(combination, None), None)
+                return Candidate(combination, None, whole, self.cost(combination, None), None)
             if self._cannot_be_cut(combination) or (tokens := self._most_tokens(combination)) is None:
                 return None
             peak = _peak(self._bytes(combination, tokens))
         except Refused:
             return None
-        return Candidate(combination, tokens, peak, self._cost(combination, tokens), None)
+        return Candidate(combination, tokens, peak, self.cost(combination, tokens), None)
 
     def _most_tokens(self, combination: Combination) -> int | None:
         low = self.sizes.longest
@@ -253,7 +253,7 @@ class Search:
             return None
         share = (self.room - least) / max(traced.peak - least, 1.0)
         tokens = max(low, min(int(low + (now - low) * share), now - ROUND) // ROUND * ROUND)
-        return traced._replace(tokens=tokens, measured=None, cost=self._cost(traced.combination, tokens))
+        return traced._replace(tokens=tokens, measured=None, cost=self.cost(traced.combination, tokens))
 
     def _proved(self, candidate: Candidate) -> Candidate | None:
         try:
@@ -310,9 +310,10 @@ class Search:
 
     def _hoped(self, combination: Combination) -> float:
         """The cost in one micro-batch, from what is known without a trace of it."""
-        return self._cost(combination, None)
+        return self.cost(combination, None)
 
-    def _cost(self, combination: Combination, tokens: int | None) -> float:
+    def cost(self, combination: Combination, tokens: int | None) -> float:
+        """Seconds a token in some unit, foretold; `tokens` is the budget."""
         plain = self._known.get((self.plain, None))
         rate = plain.tokens_per_second if plain is not None else None
         whole = self.sizes.whole

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from accelerate.utils import broadcast_object_list
 from transformers import AutoConfig
 
 from lowtide.engine.forward import causal_model, embedding_weight
@@ -49,6 +48,11 @@ def fit_budget(
             f"memory_budget={args.memory_budget!r} cannot be planned for {what}, whose weights are not traced: choose "
             "the settings by hand and leave it out"
         )
+    if args.world_size > 1:
+        raise ValueError(
+            f"memory_budget={args.memory_budget!r} cannot be planned on {args.world_size} ranks at once: plan it before "
+            "(`lowtide plan METHOD --output plan.yaml`), and start the ranks with --config plan.yaml"
+        )
     if dataset is None:
         raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
     given = {**args.given, "output_dir": args.output_dir}
@@ -59,16 +63,9 @@ def fit_budget(
         given["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
     rows, notes = first_rows(dataset)
     run = Run(trainer_class, described, given, device_named(args.device.type), processing_class, peft_config)
-    chosen: list[Any] = [None, None]
-    if args.process_index == 0:
-        plan = make_plan(
-            run, rows, args.memory_budget, explain=False, streamed=rows is not dataset, ranks=args.world_size
-        )
-        chosen = [dict(plan.settings), "; ".join([plan.summary(), *notes])]
-    if args.world_size > 1:
-        broadcast_object_list(chosen)
-    _set(args, chosen[0])
-    return Fitted(*chosen)
+    plan = make_plan(run, rows, args.memory_budget, explain=False, streamed=rows is not dataset)
+    _set(args, plan.settings)
+    return Fitted(dict(plan.settings), "; ".join([plan.summary(), *plan.notes, *notes]))
 
 
 def _set(args: TrainingConfig, settings: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from lowtide.engine.loading import load_tokenizer
 from lowtide.memory.host_heap import MMAP_ABOVE, TRIM_ABOVE
 from lowtide.memory.measure import resident_bytes
 from lowtide.methods import METHODS
-from lowtide.planner.candidate import Run, first_rows, measured, prepared_rows
+from lowtide.planner.candidate import Run, config_of_model, first_rows, measured, prepared_rows
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, peaks, run_of
 from lowtide.planner.fake_run import moments_of
@@ -144,25 +144,10 @@ def _run(
     trainer_class, place = _trainer_named(method), device_named(device)
     given = dict(config.given if isinstance(config, TrainingConfig) else config or {})
     trusts = bool(given.get("trust_remote_code"))
-    described = _described(model, trust_remote_code=trusts)
+    described = config_of_model(model, trust_remote_code=trusts)
     if processing_class is None and isinstance(model, str):
         processing_class = load_tokenizer(model, trust_remote_code=trusts)
     return Run(trainer_class, described, given, place, processing_class, peft_config), load_rows(dataset)
-
-
-def _described(model: str | PretrainedConfig, **options: Any) -> PretrainedConfig:
-    """A model's config.
-
-    Raises:
-        ValueError: there is none under this name.
-    """
-    if not isinstance(model, str):
-        return model
-    try:
-        return AutoConfig.from_pretrained(model, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"model {model!r} has no config that can be read: {reason}") from error
 
 
 def _trainer_named(method: str) -> type[MethodTrainer]:

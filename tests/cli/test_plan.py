@@ -72,7 +72,7 @@ def test_lossy_choices_are_named(plan):
     status, out, err = plan("--budget", "64GiB", "--json", "--lossy", *FEW, *fewer)
     assert status == 0, err
     changing = {each["technique"]: each["changes"] for each in json.loads(out)["techniques"] if each["changes"]}
-    assert "LoRA" in changing and "compressed AdamW" in changing
+    assert {"LoRA", "compressed AdamW"} <= changing.keys()
     assert "use_peft" not in json.loads(out)["settings"], "another model is a last resort"
 
 
@@ -104,7 +104,8 @@ def test_an_estimate_is_a_table_or_json(plan):
     assert found["peak_bytes"] == sum(found["phases"][found["phase"]].values())
     status, out, err = plan("--max_length", "32", command="estimate")
     assert status == 0, err
-    assert "in all" in out and "weights" in out
+    assert "in all" in out
+    assert "weights" in out
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_an_amount_of_memory_is_read(text, count):
 
 @pytest.mark.parametrize("text", ["a lot", "24 lb", "", "-3GiB", "GiB", True])
 def test_what_is_no_amount_is_refused_with_what_would_be_one(text):
-    with pytest.raises(ValueError, match="24GiB.*auto"):
+    with pytest.raises(ValueError, match=r"24GiB.*auto"):
         budget_bytes(text, CPU)
 
 

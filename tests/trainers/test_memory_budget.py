@@ -57,9 +57,9 @@ def test_what_was_changed_after_construction_stays(tmp_path):
 
 
 def test_a_budget_below_the_process_says_what_is_most(tmp_path):
-    with pytest.raises(ValueError, match="below the weights|nothing fits"):
+    with pytest.raises(ValueError, match=r"below the weights|nothing fits"):
         trainer(config(tmp_path, memory_budget="100KB"))
-    with pytest.raises(ValueError, match="nothing fits .* smallest peak"):
+    with pytest.raises(ValueError, match=r"nothing fits .* smallest peak"):
         trainer(config(tmp_path, memory_budget=str(resident_bytes() // 2), **CHECKPOINTED))
 
 

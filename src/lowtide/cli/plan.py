@@ -1,4 +1,4 @@
-"""`lowtide plan dpo --model M --dataset D --budget 24GiB`: the fastest settings that fit, as a run file and in tables."""
+"""`lowtide plan dpo --model M --dataset D --budget 24GiB`: the fastest settings that fit, as a run file."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from lowtide.memory.measure import resident_bytes
 from lowtide.planner.devices import Device
@@ -89,6 +89,21 @@ def first_rows(rows: Dataset | IterableDataset) -> tuple[Dataset, tuple[str, ...
         return rows, ()
     found = Dataset.from_list(list(rows.take(STREAMED_ROWS)))
     return found, (f"a stream is planned for by its first {len(found):,} rows; longer ones may follow",)
+
+
+def config_of_model(model: str | PretrainedConfig, **options: Any) -> PretrainedConfig:
+    """A model's config.
+
+    Raises:
+        ValueError: there is none under this name.
+    """
+    if not isinstance(model, str):
+        return model
+    try:
+        return AutoConfig.from_pretrained(model, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"model {model!r} has no config that can be read: {reason}") from error
 
 
 @contextlib.contextmanager

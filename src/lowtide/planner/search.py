@@ -261,8 +261,8 @@ class Search:
         except Refused:
             return None
         rate = measured.tokens_per_second
-        timed = rate is not None and all(choice.timed for choice in self.choices(candidate.combination))
-        cost = 1 / rate if timed else candidate.cost
+        timed = all(choice.timed for choice in self.choices(candidate.combination))
+        cost = candidate.cost if rate is None or not timed else 1 / rate
         return candidate._replace(peak=measured.peak, cost=cost, measured=measured)
 
     def _bytes(self, combination: Combination, tokens: int | None) -> Bytes:

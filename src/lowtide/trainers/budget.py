@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from transformers import AutoConfig
-
 from lowtide.engine.forward import causal_model, embedding_weight
-from lowtide.planner.candidate import Run, first_rows
+from lowtide.planner.candidate import Run, config_of_model, first_rows
 from lowtide.planner.devices import device_named
 from lowtide.planner.plan import make_plan
 from lowtide.trainers.config import TrainingConfig
@@ -50,14 +48,14 @@ def fit_budget(
         )
     if args.world_size > 1:
         raise ValueError(
-            f"memory_budget={args.memory_budget!r} cannot be planned on {args.world_size} ranks at once: plan it before "
-            "(`lowtide plan METHOD --output plan.yaml`), and start the ranks with --config plan.yaml"
+            f"memory_budget={args.memory_budget!r} cannot be planned on {args.world_size} ranks at once: plan it "
+            "before (`lowtide plan METHOD --output plan.yaml`), and start the ranks with --config plan.yaml"
         )
     if dataset is None:
         raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
     given = {**args.given, "output_dir": args.output_dir}
     if isinstance(model, str):
-        described = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+        described = config_of_model(model, trust_remote_code=args.trust_remote_code)
     else:
         described = causal_model(model).config
         given["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")

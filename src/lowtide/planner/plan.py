@@ -15,10 +15,9 @@ from lowtide.memory.measure import bytes_text
 from lowtide.planner.budget import budget_bytes
 from lowtide.planner.candidate import Run, measured, prepared_rows, state_of_accelerate_kept
 from lowtide.planner.choices import Setting, axes
+from lowtide.planner.estimate import BANDS
 from lowtide.planner.search import Candidate, Measured, Refused, Search, Sizes
 
-MARGIN = 0.02
-"""By how much of itself a peak may be above what was foretold: the most that estimates are held to."""
 RUNNERS_UP = 3
 
 
@@ -160,7 +159,7 @@ def make_plan(
         lambda options, tokens: measured(run, prepared, options, tokens),
         axes(setting, sizes),
         sizes,
-        room / (1 + MARGIN),
+        room / (1 + BANDS[run.device.kind]),
     )
     if exact:
         _check_weights(search, room)
@@ -273,7 +272,7 @@ def _nothing_fits(search: Search, room: int, run: Run, exact: bool) -> PlanError
     inside = {name: size for name, size in phase.items() if name != "runtime" or size > room}
     (name, size), *_ = Counter(inside).most_common()
     return PlanError(
-        f"nothing fits {bytes_text(room)} on {run.device.name}, {MARGIN:.0%} of it left for what an estimate may miss. "
+        f"nothing fits {bytes_text(room)} on {run.device.name}, {BANDS[run.device.kind]:.0%} of it left for what an estimate may miss. "
         f"The smallest peak found is {bytes_text(option.peak_bytes)} ({settings_text(option.settings)}); most of it is "
         f"{name}, {bytes_text(size)}. {ADVICE.get(name, ADVICE['weights'])}{LOSSY if exact else ''}",
         option.peak_bytes,

@@ -272,8 +272,8 @@ def _nothing_fits(search: Search, room: int, run: Run, exact: bool) -> PlanError
     inside = {name: size for name, size in phase.items() if name != "runtime" or size > room}
     (name, size), *_ = Counter(inside).most_common()
     return PlanError(
-        f"nothing fits {bytes_text(room)} on {run.device.name}, {BANDS[run.device.kind]:.0%} of it left for what an estimate may miss. "
-        f"The smallest peak found is {bytes_text(option.peak_bytes)} ({settings_text(option.settings)}); most of it is "
+        f"nothing fits {bytes_text(room)} on {run.device.name}, {BANDS[run.device.kind]:.0%} of it left for what an "
+        f"estimate may miss. The smallest peak found is {bytes_text(option.peak_bytes)} ({settings_text(option.settings)}); most of it is "
         f"{name}, {bytes_text(size)}. {ADVICE.get(name, ADVICE['weights'])}{LOSSY if exact else ''}",
         option.peak_bytes,
         option.settings,

@@ -273,8 +273,9 @@ def _nothing_fits(search: Search, room: int, run: Run, exact: bool) -> PlanError
     (name, size), *_ = Counter(inside).most_common()
     return PlanError(
         f"nothing fits {bytes_text(room)} on {run.device.name}, {BANDS[run.device.kind]:.0%} of it left for what an "
-        f"estimate may miss. The smallest peak found is {bytes_text(option.peak_bytes)} ({settings_text(option.settings)}); most of it is "
-        f"{name}, {bytes_text(size)}. {ADVICE.get(name, ADVICE['weights'])}{LOSSY if exact else ''}",
+        f"estimate may miss. The smallest peak found is {bytes_text(option.peak_bytes)} "
+        f"({settings_text(option.settings)}); most of it is {name}, {bytes_text(size)}. "
+        f"{ADVICE.get(name, ADVICE['weights'])}{LOSSY if exact else ''}",
         option.peak_bytes,
         option.settings,
     )

@@ -11,10 +11,11 @@ from unittest.mock import patch
 import numpy as np
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset, IterableDataset
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
@@ -206,9 +207,18 @@ class _Run(FakeRun):
     def _trainer(self, model: nn.Module) -> Any:
         init, self.config.model_init_kwargs = self.config.model_init_kwargs, None
         try:
-            return super()._trainer(model)
+            with patch.object(FakeTensor, "__deepcopy__", _copied, create=True):
+                return super()._trainer(model)
         finally:
             self.config.model_init_kwargs = init
+
+
+def _copied(tensor: FakeTensor, memo: dict) -> Tensor:
+    """A copy of a tensor without memory. torch's own asks for its address, copies what it takes to be there, and so
+    writes into memory that is another's: a second trace with a copied reference crashed."""
+    clone = tensor.detach().clone()
+    memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
+    return memo[id(tensor)]
 
 
 @contextlib.contextmanager

@@ -84,6 +84,10 @@ def test_the_table_of_memory_techniques_is_that_of_the_code():
     assert table.strip().splitlines() == techniques_table(), "run `make docs`"
 
 
+def test_the_plan_of_its_page():
+    assert run("plan.md")["plan"].settings == {"gradient_checkpointing": False}
+
+
 def test_every_page_is_listed_and_every_link_leads_somewhere():
     listed = (DOCS / "index.md").read_text(encoding="utf-8") + (DOCS / "memory.md").read_text(encoding="utf-8")
     for page in (*(f"{method}.md" for method in TRAINERS), *MEMORY):

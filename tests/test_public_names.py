@@ -23,6 +23,8 @@ NAMES = [
     "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "estimate",
+    "plan",
 ]
 
 

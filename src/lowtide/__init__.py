@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowtide.data.collate import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening
+    from lowtide.planning import estimate, plan
     from lowtide.ragged import RaggedBatch
     from lowtide.trainers.bco import BCOConfig, BCOTrainer
     from lowtide.trainers.cpo import CPOConfig, CPOTrainer
@@ -36,6 +37,8 @@ __all__ = [
     "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "estimate",
+    "plan",
 ]
 
 _HOME = {
@@ -56,6 +59,8 @@ _HOME = {
     "RewardTrainer": "lowtide.trainers.reward",
     "SFTConfig": "lowtide.trainers.sft",
     "SFTTrainer": "lowtide.trainers.sft",
+    "estimate": "lowtide.planning",
+    "plan": "lowtide.planning",
 }
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig
 
 import lowtide
-from lowtide.calibration import process_bytes
+from lowtide.data.sources import Source, load_rows
+from lowtide.engine.loading import load_tokenizer
+from lowtide.methods import METHODS
+from lowtide.planner.candidate import Run, config_of_model, first_rows, measured, prepared_rows
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.fake_run import FakeRun
+from lowtide.planner.plan import Plan, make_plan
+from lowtide.planner.process import process_bytes
 from lowtide.planner.sharding import Sharding
+from lowtide.spelling import nearest
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.method import MethodTrainer
 
@@ -56,7 +62,7 @@ def estimate(
         trainer_of(config),
         config,
         described,
-        Dataset.from_list(rows_of(lengths)) if lengths is not None else dataset,
+        dataset if dataset is not None else Dataset.from_list(rows_of(lengths or ())),
         processing_class=processing_class,
         peft_config=peft_config,
         prepared=lengths is not None,
@@ -65,6 +71,94 @@ def estimate(
     where = device_named(device)
     beside = process_bytes(peft_config is not None) if where.kind == "cpu" else 0
     return estimate_run(run, where, sharding=spread, process_bytes=beside)
+
+
+def plan(
+    method: str,
+    model: str | PretrainedConfig,
+    dataset: Source,
+    budget: str | int,
+    *,
+    device: str = "cpu",
+    exact: bool = True,
+    config: TrainingConfig | Mapping[str, Any] | None = None,
+    processing_class: Any = None,
+    peft_config: Any = None,
+    explain: bool = True,
+    source: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The fastest settings of a run that fit a budget; no weight is made.
+
+    Args:
+        method: "sft", "dpo" or another command's name.
+        model: its config, or a path or hub name of it.
+        dataset: rows to train on, or where they are.
+        budget: "24GiB", "24GB", "24g", a number of bytes, or "auto" for what the device has free.
+        device: "cpu", "cuda", or a GPU that need not be here, such as "H100-80GB".
+        exact: whether only settings are chosen that leave the numbers alone; others are named with what they change.
+        config: your own settings, which are never overruled: those that a config was made with, or options by name.
+        processing_class: the tokenizer; by default the model's own.
+        peft_config: adapters to put on the model.
+        explain: whether runners-up and the effect of each technique are wanted, which take some traces more.
+        source: your own settings as the plan's run file is to have them, if they are more than `config`.
+
+    Raises:
+        PlanError: nothing fits; says what takes most, and what would be needed.
+        ValueError: the method, the device, the budget or the rows are none, or the model cannot be traced.
+    """
+    run, loaded = _run(method, model, dataset, device, config, processing_class, peft_config)
+    rows, notes = first_rows(loaded)
+    own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
+    return make_plan(
+        run,
+        rows,
+        budget,
+        exact=exact,
+        explain=explain,
+        source=source or own | dict(run.given),
+        streamed=rows is not loaded,
+        notes=notes,
+    )
+
+
+def estimate_method(
+    method: str,
+    model: str | PretrainedConfig,
+    dataset: Source,
+    *,
+    device: str = "cpu",
+    config: TrainingConfig | Mapping[str, Any] | None = None,
+    processing_class: Any = None,
+    peft_config: Any = None,
+) -> Estimate:
+    """The peak of a run as `lowtide estimate` describes it: arguments are those of `plan`."""
+    run, rows = _run(method, model, dataset, device, config, processing_class, peft_config)
+    prepared, _ = prepared_rows(run, first_rows(rows)[0])
+    return measured(run, prepared, {}, None).estimate
+
+
+def _run(
+    method: str,
+    model: str | PretrainedConfig,
+    dataset: Source,
+    device: str,
+    config: TrainingConfig | Mapping[str, Any] | None,
+    processing_class: Any,
+    peft_config: Any,
+) -> tuple[Run, Dataset | IterableDataset]:
+    trainer_class, place = _trainer_named(method), device_named(device)
+    given = dict(config.given if isinstance(config, TrainingConfig) else config or {})
+    trusts = bool(given.get("trust_remote_code"))
+    described = config_of_model(model, trust_remote_code=trusts)
+    if processing_class is None and isinstance(model, str):
+        processing_class = load_tokenizer(model, trust_remote_code=trusts)
+    return Run(trainer_class, described, given, place, processing_class, peft_config), load_rows(dataset)
+
+
+def _trainer_named(method: str) -> type[MethodTrainer]:
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r}{nearest(method, METHODS)}; there are {', '.join(METHODS)}")
+    return getattr(lowtide, f"{'Reward' if method == 'reward' else method.upper()}Trainer")
 
 
 def trainer_of(config: TrainingConfig) -> type[MethodTrainer]:

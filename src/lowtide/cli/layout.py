@@ -67,6 +67,7 @@ LAYOUT: dict[str, list[str]] = {
         "ref_model_sync_steps",
     ],
     "memory and precision": [
+        "memory_budget",
         "tokens_per_microbatch",
         "gradient_checkpointing",
         "dtype",

@@ -27,13 +27,15 @@ METHODS = {
 """The training methods, which `lowtide.cli.train` runs, and the line of help of each: those of `lowtide.methods`, which
 is not imported for a line of help."""
 TOOLS = {
+    "plan": ("lowtide.cli.plan", "the fastest settings of a run that fit a memory budget"),
+    "estimate": ("lowtide.cli.estimate", "how much memory a run will take, before it starts"),
     "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
     "profile": ("lowtide.cli.profile", "run a few steps of a method, and show where their memory went"),
     "merge": ("lowtide.cli.merge", "write a model and its adapter as one model"),
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
 }
 """The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""
-OF_A_METHOD = {"profile"}
+OF_A_METHOD = {"plan", "estimate", "profile"}
 """Those that a method follows, whose options they take: their `add_parser(subparsers, method)` gives its parser."""
 COMMANDS = METHODS | {name: summary for name, (_, summary) in TOOLS.items()}
 USER_ERROR = 2

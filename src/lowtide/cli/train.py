@@ -202,7 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = given.config()
     trainer = given.trainer(config)
     if config.should_save:  # what was asked for: the config has filled fields in
-        write_run_file(run_file, given.values, arguments.options)
+        write_run_file(run_file, {**given.values, **trainer.planned.settings}, arguments.options)
     with out_of_memory_said():
         trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()

@@ -169,7 +169,7 @@ def peaks(events: Iterable[Event], allocator: Allocator) -> dict[str, dict[str, 
     """
     live: Counter[str] = Counter()
     alive: set[Block] = set()
-    total, most, found = 0, Counter[str](), {}
+    total, most, found = 0, dict[str, tuple[int, int]](), {}
     for block, born, phase, _ in events:
         if block is None:
             allocator.trim()
@@ -185,8 +185,9 @@ def peaks(events: Iterable[Event], allocator: Allocator) -> dict[str, dict[str, 
             allocator.died(block)
         live[block.category] += size
         total += size
-        if allocator.held > most[phase]:
-            most[phase] = allocator.held
+        held = allocator.held, total
+        if held > most.get(phase, (0, 0)):
+            most[phase] = held
             found[phase] = {name: size for name, size in live.items() if size}
-            found[phase]["cache"] = allocator.held - total
+            found[phase]["cache"] = held[0] - total
     return found

@@ -6,19 +6,23 @@ model whose weights are fake, and its own step runs, after the states of the ste
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import _disable_current_modes
@@ -109,6 +113,11 @@ class FakeRun:
         other.described = described
         return other
 
+    def trainer(self) -> Any:
+        """The trainer with its rows prepared, of one layer."""
+        with _faked():
+            return self._trainer(self._model(1))
+
     def layout(self) -> Layout:
         """The parameters of the whole model."""
         with torch.device("meta"):
@@ -136,20 +145,8 @@ class FakeRun:
         trace = StorageTrace()
         costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
         trace.watchers.append(_counting(trace, costs))
-        try:
-            with (
-                FakeTensorMode(allow_non_fake_inputs=True) as fake,
-                trace,
-                patch.object(nn.Module, "to", _stay),
-                patch.object(offloading, "trim_heap", trace.trimmed),
-                as_on(device),
-            ):
-                batch, traced_scores, micro_batches = self._run(trace, fake, layers)
-        except (UnsupportedOperatorException, DynamicOutputShapeException, DataDependentOutputException) as error:
-            raise ValueError(
-                f"the step of model type {self.described.model_type} cannot be traced: {error.func} has no form "
-                "without values. Its peak is known from a rehearsal alone (rehearsal=True)"
-            ) from error
+        with _faked() as fake, trace, patch.object(offloading, "trim_heap", trace.trimmed), as_on(device):
+            batch, traced_scores, micro_batches = self._run(trace, fake, layers)
         share = batch.scores / max(traced_scores, 1)
         return Traced(list(trace.events), costs, batch.tokens, micro_batches, head_share=share)
 
@@ -206,9 +203,11 @@ class FakeRun:
                     return lambda batch: torch.zeros(batch.scores)
                 return super().make_reference(model, engine)
 
+        args = copy.copy(self.config)
+        args.model_init_kwargs = None  # the model is there
         return Faked(
             model,
-            args=self.config,
+            args=args,
             train_dataset=self.dataset,
             processing_class=self.processing_class,
             peft_config=self.peft_config,
@@ -330,6 +329,60 @@ def _counting(trace: StorageTrace, costs: Mapping[str, OperationCosts]) -> Calla
             each(func, args, out)
 
     return count
+
+
+UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+"""How an operation says that it has no shape without values."""
+
+
+@contextlib.contextmanager
+def _state_of_accelerate_kept() -> Iterator[None]:
+    """Traced trainers are of the CPU, and accelerate remembers one device for the whole process: that of the last."""
+    kinds = (PartialState, AcceleratorState, GradientState)
+    before = [dict(kind._shared_state) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, state in zip(kinds, before, strict=True):
+            kind._shared_state.clear()
+            kind._shared_state.update(state)
+
+
+@contextlib.contextmanager
+def _faked() -> Iterator[FakeTensorMode]:
+    """Tensors have no values: models stay where they are, and copies touch no memory.
+
+    Raises:
+        ValueError: an operation has no form without values; with its name.
+    """
+    try:
+        with (
+            _state_of_accelerate_kept(),
+            FakeTensorMode(allow_non_fake_inputs=True) as fake,
+            patch.object(nn.Module, "to", _stay),
+            patch.object(FakeTensor, "__deepcopy__", _copied, create=True),
+        ):
+            yield fake
+    except UNTRACEABLE as error:
+        operation = getattr(error, "func", None) or (error.args[0] if error.args else type(error).__name__)
+        raise ValueError(
+            f"the run cannot be traced without values: {str(operation).splitlines()[0]}. Memory of such a model is "
+            "not foretold; measure it with a short run (--max_steps 2 --memory_report report.json)"
+        ) from error
+
+
+def _copied(tensor: FakeTensor, memo: dict) -> Tensor:
+    """A copy of a tensor without memory. torch's own asks for its address, copies what it takes to be there, and so
+    writes into memory that is another's: a second trace with a copied reference crashed."""
+    clone = tensor.detach().clone()
+    memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
+    return memo[id(tensor)]
 
 
 def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

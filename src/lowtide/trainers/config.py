@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -52,6 +52,9 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     tokens_per_microbatch: int | None = option(
         None, "Token budget: the most tokens that one forward sees. The batch of a step is cut to fit; same numbers."
     )
+    memory_budget: str | None = option(
+        None, "Choose exact settings that fit so much memory ('24GiB', or 'auto' for what is free); yours stay as set."
+    )
     memory_report: str | None = option(None, "JSON file to write peak, states, speed and ledger to after training.")
 
     # other defaults than TrainingArguments'
@@ -82,7 +85,19 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         for name in kwargs:
             if name not in own:
                 raise TypeError(f"{cls.__name__} has no option {name!r}{whose(name)}{nearest(name, own)}")
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        positional = (each.name for each in fields(cls) if each.init and not each.kw_only)
+        made.__dict__["_given"] = {**dict(zip(positional, args, strict=False)), **kwargs}
+        return made
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that were set by hand. Where all were, by a parser say, those that differ from the defaults."""
+        whole = {each.name for each in fields(TrainingArguments) if each.init}
+        given: dict[str, Any] = self.__dict__.get("_given", {})
+        if not whole <= given.keys():
+            return dict(given)
+        return {name: value for name, value in given.items() if value != default_of(type(self), name)}
 
     def __post_init__(self) -> None:
         if self.pad_to_multiple_of == "auto":
@@ -127,6 +142,12 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         # A stream's rows are dealt out, not cut from one batch made on the first rank.
         accelerator: Any = self.accelerator_config
         accelerator.dispatch_batches = False
+
+
+def default_of(config: type, name: str) -> Any:
+    """The default of an option, as it is before a config has filled others in from it."""
+    found = next(each for each in fields(config) if each.name == name)
+    return found.default if found.default_factory is MISSING else found.default_factory()
 
 
 def whose(name: str) -> str:

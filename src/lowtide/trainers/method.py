@@ -22,6 +22,7 @@ from lowtide.memory.table import active, around, begin, prepare
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective, Scorer
 from lowtide.trainers.base import LowtideTrainer
+from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.exhausted import explained
 from lowtide.trainers.inputs import check_budget, config_of, load_inputs
@@ -77,6 +78,17 @@ class MethodTrainer(LowtideTrainer):
         peft_config: Any = None,
     ):
         args = config_of(self.config, args, model, self.method.name.upper())
+        self.planned = Fitted({}, "")
+        if args.memory_budget:
+            self.planned = fit_budget(
+                type(self),
+                args,
+                model,
+                train_dataset,
+                processing_class=processing_class,
+                peft_config=peft_config,
+                quantization_config=quantization_config,
+            )
         set_seed(args.seed)
         model, self.tokenizer = load_inputs(
             model,

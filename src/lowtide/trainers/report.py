@@ -60,7 +60,9 @@ class StartReport(TrainerCallback):
         share = sum(p.numel() for p in trained) / max(total, 1)
         optimizer = "" if self.states.optimizer is None else f" + optimizer {bytes_text(self.states.optimizer)}"
         budget = f", at most {args.tokens_per_microbatch:,} tokens" if args.tokens_per_microbatch else ""
+        planned = self.trainer.planned.text
         return [
+            *([("memory budget", planned)] if planned else []),
             ("model", f"{model.config.model_type}, {total:,} parameters, {share:.1%} trained"),
             ("precision", self._precision(trained)),
             ("path", f"{'ragged' if self.engine.padding_free else 'padded'} ({self.engine.reason})"),

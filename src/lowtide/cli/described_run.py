@@ -1,0 +1,91 @@
+"""A run as the commands that only look at it have it: its method, its options, its rows; no weights are loaded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli import train
+from lowtide.cli.main import METHODS, UsageError
+from lowtide.cli.options import read_options
+from lowtide.cli.run_file import read_run_file
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedRun:
+    """What a method's own command would run."""
+
+    run: train.Run
+    values: Mapping[str, Any]
+    """The options that were given."""
+    given: Mapping[str, Any]
+    """Those of the method's config."""
+
+    @property
+    def method(self) -> str:
+        return self.run.method
+
+    @property
+    def model(self) -> str:
+        assert self.run.what.model is not None
+        return self.run.what.model
+
+    def rows(self) -> Dataset | IterableDataset:
+        """The rows to train on."""
+        return self.run.what.load(evaluates=False)[0]
+
+    def tokenizer(self) -> Any:
+        """The model's own."""
+        from lowtide.engine.loading import load_tokenizer
+
+        trusts = bool(self.values.get("trust_remote_code"))
+        return load_tokenizer(self.model, trust_remote_code=trusts, revision=self.run.what.model_revision)
+
+
+def add_method(
+    parser: argparse.ArgumentParser, command: str, method: str | None
+) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup] | None:
+    """Add a method beneath a command, with its options and a group for the command's own; None without a method."""
+    methods = parser.add_subparsers(metavar="METHOD", title="methods", required=True)
+    if method is None:
+        for name, summary in METHODS.items():
+            methods.add_parser(name, help=summary)
+        return None
+    own = train.add_parser(methods, method, command=f"lowtide {command}")
+    group = own.add_argument_group(command)
+    group.add_argument("--device", metavar="NAME", help="cpu, cuda, or a GPU such as H100-80GB (default: what is here)")
+    group.add_argument("--json", action="store_true", help="print JSON")
+    return own, group
+
+
+def described_run(arguments: argparse.Namespace) -> DescribedRun:
+    """The run that a command line describes.
+
+    Raises:
+        UsageError: an option is missing, contradicts another, or means nothing.
+    """
+    options = arguments.options
+    values = read_run_file(arguments.config, options) if arguments.config else {}
+    values |= read_options(arguments, options)
+    with tempfile.TemporaryDirectory() as folder:  # nothing is written where the run would write
+        run = train.read_run(arguments, output_dir=folder)
+    if run.adapters.load_in_4bit or run.adapters.load_in_8bit:
+        raise UsageError("quantized weights are not traced: leave load_in_4bit and load_in_8bit out to plan")
+    config = train._trainer(run.method)[0]
+    given = {name: value for name, value in values.items() if name in train._names(config)}
+    if run.what.model_init():
+        given["model_init_kwargs"] = run.what.model_init()
+    return DescribedRun(run, values, given)
+
+
+def device_of(arguments: argparse.Namespace) -> str:
+    """The device that is named; by default this machine's GPU, if it has one."""
+    import torch
+
+    return arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")

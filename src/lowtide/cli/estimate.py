@@ -1,0 +1,87 @@
+"""`lowtide estimate sft --config run.yaml`: the peak of a run by phase and category, before any weight is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from lowtide.cli.described_run import add_method, described_run, device_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lowtide.planner.estimate import Estimate
+
+
+def add_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
+) -> argparse.ArgumentParser:
+    """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
+    parser = subparsers.add_parser(
+        "estimate",
+        help="how much memory a run will take, before it starts",
+        description="Foretell the peak memory of a run, by phase and by what holds it, before any weight is loaded. "
+        "Takes the options that `lowtide METHOD` takes.",
+    )
+    added = add_method(parser, "estimate", method)
+    if added is None:
+        return parser
+    own, _ = added
+    own.set_defaults(run=run)
+    return own
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Estimate, and show it; the exit status.
+
+    Raises:
+        ValueError: something that the user can mend; OSError likewise.
+    """
+    described = described_run(arguments)
+    from rich.console import Console
+
+    from lowtide.planning import estimate_method
+
+    with Console(stderr=True).status("Tracing the run on tensors without memory"):
+        found = estimate_method(
+            described.method,
+            described.model,
+            described.rows(),
+            device=device_of(arguments),
+            config=described.given,
+            processing_class=described.tokenizer(),
+            peft_config=described.run.adapters.peft_config(),
+        )
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0
+    Console().print(_table(found))
+    return 0
+
+
+def _table(estimate: Estimate) -> RenderableType:
+    """Phases down, categories across; those that hold nothing are left out."""
+    from rich import box
+    from rich.table import Table
+
+    from lowtide.memory.measure import bytes_text
+
+    names = {name: None for phase in estimate.phases.values() for name, size in phase.items() if size}
+    table = Table(
+        title=f"Peak {bytes_text(estimate.peak_bytes)} on {estimate.device}, in {estimate.phase} "
+        f"(+-{estimate.band:.0%})",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("what holds it", overflow="fold")
+    for phase in estimate.phases:
+        table.add_column(phase, justify="right", overflow="fold", style="bold" if phase == estimate.phase else None)
+    for name in names:
+        sizes = (phase.get(name, 0) for phase in estimate.phases.values())
+        table.add_row(name, *(bytes_text(size) if size else "" for size in sizes))
+    table.add_section()
+    table.add_row("in all", *(bytes_text(sum(phase.values())) for phase in estimate.phases.values()))
+    return table

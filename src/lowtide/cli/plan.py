@@ -1,0 +1,154 @@
+"""`lowtide plan dpo --model M --dataset D --budget 24GiB`: the fastest settings that fit, as a run file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli.described_run import add_method, described_run, device_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.console import RenderableType
+
+    from lowtide.planner.plan import Plan
+
+
+def add_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
+) -> argparse.ArgumentParser:
+    """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="the fastest settings of a run that fit a memory budget",
+        description="Choose the fastest settings of a run that fit a memory budget, before any weight is loaded. "
+        "Takes the options that `lowtide METHOD` takes; those that you give are kept as they are.",
+    )
+    added = add_method(parser, "plan", method)
+    if added is None:
+        return parser
+    own, group = added
+    group.add_argument("--budget", metavar="SIZE", help="24GiB, 24GB, 24g, bytes, or auto: what the device has free")
+    group.add_argument("--lossy", action="store_true", help="choose settings that change the numbers too, named")
+    group.add_argument("--output", type=Path, metavar="FILE", help="write the run file here, in place of printing it")
+    own.set_defaults(run=run)
+    return own
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, and show the plan; the exit status.
+
+    Raises:
+        ValueError: nothing fits, or something that the user can mend; OSError likewise.
+    """
+    described = described_run(arguments)
+    from rich.console import Console
+
+    from lowtide.planning import plan
+
+    with Console(stderr=True).status("Tracing the run on tensors without memory"):
+        found = plan(
+            described.method,
+            described.model,
+            described.rows(),
+            arguments.budget or described.values.get("memory_budget") or "auto",
+            device=device_of(arguments),
+            exact=not arguments.lossy,
+            config=described.given,
+            processing_class=described.tokenizer(),
+            peft_config=described.run.adapters.peft_config(),
+            source=described.values,
+        )
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(found.to_yaml(), encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0
+    console = Console()
+    for part in _parts(found):
+        console.print(part)
+    if arguments.output is None:
+        console.print(found.to_yaml().rstrip(), markup=False, highlight=False, soft_wrap=True)
+    else:
+        command = f"lowtide {described.method} --config {arguments.output}"
+        console.print(f"Written: {arguments.output}. This runs it: {command}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _parts(plan: Plan) -> list[RenderableType]:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from lowtide.memory.measure import bytes_text
+
+    share = plan.chosen.peak_bytes / plan.budget_bytes
+    rate = plan.chosen.tokens_per_second
+    peak = Text.assemble(
+        (f"{bytes_text(plan.chosen.peak_bytes)} ", "bold"),
+        f"of {bytes_text(plan.budget_bytes)} on {plan.device} ({share:.0%}), in {plan.estimate.phase}",
+        f"; some {rate:,.0f} tokens/s" if rate else "",
+    )
+    parts: list[RenderableType] = [Text(""), peak]
+    parts += [Text(f"not exact: {change}", style="yellow") for change in plan.chosen.changes]
+    parts.append(_settings_table(plan))
+    if plan.techniques:
+        parts.append(_effects_table(plan))
+    parts += [
+        Padding(Text(f"{name} cannot work here: {why}", style="dim"), (0, 2)) for name, why in plan.refused.items()
+    ]
+    parts += [Text(note, style="dim") for note in plan.notes]
+    if plan.speed_by != "roofline":
+        parts.append(Text("Speeds are relative, from operations counted; no device was measured.", style="dim"))
+    return parts
+
+
+def _settings_table(plan: Plan) -> RenderableType:
+    table = _table("What fits, the fastest first")
+    for name in ("settings", "peak", "time"):
+        table.add_column(name, justify="left" if name == "settings" else "right", overflow="fold")
+    from lowtide.memory.measure import bytes_text
+
+    for each in (plan.chosen, *plan.runners_up):
+        chosen = each is plan.chosen
+        table.add_row(
+            _lines(each.settings) or "the defaults",
+            ("" if each.traced else "~") + bytes_text(each.peak_bytes),
+            f"{each.seconds:.2f} x",
+            style="bold green" if chosen else None,
+        )
+    return table
+
+
+def _effects_table(plan: Plan) -> RenderableType:
+    from rich.text import Text
+
+    from lowtide.memory.measure import bytes_text
+
+    table = _table("What each technique would do by itself")
+    table.add_column("technique", overflow="fold")
+    table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("numbers", overflow="fold")
+    for each in plan.techniques:
+        sign = "-" if each.saved_bytes > 0 else "+"
+        memory = "0" if not each.saved_bytes else sign + bytes_text(abs(each.saved_bytes))
+        numbers = Text(each.changes or "exact", style="yellow" if each.changes else "")
+        table.add_row(each.technique, memory, f"{each.seconds:.2f} x", numbers)
+    return table
+
+
+def _table(title: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    return Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, highlight=False
+    )
+
+
+def _lines(settings: Mapping[str, Any]) -> str:
+    return "\n".join(f"{name}: {json.dumps(value)}" for name, value in settings.items())

@@ -1,0 +1,67 @@
+"""A memory budget in words: `24GiB`, `24GB`, `24g`, `auto`, or a number of bytes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from lowtide.memory.measure import bytes_text, resident_bytes
+from lowtide.planner.devices import Device
+
+UNITS = {
+    unit + suffix: factor
+    for suffixes, base in ((("", "ib"), 1024), (("b",), 1000))
+    for power, unit in enumerate("kmgt", start=1)
+    for suffix, factor in ((each, base**power) for each in suffixes)
+} | {"": 1, "b": 1}
+"""Bytes of a unit; one letter is the binary one."""
+AUTO = "auto"
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def budget_bytes(budget: str | int | float, device: Device) -> int:
+    """The bytes of a budget.
+
+    Args:
+        budget: a number with a unit, `auto` for what the device has free now, or bytes.
+        device: that it is of.
+
+    Raises:
+        ValueError: it is none of these, or more than the device has.
+    """
+    if isinstance(budget, str) and budget.strip().lower() == AUTO:
+        return free_bytes(device)
+    match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)", str(budget).strip().lower())
+    if match is None or match[2] not in UNITS or isinstance(budget, bool):
+        raise ValueError(
+            f"memory budget {budget!r} is no amount of memory: write '24GiB', '24GB', a number of bytes, or '{AUTO}' "
+            "for what the device has free"
+        )
+    count = int(float(match[1].replace("_", "").replace(",", "")) * UNITS[match[2]])
+    if count < 1:
+        raise ValueError(f"memory budget {budget!r} must be above 0")
+    if device.sheet is not None and count > device.memory_bytes:
+        raise ValueError(
+            f"memory budget {budget!r} is more than {device.name} has, {bytes_text(device.memory_bytes)}: give less, "
+            f"or '{AUTO}'"
+        )
+    return count
+
+
+def free_bytes(device: Device) -> int:
+    """What a run may take of a device: all of one that is not here, else what is free, with what this process has."""
+    if device.sheet is not None:
+        return device.memory_bytes
+    if device.kind == "cuda":
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    free = [device.memory_bytes]
+    if _MEMINFO.exists():
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        free.append(int(lines["MemAvailable"].split()[0]) * 1024 + resident_bytes())
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdigit():
+        free.append(int(most) - int(used.read_text()) + resident_bytes())
+    return min(free)

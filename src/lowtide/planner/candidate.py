@@ -1,0 +1,168 @@
+"""What a run with some settings would take, by a trace; and its rows, prepared once for all traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from transformers import AutoConfig, PretrainedConfig
+
+from lowtide.planner.devices import Device
+from lowtide.planner.estimate import Estimate, estimate_run
+from lowtide.planner.fake_run import FakeRun
+from lowtide.planner.heaviest import heaviest_rows, row_lengths
+from lowtide.planner.process import process_bytes
+from lowtide.planner.search import Measured, Refused, Sizes
+
+RUN_OPTIONS = ("dtype", "use_peft")
+"""Settings of a plan that are of the model, and not of the method's config."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is planned, apart from what is to be chosen."""
+
+    trainer_class: Any
+    described: PretrainedConfig
+    given: Mapping[str, Any]
+    """A user's own settings of the method's config."""
+    device: Device
+    processing_class: Any = None
+    peft_config: Any = None
+    process_bytes: int | None = None
+    """What a process holds on a CPU beside tensors; None to measure it."""
+
+    def config(self, options: Mapping[str, Any]) -> Any:
+        """The method's config, as the run would have it on the device.
+
+        Raises:
+            ValueError: the options do not go together.
+        """
+        chosen = {"output_dir": "plan", **self.given, **options, "memory_budget": None}
+        if self.device.kind == "cuda" and chosen.get("bf16") is None:
+            chosen["bf16"] = not chosen.get("fp16") and (self.device.capability or (0, 0)) >= (8, 0)
+        chosen |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+        if "dtype" in chosen:
+            chosen["model_init_kwargs"] = {**(chosen.get("model_init_kwargs") or {}), "dtype": chosen["dtype"]}
+        for name in RUN_OPTIONS:
+            chosen.pop(name, None)
+        return self.trainer_class.config(**chosen)
+
+    def adapters(self, options: Mapping[str, Any]) -> Any:
+        """The adapters that would be trained: the user's own, or those that `--use_peft` stands for."""
+        if self.peft_config is not None or not options.get("use_peft"):
+            return self.peft_config
+        from peft import LoraConfig
+
+        return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.05, bias="none")
+
+
+STREAMED_ROWS = 1000
+"""Of a stream, whose end nobody knows, so many rows are planned for."""
+
+
+def first_rows(rows: Dataset | IterableDataset) -> tuple[Dataset, tuple[str, ...]]:
+    """The rows to plan for, and what there is to say of them."""
+    if isinstance(rows, Dataset):
+        return rows, ()
+    found = Dataset.from_list(list(rows.take(STREAMED_ROWS)))
+    return found, (f"a stream is planned for by its first {len(found):,} rows; longer ones may follow",)
+
+
+def config_of_model(model: str | PretrainedConfig, **options: Any) -> PretrainedConfig:
+    """A model's config.
+
+    Raises:
+        ValueError: there is none under this name.
+    """
+    if not isinstance(model, str):
+        return model
+    try:
+        return AutoConfig.from_pretrained(model, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"model {model!r} has no config that can be read: {reason}") from error
+
+
+def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes]:
+    """The rows as the trainer would see them, and the tokens of its micro-batches.
+
+    Raises:
+        ValueError: rows cannot be prepared; one is longer than the model has positions.
+    """
+    config = run.config({"tokens_per_microbatch": None})
+    fake = FakeRun(
+        run.trainer_class,
+        config,
+        run.described,
+        rows,
+        processing_class=run.processing_class,
+        peft_config=run.peft_config,
+    )
+    trainer = fake.trainer()
+    prepared = cast(Dataset, trainer.train_dataset)
+    return prepared, sizes_of(run, prepared, trainer.bin_tokens(trainer.args))
+
+
+def sizes_of(run: Run, prepared: Dataset, bin_tokens: int | None = None) -> Sizes:
+    """The tokens of a micro-batch of prepared rows.
+
+    Raises:
+        ValueError: a row is longer than the model has positions.
+    """
+    lengths = row_lengths(prepared)
+    if lengths is None or not len(lengths):
+        raise ValueError("the dataset has no rows to plan for: give rows of text, or their lengths")
+    _check_positions(run.described, prepared)
+    config = run.config({})
+    (whole,) = heaviest_rows(lengths, config.per_device_train_batch_size, None)
+    most = int(lengths[whole].sum())
+    if run.given.get("tokens_per_microbatch", "free") != "free":
+        return Sizes(most, most)
+    return Sizes(min(most, max(int(lengths.max()), bin_tokens or 0)), most)
+
+
+def _check_positions(described: PretrainedConfig, prepared: Dataset) -> None:
+    most = getattr(described.get_text_config(), "max_position_embeddings", None)
+    columns = prepared.with_format("arrow")
+    ends = [name for name in ("chosen_ids", "rejected_ids", "completion_ids", "input_ids") if name in columns.features]
+    starts = ["prompt_ids"] if "prompt_ids" in columns.features and "input_ids" not in ends else []
+    if most is None or not ends or "seq_lengths" in prepared.column_names:
+        return
+
+    def counted(names: list[str]) -> np.ndarray:
+        return np.array([row_lengths(prepared.select_columns([name])) for name in names])
+
+    tokens = counted(ends).max(0) + (counted(starts).sum(0) if starts else 0)
+    longest = int(tokens.argmax())
+    if tokens[longest] > most:
+        raise ValueError(
+            f"row {longest} has {int(tokens[longest]):,} tokens and the model {most:,} positions "
+            f"(max_position_embeddings): set max_length={most}, or take a model with more"
+        )
+
+
+def measured(run: Run, prepared: Dataset, options: Mapping[str, Any], tokens: int | None) -> Measured:
+    """What a trace says of a run with some options and a token budget.
+
+    Raises:
+        Refused: they cannot work together or with this model, with the reason.
+    """
+    budget = {} if tokens is None else {"tokens_per_microbatch": tokens}
+    try:
+        found = estimate_of(run, prepared, run.config({**options, **budget}), run.adapters(options))
+    except ValueError as reason:
+        raise Refused(str(reason)) from reason
+    return Measured(found.phases, found.tokens_per_second, found)
+
+
+def estimate_of(run: Run, prepared: Dataset, config: Any, peft_config: Any) -> Estimate:
+    """What one run would take."""
+    fake = FakeRun(run.trainer_class, config, run.described, prepared, peft_config=peft_config, prepared=True)
+    beside = 0 if run.device.kind != "cpu" else run.process_bytes
+    return estimate_run(
+        fake, run.device, process_bytes=process_bytes(peft_config is not None) if beside is None else beside
+    )

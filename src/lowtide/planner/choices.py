@@ -1,0 +1,184 @@
+"""What a plan may choose: the axes of the search, from the table of techniques.
+
+A user's own settings are never overruled: of each axis those choices are left that agree with what was given. What
+changes the numbers, by the table's word, is left out unless it was asked for. Not among them is what changes which rows
+share a step, packing; and accumulation, in whose place the token budget cuts a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from lowtide.memory.options import TWO_PASS
+from lowtide.memory.table import TECHNIQUES
+from lowtide.planner.search import Axis, Choice, Sizes
+
+TILE = 1024
+"""Tokens of a tile of the MLP: some thousand keep the products large."""
+CHECKPOINTING = {"gradient_checkpointing": True, "checkpointing_policy": "full", "checkpointing_every": 1}
+PLAIN = {**CHECKPOINTING, "gradient_checkpointing": False, "activation_offloading": False, "mlp_tile_tokens": None}
+FULL = {**PLAIN, **CHECKPOINTING}
+ADAMW_LIKE = (
+    "compressed AdamW",
+    "bfloat16 AdamW with stochastic rounding",
+    "bfloat16 AdamW with stochastic rounding and 8-bit moments",
+    "8-bit AdamW (torchao)",
+    "4-bit AdamW (torchao)",
+    "8-bit AdamW (bitsandbytes)",
+    "Adafactor",
+)
+"""Optimizers that take AdamW's place with its hyperparameters."""
+LORA = "a LoRA adapter (rank 16) is trained in place of all weights"
+PURE_BFLOAT16 = "weights and states are stored in bfloat16, in which small updates are lost"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What may be chosen from."""
+
+    names: Collection[str]
+    """Options that the method's config has."""
+    defaults: Mapping[str, Any]
+    given: Mapping[str, Any]
+    """A user's own settings."""
+    device_kind: str
+    exact: bool = True
+    adapters: bool = False
+    """Whether adapters are trained already."""
+    streamed: bool = False
+    """Whether rows are read while training."""
+
+
+def axes(setting: Setting, sizes: Sizes) -> list[Axis]:
+    """All that may be chosen, each axis with its plain choice first."""
+    lists: dict[str, Sequence[tuple[Choice, Mapping[str, Any]]]] = {
+        "activations": _activations(sizes),
+        "optimizer": _optimizers(),
+        "gradients": _gradients(setting),
+        "states": _states(setting),
+        "reference": _reference(setting),
+        "precision": _precision(setting),
+        "trained": _trained(setting),
+    }
+    made = (_axis(name, choices, setting) for name, choices in lists.items())
+    return [axis for axis in made if axis.scales or len(axis.choices) > 1]
+
+
+def _axis(name: str, choices: Sequence[tuple[Choice, Mapping[str, Any]]], setting: Setting) -> Axis:
+    left = []
+    for choice, state in choices:
+        known = {each: value for each, value in state.items() if each in setting.names}
+        agrees = all(setting.given.get(each, value) == value for each, value in known.items())
+        if len(known) == len(state) and agrees and (choice.changes is None or not setting.exact):
+            left.append(_written(choice, known, setting))
+    return Axis(name, left or [Choice("as given")], scales=name == "activations")
+
+
+def _written(choice: Choice, state: Mapping[str, Any], setting: Setting) -> Choice:
+    """The choice with those options that a user would have to write."""
+    options = {
+        name: value
+        for name, value in state.items()
+        if name not in setting.given and setting.defaults.get(name) != value
+    }
+    return replace(choice, options=options)
+
+
+def _technique(name: str, slower: float = 1.0, **more: Any) -> Choice:
+    return Choice(name, slower=slower, changes=TECHNIQUES[name].changes, **more)
+
+
+def _activations(sizes: Sizes) -> list[tuple[Choice, Mapping[str, Any]]]:
+    """A forward is one, a backward two; what is computed again comes on top."""
+    found = [
+        (Choice("no checkpointing"), PLAIN),
+        (_technique("checkpointing that keeps products", 1.03), {**FULL, "checkpointing_policy": "matmul"}),
+        (_technique("checkpointing of every k-th layer", 3.5 / 3), {**FULL, "checkpointing_every": 2}),
+        (_technique("checkpointing that keeps attention", 3.9 / 3), {**FULL, "checkpointing_policy": "attention"}),
+        (_technique("gradient checkpointing", 4 / 3), FULL),
+        (
+            Choice("checkpointing and activation offloading", slower=4.3 / 3),
+            {**FULL, "activation_offloading": True},
+        ),
+    ]
+    tile = min(TILE, 1 << max(0, (sizes.whole // 4).bit_length() - 1))
+    if tile >= 64:
+        tiled = {**FULL, "mlp_tile_tokens": tile}
+        found += [
+            (Choice("checkpointing and tiled MLP", slower=4.1 / 3), tiled),
+            (
+                Choice("checkpointing, offloading and tiled MLP", slower=4.4 / 3),
+                {**tiled, "activation_offloading": True},
+            ),
+        ]
+    return sorted(found, key=lambda each: each[0].slower)
+
+
+def _optimizers() -> list[tuple[Choice, Mapping[str, Any]]]:
+    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("AdamW"), {})]
+    for name in ADAMW_LIKE:
+        technique = TECHNIQUES[name]
+        if all(find_spec(package) for package in technique.needs):
+            found.append((_technique(name), technique.options))
+    return found
+
+
+def _gradients(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
+    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("gradients kept to the step"), {})]
+    if setting.given.get("fp16") or setting.given.get("gradient_accumulation_steps", 1) > 1:
+        return found
+    clips = setting.given.get("max_grad_norm", setting.defaults.get("max_grad_norm"))
+    unclipped = "gradients are no longer clipped" if clips else None
+    in_backward = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
+    found.append((Choice("optimizer in backward", changes=unclipped, whole=True), in_backward))
+    if clips:
+        two_passes = Choice("optimizer in backward, two passes", slower=2.0, whole=True)
+        found.append((two_passes, {"optimizer_in_backward": TWO_PASS}))
+    return found
+
+
+def _states(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
+    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("states on the device"), {})]
+    if setting.device_kind == "cuda":
+        found.append((_technique("optimizer states in host memory", 1.2), {"optimizer_states_on_host": True}))
+    return found
+
+
+def _reference(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
+    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("reference as it is"), {})]
+    if "precompute_ref_log_probs" not in setting.names or setting.adapters or setting.given.get("sync_ref_model"):
+        return found
+    if not setting.streamed:
+        found.append((Choice("precomputed reference", timed=False), {"precompute_ref_log_probs": True}))
+    if not setting.given.get("precompute_ref_log_probs"):
+        if setting.device_kind == "cuda":
+            found.append((Choice("reference in host memory", slower=1.3), {"ref_model_storage": "cpu"}))
+        for bits, package in ((8, "torchao"), (4, "bitsandbytes")):
+            if find_spec(package):
+                rounded = f"the reference's weights are rounded to {bits} bits"
+                name = f"reference in {bits} bits"
+                found.append((Choice(name, slower=1.1, changes=rounded), {"ref_model_storage": f"{bits}bit"}))
+    return found
+
+
+def _precision(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
+    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("precision as it is"), {})]
+    if setting.given.get("fp16"):
+        return found
+    if setting.device_kind == "cpu":
+        helped = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        found.append((_technique("bfloat16 mixed precision", 0.7 if helped else 1.5), {"bf16": True}))
+    pure = Choice("bfloat16 weights", slower=0.9, changes=PURE_BFLOAT16, last_resort=True)
+    return [*found, (pure, {"dtype": "bfloat16"})]
+
+
+def _trained(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
+    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("trained as it is"), {})]
+    if setting.adapters:
+        return found
+    return [*found, (Choice("LoRA", slower=0.8, changes=LORA, last_resort=True), {"use_peft": True})]

@@ -1,0 +1,293 @@
+"""The settings of a run for a budget: the fastest that fit, those behind them, and what each technique would do."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import yaml
+from datasets import Dataset
+
+from lowtide.memory.measure import bytes_text
+from lowtide.planner.budget import budget_bytes
+from lowtide.planner.candidate import Run, measured, prepared_rows
+from lowtide.planner.choices import Setting, axes
+from lowtide.planner.estimate import BANDS
+from lowtide.planner.search import Candidate, Measured, Refused, Search, Sizes
+
+RUNNERS_UP = 3
+
+
+class PlanError(ValueError):
+    """Nothing that may be chosen fits the budget.
+
+    Attributes:
+        peak_bytes: the least that was found.
+        settings: with which.
+    """
+
+    def __init__(self, message: str, peak_bytes: int, settings: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.peak_bytes, self.settings = peak_bytes, dict(settings)
+
+
+@dataclass(frozen=True)
+class Option:
+    """Settings, and what is foretold of them."""
+
+    settings: Mapping[str, Any]
+    """Those that differ from the defaults and are not the user's own."""
+    peak_bytes: int
+    seconds: float
+    """Of a token, as a multiple of the plan's."""
+    tokens_per_second: float | None = None
+    changes: tuple[str, ...] = ()
+    """What they change in the numbers; empty where they are exact."""
+    traced: bool = True
+    """False where it is foretold from the traces of other settings."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one choice would do by itself, against the plain settings: no checkpointing, one micro-batch."""
+
+    technique: str
+    settings: Mapping[str, Any]
+    saved_bytes: int
+    """Of the peak; below 0 where it takes more."""
+    seconds: float
+    """As a multiple."""
+    changes: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The fastest settings that fit a budget."""
+
+    method: str
+    given: Mapping[str, Any]
+    """The user's own settings, model and dataset among them."""
+    chosen: Option
+    budget_bytes: int
+    device: str
+    estimate: Any
+    """Of the run with the settings."""
+    runners_up: tuple[Option, ...] = ()
+    techniques: tuple[Effect, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Choices that cannot work with this model, and why."""
+    notes: tuple[str, ...] = ()
+    speed_by: str = "relative costs"
+    """`roofline`, or what stands in for it."""
+    traces: int = 0
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What was chosen beyond defaults and the user's own settings."""
+        return self.chosen.settings
+
+    def to_yaml(self) -> str:
+        """A run file: `lowtide sft --config` on it, or the method's own command, runs it."""
+        head = (
+            f"# lowtide {self.method}: foretold peak {bytes_text(self.chosen.peak_bytes)} of "
+            f"{bytes_text(self.budget_bytes)} on {self.device}.\n"
+        )
+        own = yaml.safe_dump(dict(self.given), sort_keys=False, allow_unicode=True) if self.given else ""
+        changes = "".join(f"# Not exact: {change}.\n" for change in self.chosen.changes)
+        chosen = yaml.safe_dump(dict(self.settings), sort_keys=False) if self.settings else "# nothing but defaults\n"
+        return f"{head}{own}\n# Chosen for the budget.\n{changes}{chosen}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        named = asdict(self) | {"estimate": self.estimate.to_dict(), "settings": dict(self.settings)}
+        return json.loads(json.dumps(named, default=str))
+
+    def summary(self) -> str:
+        """The plan in one line."""
+        return (
+            f"{bytes_text(self.budget_bytes)} on {self.device}: {settings_text(self.settings)}; foretold peak "
+            f"{bytes_text(self.chosen.peak_bytes)}"
+        )
+
+    def __str__(self) -> str:
+        lines = [f"memory budget {self.summary()}", *(f"not exact: {change}" for change in self.chosen.changes)]
+        lines += [
+            f"behind it: {settings_text(each.settings)}, {bytes_text(each.peak_bytes)}" for each in self.runners_up
+        ]
+        return "\n".join([*lines, *self.notes])
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """`name=value, ...`."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items()) or "the defaults fit"
+
+
+def make_plan(
+    run: Run,
+    rows: Dataset,
+    budget: str | int,
+    *,
+    exact: bool = True,
+    explain: bool = True,
+    source: Mapping[str, Any] | None = None,
+    streamed: bool = False,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """The fastest settings of a run that fit a budget.
+
+    Args:
+        run: what is planned.
+        rows: as the trainer takes them.
+        budget: see `budget_bytes`.
+        exact: whether only settings are chosen that leave the numbers alone.
+        explain: whether runners-up and the effect of each technique are wanted, which take more traces.
+        source: the user's own settings as a run file has them, model and dataset among them.
+        streamed: whether the run reads its rows while it trains.
+
+    Raises:
+        PlanError: nothing fits; says what takes most, and what would be needed.
+        ValueError: the run cannot be planned, with the reason.
+    """
+    room = budget_bytes(budget, run.device)
+    prepared, sizes = prepared_rows(run, rows)
+    setting = _setting(run, exact=exact, streamed=streamed)
+    search = Search(
+        lambda options, tokens: measured(run, prepared, options, tokens),
+        axes(setting, sizes),
+        sizes,
+        room / (1 + BANDS[run.device.kind]),
+    )
+    if exact:
+        _check_weights(search, room)
+    found = search.best(RUNNERS_UP if explain else 0)
+    if not found:
+        raise _nothing_fits(search, room, run, exact)
+    best = found[0]
+    chosen, *others = (_option(search, each, best) for each in found)
+    assert best.measured is not None
+    return Plan(
+        method=run.trainer_class.method.name,
+        given={name: value for name, value in (source or run.given).items() if name != "memory_budget"},
+        chosen=chosen,
+        budget_bytes=room,
+        device=run.device.name,
+        estimate=best.measured.estimate,
+        runners_up=tuple(others),
+        techniques=tuple(_effects(search, sizes)) if explain else (),
+        refused=_refusals(search),
+        notes=(*notes, *best.measured.estimate.notes),
+        speed_by="relative costs" if best.measured.tokens_per_second is None else "roofline",
+        traces=search.traces,
+    )
+
+
+def _setting(run: Run, *, exact: bool, streamed: bool) -> Setting:
+    """What there is to choose from."""
+    plain, defaults = run.config({}), run.trainer_class.config(output_dir="plan", use_cpu=True, report_to="none")
+    stored = {"dtype"} if "dtype" in (plain.model_init_kwargs or {}) else set()
+    return Setting(
+        names={*vars(plain), "dtype", "use_peft"} - stored,
+        defaults=vars(defaults),
+        given=run.given,
+        device_kind=run.device.kind,
+        exact=exact,
+        adapters=run.peft_config is not None,
+        streamed=streamed,
+    )
+
+
+def _option(search: Search, candidate: Candidate, best: Candidate) -> Option:
+    settings = search.options(candidate.combination)
+    if candidate.tokens is not None:
+        settings["tokens_per_microbatch"] = candidate.tokens
+    rate = best.measured.tokens_per_second if best.measured else None
+    changes = tuple(choice.changes for choice in search.choices(candidate.combination) if choice.changes)
+    seconds = candidate.cost / best.cost
+    rate = None if rate is None else rate / seconds
+    return Option(settings, int(candidate.peak), seconds, rate, changes, candidate.measured is not None)
+
+
+def _effects(search: Search, sizes: Sizes) -> list[Effect]:
+    plain = search.traced(search.plain, None)
+
+    def seconds(alone: Measured, otherwise: float) -> float:
+        if plain.tokens_per_second is None or alone.tokens_per_second is None:
+            return otherwise
+        return plain.tokens_per_second / alone.tokens_per_second
+
+    found = [
+        Effect(
+            choice.name,
+            choice.options,
+            int(plain.peak - alone.peak),
+            seconds(alone, choice.slower) if choice.timed else choice.slower,
+            choice.changes,
+        )
+        for choice, alone in search.alone()
+    ]
+    if sizes.longest < sizes.whole:
+        least = search.traced(search.plain, sizes.longest)
+        options = {"tokens_per_microbatch": sizes.longest}
+        cost = search.cost(search.plain, sizes.longest) / search.cost(search.plain, None)
+        found.append(Effect("token budget", options, int(plain.peak - least.peak), seconds(least, cost)))
+    return sorted(found, key=lambda each: -each.saved_bytes)
+
+
+def _refusals(search: Search) -> dict[str, str]:
+    """Of choices that were refused by themselves."""
+    return {
+        next(
+            choice.name for choice, number in zip(search.choices(combination), combination, strict=True) if number
+        ): why
+        for (combination, _), why in search.refused.items()
+        if sum(number > 0 for number in combination) == 1
+    }
+
+
+def _check_weights(search: Search, room: int) -> None:
+    """Exact settings leave the weights as large as they are, so there is no need to look at all of them."""
+    plain = search.traced(search.plain, None)
+    weights = int(min(phase.get("weights", 0) for name, phase in plain.phases.items() if name != "loading"))
+    if weights > room:
+        raise PlanError(
+            f"the budget of {bytes_text(room)} is below the weights, which take {bytes_text(weights)} by themselves. "
+            f"{ADVICE['weights']}{LOSSY}",
+            weights,
+            {},
+        )
+
+
+def _nothing_fits(search: Search, room: int, run: Run, exact: bool) -> PlanError:
+    try:
+        least = search.smallest()
+    except Refused as reason:
+        return PlanError(str(reason), 0, {})
+    assert least.measured is not None
+    option = _option(search, least, least)
+    phase = max(least.measured.phases.values(), key=lambda each: sum(each.values()))
+    inside = {name: size for name, size in phase.items() if name != "runtime" or size > room}
+    (name, size), *_ = Counter(inside).most_common()
+    return PlanError(
+        f"nothing fits {bytes_text(room)} on {run.device.name}, {BANDS[run.device.kind]:.0%} of it left for what an "
+        f"estimate may miss. The smallest peak found is {bytes_text(option.peak_bytes)} "
+        f"({settings_text(option.settings)}); most of it is {name}, {bytes_text(size)}. "
+        f"{ADVICE.get(name, ADVICE['weights'])}{LOSSY if exact else ''}",
+        option.peak_bytes,
+        option.settings,
+    )
+
+
+ADVICE = {
+    "weights": "It needs a smaller model, or a device with more memory",
+    "gradients": "It needs a smaller model, adapters (use_peft), or a device with more memory",
+    "optimizer": "It needs a smaller model, adapters (use_peft), or a device with more memory",
+    "reference": "It needs adapters (use_peft), whose reference is the model without them, or precomputed log-probs",
+    "activations": "It needs shorter rows (max_length), a smaller model, or a device with more memory",
+    "head": "It needs shorter rows (max_length), a smaller vocabulary, or a device with more memory",
+    "runtime": "That is the process itself, before any tensor: the budget is too small for any model",
+}
+"""What would be needed, by what takes most."""
+LOSSY = "; or choices that change the numbers: exact=False, --lossy"

@@ -1,0 +1,372 @@
+"""The fastest of all combinations of settings that fits: best first, with few traces.
+
+A trace of a run takes a second or two, and there are thousands of combinations. So each choice is traced by itself,
+when a combination with it comes up: what it does to each category of each phase is a factor, and the factors of
+several choices multiply. In between two sizes of a micro-batch bytes are linear in its tokens. What is chosen so is
+traced itself before it is believed; what turns out not to fit goes back with fewer tokens, or is dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+MICRO_BATCH_TOKENS = 128
+"""A micro-batch costs as much as so many tokens more (weights are read, kernels started), where no roofline says it;
+assumed."""
+DOUBT = 1.05
+"""A combination that is foretold to be this much above the budget is worth a trace all the same."""
+TRIES = 5
+"""Traces of one combination, each with fewer tokens than the one before."""
+ROUND = 16
+"""Token budgets are multiples of this."""
+
+Combination = tuple[int, ...]
+"""For each axis the number of a choice."""
+Bytes = Mapping[str, Mapping[str, float]]
+"""{phase: {category: bytes}} when each phase holds most."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to go, of several that exclude each other."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What a user would write; nothing where it is the default."""
+    slower: float = 1.0
+    """Seconds of a step as a multiple of those of the axis's first choice, where no roofline says it."""
+    changes: str | None = None
+    """What it changes in the numbers; None where it is exact."""
+    last_resort: bool = False
+    """Whether it is only for when nothing else fits: another model is trained."""
+    timed: bool = True
+    """False where what a step saves is spent before the first; then `slower` says what it costs in all."""
+    whole: bool = False
+    """Whether it does something only where a batch is one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Choices that exclude each other, the plain one first."""
+
+    name: str
+    choices: Sequence[Choice]
+    scales: bool = False
+    """Whether what it does depends on the tokens of a micro-batch, beyond a factor."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a trace says of some settings."""
+
+    phases: Bytes
+    tokens_per_second: float | None = None
+    estimate: Any = None
+    """What it is from, for those who want more."""
+
+    @property
+    def peak(self) -> float:
+        """The most bytes at a time."""
+        return max((sum(each.values()) for each in self.phases.values()), default=0.0)
+
+
+class Sizes(NamedTuple):
+    """The tokens of a micro-batch: of the longest row alone, and of as many rows as it may have."""
+
+    longest: int
+    whole: int
+
+
+class Candidate(NamedTuple):
+    """Settings, and what is foretold of them."""
+
+    combination: Combination
+    tokens: int | None
+    """Budget of a micro-batch; None where it may be whole."""
+    peak: float
+    cost: float
+    """Seconds a token, in some unit."""
+    measured: Measured | None
+    """By a trace of its own; None where it is foretold from those of others."""
+
+
+class Refused(ValueError):
+    """Settings that cannot work together, or not with this model."""
+
+
+Measure = Callable[[Mapping[str, Any], int | None], Measured]
+"""Options and a token budget -> what a trace says.
+
+Raises `Refused` where they cannot work."""
+
+
+class Search:
+    """Over all combinations of the choices of some axes.
+
+    Args:
+        measure: traces a run.
+        axes: at most one of them `scales`.
+        sizes: of a micro-batch; equal where there is nothing to cut, or the user said how.
+        room: bytes that the peak may take.
+    """
+
+    def __init__(self, measure: Measure, axes: Sequence[Axis], sizes: Sizes, room: float) -> None:
+        assert sum(axis.scales for axis in axes) <= 1
+        self.measure, self.axes, self.sizes, self.room = measure, axes, sizes, room
+        self.traces = 0
+        self.refused: dict[tuple[Combination, int | None], str] = {}
+        self.plain: Combination = (0,) * len(axes)
+        self._known: dict[tuple[Combination, int | None], Measured] = {}
+
+    def best(self, runners_up: int = 0) -> list[Candidate]:
+        """The fastest that fits, which is traced, and those behind it, which are foretold; empty if nothing fits.
+
+        Raises:
+            Refused: the plain settings cannot be traced.
+        """
+        self.traced(self.plain, None)
+        found: list[Candidate] = []
+        order = itertools.count()
+        waiting: list[tuple[Any, int, str, Candidate, int]] = []
+
+        def wait(stage: str, candidate: Candidate, tries: int = 0) -> None:
+            heapq.heappush(waiting, (self._rank(candidate), next(order), stage, candidate, tries))
+
+        for combination in itertools.product(*(range(len(axis.choices)) for axis in self.axes)):
+            wait("hoped", Candidate(combination, None, 0.0, self._hoped(combination), None))
+        while waiting and len(found) <= runners_up:
+            _, _, stage, candidate, tries = heapq.heappop(waiting)
+            if stage == "hoped":
+                foretold = self._foretold(candidate.combination)
+                if foretold is not None:
+                    wait("foretold", foretold)
+            elif stage == "traced" or found:
+                found += [candidate] * (stage == "traced" or candidate.peak <= self.room)
+            else:
+                traced = self._proved(candidate)
+                if traced is not None and traced.peak <= self.room:
+                    wait("traced", traced)
+                elif traced is not None and tries < TRIES and (fewer := self._fewer(traced)) is not None:
+                    wait("foretold", fewer, tries + 1)
+        return found
+
+    def smallest(self) -> Candidate:
+        """What takes least, whether it fits or not; traced."""
+        foretold = []
+        size = self._less
+        for combination in itertools.product(*(range(len(axis.choices)) for axis in self.axes)):
+            for tokens in {None} if self._cannot_be_cut(combination) else {None, size}:
+                try:
+                    peak = _peak(self._bytes(combination, tokens))
+                except Refused:
+                    continue
+                foretold.append(Candidate(combination, tokens, peak, self.cost(combination, tokens), None))
+        for candidate in sorted(foretold, key=lambda each: (each.peak, self._rank(each))):
+            traced = self._proved(candidate)
+            if traced is not None:
+                return traced
+        raise Refused(next(iter(self.refused.values()), "there are no settings to choose from"))
+
+    def options(self, combination: Combination) -> dict[str, Any]:
+        """What a user would write."""
+        return {name: value for choice in self.choices(combination) for name, value in choice.options.items()}
+
+    def choices(self, combination: Combination) -> list[Choice]:
+        """The choices of a combination."""
+        return [axis.choices[number] for axis, number in zip(self.axes, combination, strict=True)]
+
+    def alone(self) -> Iterator[tuple[Choice, Measured]]:
+        """Each choice by itself beside plain settings, as far as it works."""
+        for axis, name in enumerate(self.axes):
+            for number in range(1, len(name.choices)):
+                try:
+                    yield name.choices[number], self.traced(self._only(axis, number), None)
+                except Refused:
+                    continue
+
+    def traced(self, combination: Combination, tokens: int | None) -> Measured:
+        """What a trace says, which is made once.
+
+        Raises:
+            Refused: the settings cannot work.
+        """
+        key = (combination, tokens)
+        if key in self.refused:
+            raise Refused(self.refused[key])
+        if key not in self._known:
+            self.traces += 1
+            try:
+                self._known[key] = self.measure(self.options(combination), tokens)
+            except Refused as reason:
+                self.refused[key] = str(reason)
+                raise
+        return self._known[key]
+
+    # -- foretelling ---------------------------------------------------------------------------------------------
+
+    @property
+    def _less(self) -> int | None:
+        """The smallest budget; None where there is nothing to cut."""
+        return self.sizes.longest if self.sizes.longest < self.sizes.whole else None
+
+    def _cannot_be_cut(self, combination: Combination) -> bool:
+        return self._less is None or any(choice.whole for choice in self.choices(combination))
+
+    def _only(self, axis: int, number: int) -> Combination:
+        return tuple(number if each == axis else 0 for each in range(len(self.axes)))
+
+    def _foretold(self, combination: Combination) -> Candidate | None:
+        """With as many tokens as fit; None where one row does not."""
+        try:
+            whole = _peak(self._bytes(combination, None))
+            if whole <= self.room * DOUBT:
+                return Candidate(combination, None, whole, self.cost(combination, None), None)
+            if self._cannot_be_cut(combination) or (tokens := self._most_tokens(combination)) is None:
+                return None
+            peak = _peak(self._bytes(combination, tokens))
+        except Refused:
+            return None
+        return Candidate(combination, tokens, peak, self.cost(combination, tokens), None)
+
+    def _most_tokens(self, combination: Combination) -> int | None:
+        low = self.sizes.longest
+        if _peak(self._bytes(combination, low)) > self.room * DOUBT:
+            return None
+        steps = range(low, self.sizes.whole, ROUND)
+        fitting = _last(steps, lambda tokens: _peak(self._bytes(combination, tokens)) <= self.room)
+        return low if fitting is None else fitting // ROUND * ROUND if fitting // ROUND * ROUND >= low else low
+
+    def _fewer(self, traced: Candidate) -> Candidate | None:
+        """The same with fewer tokens, as many fewer as a trace was above the room."""
+        if self._cannot_be_cut(traced.combination) or traced.tokens == self._less:
+            return None
+        low = self.sizes.longest
+        now = traced.tokens or self.sizes.whole
+        try:
+            least = _peak(self._bytes(traced.combination, low))
+        except Refused:
+            return None
+        share = (self.room - least) / max(traced.peak - least, 1.0)
+        tokens = max(low, min(int(low + (now - low) * share), now - ROUND) // ROUND * ROUND)
+        return traced._replace(tokens=tokens, measured=None, cost=self.cost(traced.combination, tokens))
+
+    def _proved(self, candidate: Candidate) -> Candidate | None:
+        try:
+            measured = self.traced(candidate.combination, candidate.tokens)
+        except Refused:
+            return None
+        rate = measured.tokens_per_second
+        timed = all(choice.timed for choice in self.choices(candidate.combination))
+        cost = candidate.cost if rate is None or not timed else 1 / rate
+        return candidate._replace(peak=measured.peak, cost=cost, measured=measured)
+
+    def _bytes(self, combination: Combination, tokens: int | None) -> Bytes:
+        """The line of what scales with the tokens, times what the other choices do."""
+        scaling = tuple(number if axis.scales else 0 for axis, number in zip(self.axes, combination, strict=True))
+        found = self._line(scaling, tokens)
+        size = None if tokens is None else self._less
+        for axis, number in enumerate(combination):
+            if number and not self.axes[axis].scales:
+                alone, plain = self.traced(self._only(axis, number), size), self.traced(self.plain, size)
+                found = _changed(found, plain.phases, alone.phases)
+        return found
+
+    def _line(self, combination: Combination, tokens: int | None) -> Bytes:
+        """Gradients wait where a batch is cut, however little: they are of the smaller size."""
+        whole = self.traced(combination, None).phases if tokens is None else None
+        if whole is not None:
+            return whole
+        assert tokens is not None
+        low = self.traced(combination, self._less).phases
+        if tokens == self._less:
+            return low
+        high = self.traced(combination, None).phases
+        share = (tokens - self.sizes.longest) / (self.sizes.whole - self.sizes.longest)
+        return {
+            phase: {
+                name: size if name == "gradients" else size + share * (high.get(phase, {}).get(name, 0) - size)
+                for name, size in {**dict.fromkeys(high.get(phase, ()), 0), **sizes}.items()
+            }
+            for phase, sizes in low.items()
+        }
+
+    # -- speed ---------------------------------------------------------------------------------------------------
+
+    def _rank(self, candidate: Candidate) -> tuple:
+        """The better the smaller: no last resort, fast, exact, little to set."""
+        choices = self.choices(candidate.combination)
+        settings = sum(len(choice.options) for choice in choices) + (candidate.tokens is not None)
+        return (
+            sum(choice.last_resort for choice in choices),
+            candidate.cost,
+            sum(choice.changes is not None for choice in choices),
+            settings,
+        )
+
+    def _hoped(self, combination: Combination) -> float:
+        """The cost in one micro-batch, from what is known without a trace of it."""
+        return self.cost(combination, None)
+
+    def cost(self, combination: Combination, tokens: int | None) -> float:
+        """Seconds a token in some unit, foretold; `tokens` is the budget."""
+        plain = self._known.get((self.plain, None))
+        rate = plain.tokens_per_second if plain is not None else None
+        whole = self.sizes.whole
+        cost = (1 + MICRO_BATCH_TOKENS / whole) if rate is None else 1 / rate
+        if tokens is not None:
+            cost += self._overhead(rate) * (1 / tokens - 1 / whole)
+        factors = (self._factor(axis, number, rate) for axis, number in enumerate(combination) if number)
+        return cost * math.prod(factors)
+
+    def _overhead(self, rate: float | None) -> float:
+        """What a micro-batch costs beside its tokens."""
+        if rate is None:
+            return MICRO_BATCH_TOKENS
+        low = self._known.get((self.plain, self._less))
+        if low is None or low.tokens_per_second is None or self._less is None:
+            return MICRO_BATCH_TOKENS / rate
+        return max(0.0, (1 / low.tokens_per_second - 1 / rate) / (1 / self._less - 1 / self.sizes.whole))
+
+    def _factor(self, axis: int, number: int, rate: float | None) -> float:
+        alone = self._known.get((self._only(axis, number), None))
+        choice, first = self.axes[axis].choices[number], self.axes[axis].choices[0]
+        if choice.timed and rate is not None and alone is not None and alone.tokens_per_second is not None:
+            return rate / alone.tokens_per_second
+        return choice.slower / first.slower
+
+
+def _peak(phases: Bytes) -> float:
+    return Measured(phases).peak
+
+
+def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
+    """What was found, times what one choice by itself did to plain settings; added where there was nothing."""
+
+    def one(phase: str, name: str, size: float) -> float:
+        before, after = plain.get(phase, {}).get(name, 0), alone.get(phase, {}).get(name, 0)
+        return size * after / before if before else size + after
+
+    return {
+        phase: {
+            name: one(phase, name, sizes.get(name, 0))
+            for name in {*sizes, *plain.get(phase, ()), *alone.get(phase, ())}
+        }
+        for phase, sizes in found.items()
+    }
+
+
+def _last(steps: range, holds: Callable[[int], bool]) -> int | None:
+    """The last step at which something holds that holds for all before it."""
+    low, high = 0, len(steps)
+    while low < high:
+        middle = (low + high) // 2
+        if holds(steps[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return steps[low - 1] if low else None

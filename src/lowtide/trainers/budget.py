@@ -1,0 +1,76 @@
+"""`memory_budget`: the settings that fit it, chosen when a trainer is made, before any weight is loaded.
+
+Only exact settings are chosen, and none that was set by hand. The trace runs in this process, whose resident memory
+grows by some 50 MB with it; on a CPU that is part of what is foretold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.planner.candidate import Run, config_of_model, first_rows
+from lowtide.planner.devices import device_named
+from lowtide.planner.plan import make_plan
+from lowtide.trainers.config import TrainingConfig
+
+
+class Fitted(NamedTuple):
+    """What a budget chose, and what the start-up report says of it."""
+
+    settings: dict[str, Any]
+    text: str
+
+
+def fit_budget(
+    trainer_class: type,
+    args: TrainingConfig,
+    model: Any,
+    dataset: Any,
+    *,
+    processing_class: Any,
+    peft_config: Any,
+    quantization_config: Any,
+) -> Fitted:
+    """Chooses what fits `memory_budget`, and sets it in the config.
+
+    Raises:
+        ValueError: nothing fits, or the run cannot be planned; says why, and what to do.
+    """
+    assert args.memory_budget is not None
+    if quantization_config is not None or hasattr(model, "peft_config"):
+        what = "a quantized model" if quantization_config is not None else "a model that has adapters already"
+        raise ValueError(
+            f"memory_budget={args.memory_budget!r} cannot be planned for {what}, whose weights are not traced: choose "
+            "the settings by hand and leave it out"
+        )
+    if args.world_size > 1:
+        raise ValueError(
+            f"memory_budget={args.memory_budget!r} cannot be planned on {args.world_size} ranks at once: plan it "
+            "before (`lowtide plan METHOD --output plan.yaml`), and start the ranks with --config plan.yaml"
+        )
+    if dataset is None:
+        raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
+    given = {**args.given, "output_dir": args.output_dir}
+    if isinstance(model, str):
+        described = config_of_model(model, trust_remote_code=args.trust_remote_code)
+    else:
+        described = causal_model(model).config
+        given["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
+    rows, notes = first_rows(dataset)
+    run = Run(trainer_class, described, given, device_named(args.device.type), processing_class, peft_config)
+    plan = make_plan(run, rows, args.memory_budget, explain=False, streamed=rows is not dataset)
+    _set(args, plan.settings)
+    return Fitted(dict(plan.settings), "; ".join([plan.summary(), *plan.notes, *notes]))
+
+
+def _set(args: TrainingConfig, settings: Mapping[str, Any]) -> None:
+    """Sets options in a config with all that follows from them at construction, and leaves the others as they are."""
+    kind = type(args)
+    before, after = kind(**args.given), kind(**{**args.given, **settings})
+    for each in fields(args):
+        value = getattr(after, each.name)
+        if value != getattr(before, each.name):
+            setattr(args, each.name, value)

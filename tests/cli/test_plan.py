@@ -1,0 +1,144 @@
+"""`lowtide plan` and `lowtide estimate`, from words to a run file that runs below its budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from lowtide.cli.main import main
+from lowtide.memory.measure import resident_bytes
+
+MIB = 1 << 20
+FEW = (
+    *("--gradient_checkpointing", "true", "--checkpointing_policy", "full", "--checkpointing_every", "1"),
+    *("--activation_offloading", "false"),
+)
+"""With all of them set there is little to choose, and to trace."""
+
+
+@pytest.fixture
+def plan(model, data, capsys):
+    """Runs `lowtide plan sft` on the tiny model and data; gives status, standard output and error."""
+
+    def run(*words: str, command: str = "plan", method: str = "sft") -> tuple[int, str, str]:
+        always = [command, method]
+        for name, value in {"model": model, "dataset": data}.items():
+            if f"--{name}" not in words:
+                always += [f"--{name}", str(value)]
+        status = main([*always, "--device", "cpu", *words] if "--device" not in words else [*always, *words])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_the_run_file_runs_below_the_budget(plan, tmp_path, model, data):
+    file, report = tmp_path / "plans" / "plan.yaml", tmp_path / "memory.json"
+    budget = resident_bytes() + 300 * MIB
+    status, out, err = plan("--budget", str(budget), "--output", str(file), "--max_steps", "2", "--use_cpu")
+    assert status == 0, err
+    assert f"lowtide sft --config {file}" in " ".join(out.split())
+    settings = yaml.safe_load(file.read_text())
+    assert settings == {"model": str(model), "dataset": str(data), "max_steps": 2, "use_cpu": True} | {
+        "gradient_checkpointing": False
+    }
+    words = ["sft", "--config", file, "--output_dir", tmp_path / "run", "--memory_report", report, "--disable_tqdm"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "lowtide", *map(str, words)], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr.decode()
+    assert json.loads(report.read_text())["peak_bytes"] < budget
+
+
+def test_as_json_it_has_runners_up_and_what_each_technique_would_do(plan):
+    status, out, err = plan("--budget", "64GiB", "--json", *FEW)
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["settings"] == {}
+    assert found["given"]["gradient_checkpointing"] is True
+    assert found["chosen"]["peak_bytes"] == found["estimate"]["peak_bytes"] <= found["budget_bytes"]
+    assert "optimizer in backward, two passes" in {each["technique"] for each in found["techniques"]}
+    assert all(each["peak_bytes"] <= found["budget_bytes"] for each in found["runners_up"])
+    assert not any(each["changes"] for each in [found["chosen"], *found["techniques"]])
+
+
+def test_lossy_choices_are_named(plan):
+    fewer = ("--dtype", "float32", "--optimizer_in_backward", "false", "--mlp_tile_tokens", "none")
+    status, out, err = plan("--budget", "64GiB", "--json", "--lossy", *FEW, *fewer)
+    assert status == 0, err
+    changing = {each["technique"]: each["changes"] for each in json.loads(out)["techniques"] if each["changes"]}
+    assert {"LoRA", "compressed AdamW"} <= changing.keys()
+    assert "use_peft" not in json.loads(out)["settings"], "another model is a last resort"
+
+
+def test_it_fits_a_narrow_terminal(plan, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "48")
+    status, out, err = plan("--budget", "64GiB", "--output", str(tmp_path / "plan.yaml"), *FEW)
+    assert status == 0, err
+    table = out.split("Written:")[0]
+    assert "What each technique would do" in table
+    assert max(map(len, table.splitlines())) <= 48
+
+
+def test_pairs_are_planned_for_a_gpu_that_is_not_here(plan, tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(
+        "\n".join(json.dumps({"prompt": "17 + 5 =", "chosen": " 22", "rejected": " 23"}) for _ in range(8))
+    )
+    status, out, err = plan(
+        "--budget", "20GiB", "--json", "--device", "l4", "--dataset", str(pairs), *FEW, method="dpo"
+    )  # fmt: skip
+    assert status == 0, err
+    assert json.loads(out)["device"] == "L4-24GB"
+
+
+def test_an_estimate_is_a_table_or_json(plan):
+    status, out, err = plan("--json", command="estimate")
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["peak_bytes"] == sum(found["phases"][found["phase"]].values())
+    status, out, err = plan("--max_length", "32", command="estimate")
+    assert status == 0, err
+    assert "in all" in out
+    assert "weights" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--budget", "much"), "no amount of memory"),
+        (("--budget", "8GiB", "--device", "H10"), "unknown device 'H10'"),
+        (("--budget", "10KiB"), "below the weights"),
+        (("--budget", "8GiB", "--dataset", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--budget", "8GiB", "--model", "no/such"), "no/such"),
+        (("--budget", "8GiB", "--use_peft", "--load_in_4bit"), "quantized weights are not traced"),
+        (("--budget", "8GiB", "--beta", "0.1"), "--beta: it is of"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_message(plan, words, says):
+    status, _, err = plan(*words)
+    assert (status, says in " ".join(err.split())) == (2, True), err
+
+
+def test_rows_beyond_the_models_positions_are_refused(plan, model, tmp_path):
+    short = tmp_path / "short"
+    config = AutoConfig.from_pretrained(model)
+    config.max_position_embeddings = 8
+    config.save_pretrained(short)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (Path(model) / name).exists():
+            (short / name).write_bytes((Path(model) / name).read_bytes())
+    status, _, err = plan("--budget", "8GiB", "--model", str(short))
+    assert (status, "8 positions" in err, "max_length=8" in err) == (2, True, True), err
+
+
+def test_a_run_with_a_budget_writes_what_it_chose(sft, tmp_path):
+    status, _, err = sft("--memory_budget", "64GiB")
+    assert status == 0, err
+    options = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert (options["memory_budget"], options["gradient_checkpointing"]) == ("64GiB", False)

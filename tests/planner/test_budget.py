@@ -1,0 +1,53 @@
+"""Budgets in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.memory.measure import resident_bytes
+from lowtide.planner.budget import budget_bytes
+from lowtide.planner.devices import device_named
+
+CPU = device_named("cpu")
+GIB, GB = 1 << 30, 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("24GiB", 24 * GIB),
+        ("24 gib", 24 * GIB),
+        ("24g", 24 * GIB),
+        ("24GB", 24 * GB),
+        ("1.5GB", 1_500_000_000),
+        ("700MiB", 700 << 20),
+        ("2T", 2 << 40),
+        ("123456", 123456),
+        ("1_000b", 1000),
+        (123456, 123456),
+    ],
+)
+def test_an_amount_of_memory_is_read(text, count):
+    assert budget_bytes(text, CPU) == count
+
+
+@pytest.mark.parametrize("text", ["a lot", "24 lb", "", "-3GiB", "GiB", True])
+def test_what_is_no_amount_is_refused_with_what_would_be_one(text):
+    with pytest.raises(ValueError, match=r"24GiB.*auto"):
+        budget_bytes(text, CPU)
+
+
+def test_nothing_is_no_budget():
+    with pytest.raises(ValueError, match="above 0"):
+        budget_bytes("0GiB", CPU)
+
+
+def test_more_than_a_device_has_is_refused():
+    with pytest.raises(ValueError, match="more than L4-24GB has"):
+        budget_bytes("80GiB", device_named("L4"))
+
+
+def test_auto_is_what_is_free_and_what_this_process_has():
+    assert resident_bytes() < budget_bytes("auto", CPU) <= CPU.memory_bytes
+    named = device_named("H100-80GB")
+    assert budget_bytes("AUTO", named) == named.memory_bytes

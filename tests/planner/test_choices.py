@@ -1,0 +1,84 @@
+"""What may be chosen: never what a user set, and what changes numbers only where it was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import lowtide
+from lowtide.planner.choices import Setting, axes
+from lowtide.planner.search import Sizes
+
+SIZES = Sizes(200, 2000)
+DPO = vars(lowtide.DPOConfig(output_dir="run", use_cpu=True))
+
+
+def setting(device: str = "cpu", exact: bool = True, **given) -> Setting:
+    return Setting(names={*DPO, "dtype", "use_peft"}, defaults=DPO, given=given, device_kind=device, exact=exact)
+
+
+def choices(of: Setting) -> list:
+    return [choice for axis in axes(of, SIZES) for choice in axis.choices]
+
+
+def test_exact_choices_change_nothing_and_others_say_what_they_change():
+    assert all(choice.changes is None for choice in choices(setting()))
+    changing = [choice for choice in choices(setting(exact=False)) if choice.changes]
+    assert {"use_peft", "dtype", "bf16", "optim"} <= {name for choice in changing for name in choice.options}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": False},
+        {"checkpointing_policy": "attention"},
+        {"checkpointing_every": 3},
+        {"activation_offloading": True},
+        {"mlp_tile_tokens": 64},
+        {"optim": "sgd"},
+        {"optimizer_in_backward": False},
+        {"max_grad_norm": 1.0},
+        {"precompute_ref_log_probs": False},
+        {"bf16": False},
+        {"dtype": "float32", "use_peft": False},
+        {"ref_model_storage": "same"},
+    ],
+)
+def test_what_a_user_set_is_never_overruled(given):
+    for choice in choices(setting("cuda", exact=False, **given)):
+        assert not given.keys() & choice.options.keys(), choice
+
+
+def test_the_plain_choice_comes_first_and_is_the_fastest():
+    for axis in axes(setting(), SIZES):
+        if axis.scales:
+            assert axis.choices[0].options == {"gradient_checkpointing": False}
+            assert [each.slower for each in axis.choices] == sorted(each.slower for each in axis.choices)
+        else:
+            assert not axis.choices[0].options
+
+
+def test_a_choice_writes_only_what_differs_from_the_defaults():
+    for choice in choices(setting()):
+        assert all(DPO.get(name) != value for name, value in choice.options.items())
+
+
+def test_steps_in_backward_clip_exactly_or_not_at_all():
+    def in_backward(**given):
+        found = choices(setting(**given))
+        return [each.options["optimizer_in_backward"] for each in found if "optimizer_in_backward" in each.options]
+
+    assert in_backward() == ["two_pass"]
+    assert in_backward(max_grad_norm=0.0) == [True]
+    assert in_backward(gradient_accumulation_steps=4) == []
+
+
+def test_a_reference_is_chosen_where_there_is_one():
+    names = {choice.name for choice in choices(setting("cuda"))}
+    assert {"precomputed reference", "reference in host memory"} <= names
+    adapted = dataclasses.replace(setting("cuda"), adapters=True)
+    assert not {"precomputed reference", "reference in host memory"} & {each.name for each in choices(adapted)}
+    streamed = dataclasses.replace(setting(), streamed=True)
+    assert "precomputed reference" not in {each.name for each in choices(streamed)}

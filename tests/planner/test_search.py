@@ -1,0 +1,173 @@
+"""The search against trying everything, on tables of costs made up here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.planner.search import Axis, Choice, Measure, Measured, Refused, Search, Sizes
+
+ACTIVATIONS = Axis(
+    "activations",
+    [
+        Choice("plain"),
+        Choice("some", {"checkpointing": "some"}, slower=1.1),
+        Choice("full", {"checkpointing": "full"}, slower=1.4),
+    ],
+    scales=True,
+)
+STATES = Axis("states", [Choice("adam"), Choice("away", {"states": "away"}, slower=1.3)])
+LOSSY = Axis("lossy", [Choice("whole"), Choice("rounded", {"rounded": True}, changes="it is rounded")])
+ADAPTERS = Axis("trained", [Choice("all"), Choice("lora", {"lora": True}, 0.5, "another model", last_resort=True)])
+SIZES = Sizes(20, 100)
+KEPT = {"plain": 30.0, "some": 12.0, "full": 2.0}
+
+
+class Table:
+    """A run whose bytes multiply, as the search believes they do."""
+
+    def __init__(self, weights: float = 1000, *, tokens_per_second: float | None = None, wrong: float = 1.0) -> None:
+        self.weights, self.tokens_per_second, self.wrong = weights, tokens_per_second, wrong
+        self.asked: list[tuple[Mapping[str, Any], int | None]] = []
+
+    def __call__(self, options: Mapping[str, Any], tokens: int | None) -> Measured:
+        self.asked.append((dict(options), tokens))
+        return Measured(self.phases(options, tokens))
+
+    def phases(self, options: Mapping[str, Any], tokens: int | None) -> dict[str, dict[str, float]]:
+        states = 2 * self.weights * (0.1 if options.get("states") == "away" else 1)
+        states *= 0.5 if options.get("rounded") else 1
+        gradients = self.weights
+        if options.get("lora"):
+            states, gradients = states * 0.01, gradients * 0.01
+        activations = KEPT[options.get("checkpointing", "plain")] * (tokens or 100)
+        several = len(options) > 1
+        return {
+            "head": {
+                "weights": self.weights,
+                "optimizer": states,
+                "gradients": gradients if tokens else 0,
+                "activations": activations * (self.wrong if several else 1),
+            },
+            "optimizer": {"weights": self.weights, "optimizer": states, "gradients": gradients},
+        }
+
+    def peak(self, options: Mapping[str, Any], tokens: int | None) -> float:
+        return Measured(self.phases(options, tokens)).peak
+
+
+def search(table: Measure, room: float, *axes: Axis, sizes: Sizes = SIZES) -> Search:
+    return Search(table, axes or (ACTIVATIONS, STATES), sizes, room)
+
+
+def test_where_all_fits_the_plain_settings_are_taken_after_one_trace():
+    table = Table()
+    (best,) = search(table, 1e9).best()
+    assert (best.combination, best.tokens) == ((0, 0), None)
+    assert table.asked == [({}, None)]
+
+
+@pytest.mark.parametrize("room", [2500, 3300, 4100, 4600, 5200, 6100])
+def test_what_is_chosen_fits_and_nothing_faster_does(room):
+    table = Table()
+    found = search(table, room)
+    (best,) = found.best()
+    assert table.peak(found.options(best.combination), best.tokens) <= room
+    assert best.measured is not None
+    for combination in itertools.product(range(3), range(2)):
+        for tokens in (None, *range(20, 100, 16)):
+            cost = found.cost(combination, tokens)
+            if cost < best.cost * 0.999:
+                assert table.peak(found.options(combination), tokens) > room, (combination, tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=st.floats(10, 5000), room=st.floats(500, 20_000), longest=st.integers(10, 100))
+def test_the_choice_always_fits_and_there_is_none_only_where_nothing_fits(weights, room, longest):
+    table, sizes = Table(weights), Sizes(longest, 100)
+    found = search(table, room, sizes=sizes)
+    candidates = found.best()
+    least = min(
+        table.peak(found.options(combination), tokens)
+        for combination in itertools.product(range(3), range(2))
+        for tokens in (None, longest)
+        if tokens != 100
+    )
+    if candidates:
+        (best,) = candidates
+        assert table.peak(found.options(best.combination), best.tokens) <= room
+    else:
+        assert least > room
+        assert found.smallest().peak == pytest.approx(least)
+
+
+def test_what_is_foretold_wrongly_is_not_believed():
+    """Combinations take twice the activations that their parts tell of."""
+    table = Table(wrong=2.0)
+    found = search(table, 2500)
+    (best,) = found.best()
+    assert table.peak(found.options(best.combination), best.tokens) <= 2500
+
+
+def test_another_model_is_trained_only_where_nothing_else_fits():
+    fits = search(Table(), 4200, ACTIVATIONS, ADAPTERS).best()[0]
+    assert fits.combination[1] == 0
+    (needed,) = search(Table(), 1800, ACTIVATIONS, ADAPTERS).best()
+    assert needed.combination[1] == 1
+
+
+def test_what_is_as_fast_and_exact_comes_before_what_is_not():
+    (roomy,) = search(Table(), 1e9, ACTIVATIONS, LOSSY).best()
+    assert roomy.combination == (0, 0)
+
+
+def test_runners_up_fit_and_are_slower():
+    found = search(Table(), 4600).best(runners_up=3)
+    assert len(found) == 4
+    assert [each.cost for each in found] == sorted(each.cost for each in found)
+    assert all(each.peak <= 4600 for each in found)
+
+
+def test_what_a_model_refuses_is_left_out_with_its_reason():
+    class Refusing(Table):
+        def __call__(self, options, tokens):
+            if options.get("checkpointing") == "some":
+                raise Refused("no such layers")
+            return super().__call__(options, tokens)
+
+    found = search(Refusing(), 4600)
+    (best,) = found.best()
+    assert found.options(best.combination).get("checkpointing") != "some"
+    assert "no such layers" in found.refused.values()
+
+
+def test_plain_settings_that_cannot_be_traced_end_the_search():
+    def refusing(options, tokens):
+        raise Refused("aten::nonzero has no shape")
+
+    with pytest.raises(Refused, match="nonzero"):
+        search(refusing, 1e9).best()
+
+
+def test_measured_speed_decides_where_there_is_one():
+    """The roofline says that keeping some is slower than was thought, and computing all again is not."""
+
+    class Timed(Table):
+        def __call__(self, options, tokens):
+            rate = {"plain": 10.0, "some": 3.0, "full": 8.0}[options.get("checkpointing", "plain")]
+            return Measured(self.phases(options, tokens), rate)
+
+    found = search(Timed(), 5000, ACTIVATIONS, sizes=Sizes(100, 100))
+    (best,) = found.best()
+    assert found.options(best.combination) == {"checkpointing": "full"}
+
+
+def test_nothing_is_cut_where_the_sizes_are_one():
+    table = Table()
+    search(table, 4600, sizes=Sizes(100, 100)).best()
+    assert {tokens for _, tokens in table.asked} == {None}

@@ -1,0 +1,91 @@
+"""`memory_budget`: what a trainer chooses when it is made, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+from accelerate.state import PartialState
+from datasets import Dataset
+from transformers import TrainingArguments
+
+import lowtide
+from lowtide.demo.model import make_model, make_tokenizer
+from lowtide.memory.measure import resident_bytes
+
+CHECKPOINTED = {
+    "gradient_checkpointing": True,
+    "checkpointing_policy": "full",
+    "checkpointing_every": 1,
+    "activation_offloading": False,
+}
+"""With all of them set there is little to choose, and to trace."""
+ROWS = Dataset.from_list([{"text": "17 + 5 = 22 " * count} for count in (4, 8, 16, 30)] * 4)
+
+
+def config(folder, **options) -> lowtide.SFTConfig:
+    always = {"output_dir": str(folder), "use_cpu": True, "max_steps": 1, "report_to": "none", "disable_tqdm": True}
+    return lowtide.SFTConfig(**{**always, "save_strategy": "no", **options})
+
+
+def trainer(args: lowtide.SFTConfig) -> lowtide.SFTTrainer:
+    tokenizer = make_tokenizer()
+    return lowtide.SFTTrainer(make_model(tokenizer, seed=0), args, train_dataset=ROWS, processing_class=tokenizer)
+
+
+def test_a_roomy_budget_buys_time(tmp_path):
+    made = trainer(config(tmp_path, memory_budget="64GiB"))
+    assert made.planned.settings == {"gradient_checkpointing": False}
+    assert made.args.gradient_checkpointing is False
+    lines = dict(made.callback_handler.callbacks[-1].lines())
+    assert "gradient_checkpointing=False; foretold peak" in lines["memory budget"]
+    assert made.train().global_step == 1
+
+
+def test_what_was_set_by_hand_stays(tmp_path):
+    made = trainer(config(tmp_path, memory_budget="auto", tokens_per_microbatch=256, **CHECKPOINTED))
+    assert made.planned.settings == {}
+    assert (made.args.gradient_checkpointing, made.args.tokens_per_microbatch) == (True, 256)
+
+
+def test_what_was_changed_after_construction_stays(tmp_path):
+    args = config(tmp_path, memory_budget="64GiB")
+    args.learning_rate = 0.5
+    assert trainer(args).args.learning_rate == 0.5
+
+
+def test_a_budget_below_the_process_says_what_is_most(tmp_path):
+    with pytest.raises(ValueError, match=r"below the weights|nothing fits"):
+        trainer(config(tmp_path, memory_budget="100KB"))
+    with pytest.raises(ValueError, match=r"nothing fits .* smallest peak"):
+        trainer(config(tmp_path, memory_budget=str(resident_bytes() // 2), **CHECKPOINTED))
+
+
+def test_a_budget_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no amount of memory"):
+        trainer(config(tmp_path, memory_budget="plenty"))
+
+
+def test_a_config_knows_what_it_was_given():
+    args = lowtide.SFTConfig("run", gradient_checkpointing=True, use_cpu=True)
+    expected = {"output_dir": "run", "gradient_checkpointing": True, "use_cpu": True}
+    assert args.given == copy.copy(args).given == pickle.loads(pickle.dumps(args)).given == expected
+
+
+def test_where_a_parser_gave_everything_what_differs_was_given():
+    plain = TrainingArguments(output_dir="run", use_cpu=True, learning_rate=1e-3)
+    every = {each.name: getattr(plain, each.name) for each in dataclasses.fields(TrainingArguments) if each.init}
+    given = lowtide.SFTConfig(**every).given
+    assert given["learning_rate"] == 1e-3
+    assert "weight_decay" not in given
+
+
+def test_a_plan_leaves_the_state_of_accelerate_alone(tmp_path):
+    args = config(tmp_path, memory_budget="64GiB", **CHECKPOINTED)
+    assert args.device.type == "cpu"
+    before = dict(PartialState._shared_state)
+    made = trainer(args)
+    assert made.accelerator.state.device == args.device
+    assert before.items() <= PartialState._shared_state.items()

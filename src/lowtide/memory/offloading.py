@@ -70,8 +70,9 @@ class Nowhere:
         trim_heap()  # as a file's does
         return self.Size(tensor.untyped_storage().nbytes())
 
-    def get(self, stored: Size) -> UntypedStorage:
-        return torch.empty(stored.bytes, dtype=torch.uint8).untyped_storage()
+    def get(self, stored: Size) -> Any:
+        """A tensor: fake tensors' mode would remember a storage that it meets, and with it hold its bytes."""
+        return torch.empty(stored.bytes, dtype=torch.uint8)
 
     def free(self, stored: Size) -> None:
         pass
@@ -180,13 +181,13 @@ class _Offloaded:
 
     stored: Any = None
     """Stands for the copy in the store, while there is one."""
-    back: UntypedStorage | None = None
+    back: UntypedStorage | Tensor | None = None
 
     def __init__(self, owner: ActivationOffload, tensor: Tensor) -> None:
         self.owner, self.source = owner, StorageWeakRef(tensor.untyped_storage())
         self.stored = owner.store.put(tensor)
 
-    def storage(self) -> UntypedStorage:
+    def storage(self) -> UntypedStorage | Tensor:
         if self.back is None:
             self.back = self.owner.store.get(self.stored)
             self._forget()
@@ -211,8 +212,11 @@ class _View(NamedTuple):
     offset: int
 
     def tensor(self) -> Tensor:
+        storage = self.offloaded.storage()
+        if isinstance(storage, Tensor):
+            return storage.view(self.dtype).as_strided(self.size, self.stride, self.offset)
         empty = torch.empty(0, dtype=self.dtype, device=self.offloaded.owner.device)
-        return empty.set_(self.offloaded.storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
 
 
 class _Kept(NamedTuple):

@@ -137,7 +137,11 @@ def _estimate(
 ) -> Estimate:
     runtime = process_bytes if device.kind == "cpu" else device.context_bytes
     whole = {name: {**held, "runtime": runtime} for name, held in phases.items()}
-    phase = max(whole, key=lambda name: sum(whole[name].values()))
+    # An allocator that keeps what it has taken holds as much in all later phases: the peak is where tensors peak.
+    phase = max(whole, key=lambda name: sum(whole[name].values()) - whole[name].get("cache", 0))
+    beyond = max(sum(held.values()) for held in whole.values()) - sum(whole[phase].values())
+    if beyond:
+        whole[phase]["cache"] = whole[phase].get("cache", 0) + beyond
     return Estimate(
         peak_bytes=sum(whole[phase].values()),
         phase=phase,
@@ -163,13 +167,15 @@ def run_of(events: Iterable[Event], *, rehearsal: bool) -> Iterator[Event]:
 
 
 def peaks(events: Iterable[Event], allocator: Allocator) -> dict[str, dict[str, int]]:
-    """For each phase the bytes by category, the allocator's own as "cache", when it held most.
+    """For each phase the bytes by category when living tensors held most, and as "cache" what the allocator held beyond
+    them at its own peak of that phase.
 
     A block may be born again, as one of another step, when it has died.
     """
     live: Counter[str] = Counter()
     alive: set[Block] = set()
-    total, most, found = 0, dict[str, tuple[int, int]](), {}
+    total, most, held = 0, Counter[str](), Counter[str]()
+    found: dict[str, dict[str, int]] = {}
     for block, born, phase, _ in events:
         if block is None:
             allocator.trim()
@@ -185,9 +191,8 @@ def peaks(events: Iterable[Event], allocator: Allocator) -> dict[str, dict[str, 
             allocator.died(block)
         live[block.category] += size
         total += size
-        held = allocator.held, total
-        if held > most.get(phase, (0, 0)):
-            most[phase] = held
+        held[phase] = max(held[phase], allocator.held)
+        if total > most[phase]:
+            most[phase] = total
             found[phase] = {name: size for name, size in live.items() if size}
-            found[phase]["cache"] = held[0] - total
-    return found
+    return {phase: {**parts, "cache": held[phase] - most[phase]} for phase, parts in found.items()}

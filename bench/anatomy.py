@@ -1,0 +1,120 @@
+"""`python -m bench.anatomy`: the picture and the table of docs/how-much-memory.md, from estimates.
+
+Nothing is trained: the planner traces the runs, of Qwen2.5-0.5B on one H100, and the picture is what its trace says of
+the living tensors of one optimizer step.
+"""
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from transformers import AutoConfig
+
+from bench.docs import write_between
+from bench.processes import ROOT
+from bench.shapes import QWEN_05B
+from lowtide import SFTConfig
+from lowtide.planner.devices import device_named
+from lowtide.planner.estimate import Estimate
+from lowtide.planner.fake_run import FakeRun
+from lowtide.planner.profile_plot import COLORS, SHADES
+from lowtide.planning import estimate, rows_of, trainer_of
+
+PAGE = ROOT / "docs" / "how-much-memory.md"
+PICTURE = ROOT / "docs" / "how-much-memory.svg"
+MARK, END = "<!-- table: python -m bench.anatomy -->", "<!-- end of table -->"
+DEVICE = "H100-80GB"
+ROWS, TOKENS = 8, 1_024
+GIB = 1 << 30
+CASES: dict[str, dict[str, Any]] = {
+    "mixed precision, checkpointing (the default)": {},
+    "without checkpointing": {"gradient_checkpointing": False},
+    "8 micro-batches of 1 row": {"tokens_per_microbatch": TOKENS},
+    "optimizer in backward": {"optimizer_in_backward": True, "max_grad_norm": 0.0},
+    "activations offloaded": {"activation_offloading": True},
+    "float32 throughout": {"bf16": False},
+    "weights and gradients in bfloat16, stochastic rounding": {"optim": "adamw_stochastic"},
+    "ZeRO-2 over 8 devices": {"sharding": "zero2"},
+    "ZeRO-3 over 8 devices": {"sharding": "zero3"},
+}
+COLUMNS = ("weights", "gradients", "optimizer", "activations", "head", "communication", "cache")
+
+
+def main() -> int:
+    """Draws and writes."""
+    described = AutoConfig.for_model(**QWEN_05B)
+    with tempfile.TemporaryDirectory() as folder:
+        draw(described, folder)
+        lines = [f"| | peak, GiB | in | {' | '.join(COLUMNS)} |", "|---|---:|---|" + "---:|" * len(COLUMNS)]
+        lines += [line(name, foretold(described, folder, dict(options))) for name, options in CASES.items()]
+    write_between(PAGE, MARK, lines, END)
+    print("\n".join(lines))
+    return 0
+
+
+def config_of(folder: str, **options: Any) -> SFTConfig:
+    settings = {"output_dir": folder, "per_device_train_batch_size": ROWS, "use_cpu": True, "report_to": "none"}
+    return SFTConfig(**{**settings, "bf16": True, "max_length": TOKENS, **options})
+
+
+def foretold(described: Any, folder: str, options: dict[str, Any]) -> Estimate:
+    sharding = options.pop("sharding", None)
+    config = config_of(folder, **options)
+    spread = {"world_size": 8, "sharding": sharding} if sharding else {}
+    return estimate(config, described, lengths=[TOKENS] * ROWS, device=DEVICE, **spread)
+
+
+def line(name: str, found: Estimate) -> str:
+    held = found.phases[found.phase]
+    cells = [f"{held.get(column, 0) / GIB:.2f}" for column in COLUMNS]
+    total = sum(held.get(column, 0) for column in COLUMNS) / GIB
+    return f"| {name} | {total:.2f} | {found.phase} | {' | '.join(cells)} |"
+
+
+def draw(described: Any, folder: str) -> None:
+    """The living bytes of one optimizer step, by category, over the operations that it is made of."""
+    config = config_of(folder)
+    run = FakeRun(trainer_of(config), config, described, Dataset.from_list(rows_of([TOKENS] * ROWS)), prepared=True)
+    live: Counter[str] = Counter()
+    series: dict[str, list[float]] = {name: [] for name in ("weights", "optimizer", "gradients", "activations", "head")}
+    phases: list[str] = []
+    part = "loading"
+    for event in run.traced(device_named(DEVICE)).events:
+        if event.block is None:
+            part = event.phase if event.born else part
+            continue
+        live[event.block.category] += event.block.size if event.born else -event.block.size
+        if part in ("step", "states"):
+            phases.append(event.phase)
+            for name, values in series.items():
+                values.append(live[name] / GIB)
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    steps = range(len(phases))
+    axes.stackplot(
+        steps, *series.values(), labels=list(series), colors=[COLORS[name] for name in series], step="post", linewidth=0
+    )
+    starts = [number for number in steps if number == 0 or phases[number] != phases[number - 1]]
+    for start, stop in zip(starts, [*starts[1:], len(phases)], strict=True):
+        axes.axvspan(start, stop, ymin=0.965, color=SHADES.get(phases[start], "#cccccc"), linewidth=0)
+        if stop - start > len(phases) / 40:
+            axes.text((start + stop) / 2, 1.01, phases[start], transform=axes.get_xaxis_transform(), ha="center", fontsize=8)
+    axes.set_xlim(0, len(phases))
+    axes.set_ylabel("GiB")
+    axes.set_xlabel("allocations and frees of one optimizer step, in order")
+    axes.set_xticks([])
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(PICTURE, metadata={"Date": None})
+    figure.savefig(Path(folder) / "picture.png", dpi=80)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,10 +7,10 @@ the living tensors of one optimizer step.
 import sys
 import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import AutoConfig
@@ -31,6 +31,8 @@ MARK, END = "<!-- table: python -m bench.anatomy -->", "<!-- end of table -->"
 DEVICE = "H100-80GB"
 ROWS, TOKENS = 8, 1_024
 GIB = 1 << 30
+POINTS = 400
+"""Of the picture, from left to right."""
 CASES: dict[str, dict[str, Any]] = {
     "mixed precision, checkpointing (the default)": {},
     "without checkpointing": {"gradient_checkpointing": False},
@@ -69,6 +71,18 @@ def foretold(described: Any, folder: str, options: dict[str, Any]) -> Estimate:
     return estimate(config, described, lengths=[TOKENS] * ROWS, device=DEVICE, **spread)
 
 
+def highest(series: dict[str, list[float]], phases: list[str]) -> list[int]:
+    """Of each short stretch within a phase, the moment that holds most: few enough for a small picture."""
+    totals = [sum(values) for values in zip(*series.values(), strict=True)]
+    stretch = max(1, len(totals) // POINTS)
+    found: dict[tuple[str, int], int] = {}
+    for number, total in enumerate(totals):
+        key = phases[number], number // stretch
+        if key not in found or total > totals[found[key]]:
+            found[key] = number
+    return list(found.values())
+
+
 def line(name: str, found: Estimate) -> str:
     held = found.phases[found.phase]
     cells = [f"{held.get(column, 0) / GIB:.2f}" for column in COLUMNS]
@@ -89,10 +103,14 @@ def draw(described: Any, folder: str) -> None:
             part = event.phase if event.born else part
             continue
         live[event.block.category] += event.block.size if event.born else -event.block.size
-        if part in ("step", "states"):
+        if part in ("step", "optimizer"):
             phases.append(event.phase)
             for name, values in series.items():
                 values.append(live[name] / GIB)
+    kept = highest(series, phases)
+    series = {name: [values[number] for number in kept] for name, values in series.items()}
+    phases = [phases[number] for number in kept] + ["optimizer"] * (POINTS // 15)
+    series = {name: [*values, *[values[-1]] * (POINTS // 15)] for name, values in series.items()}
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -104,7 +122,8 @@ def draw(described: Any, folder: str) -> None:
     for start, stop in zip(starts, [*starts[1:], len(phases)], strict=True):
         axes.axvspan(start, stop, ymin=0.965, color=SHADES.get(phases[start], "#cccccc"), linewidth=0)
         if stop - start > len(phases) / 40:
-            axes.text((start + stop) / 2, 1.01, phases[start], transform=axes.get_xaxis_transform(), ha="center", fontsize=8)
+            place = {"transform": axes.get_xaxis_transform(), "ha": "center", "fontsize": 8}
+            axes.text((start + stop) / 2, 1.01, phases[start], **place)
     axes.set_xlim(0, len(phases))
     axes.set_ylabel("GiB")
     axes.set_xlabel("allocations and frees of one optimizer step, in order")
@@ -112,8 +131,8 @@ def draw(described: Any, folder: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(PICTURE, metadata={"Date": None})
-    figure.savefig(Path(folder) / "picture.png", dpi=80)
+    with rc_context({"svg.hashsalt": "lowtide"}):
+        figure.savefig(PICTURE, metadata={"Date": None})
 
 
 if __name__ == "__main__":

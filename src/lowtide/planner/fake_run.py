@@ -443,9 +443,15 @@ def _follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:
 def _label(trainer: Any, layers: int, trace: StorageTrace, optimizer: Any = None) -> None:
     """What weights, gradients and states are and of which layer, those of the model and of a reference."""
     model, reference = trainer.model, getattr(trainer.reference, "model", None)
+
+    def states_of(parameter: Tensor) -> list[Tensor]:
+        states = {} if optimizer is None else optimizer.state.get(parameter, {})
+        return [state for state in states.values() if isinstance(state, Tensor)]
+
     policy = set(model.parameters())
     trace.belongs((*policy, *model.buffers()), "weights")
     trace.belongs([tensor.grad for tensor in policy if tensor.grad is not None], "gradients")
+    trace.belongs([state for tensor in policy for state in states_of(tensor)], "optimizer")
     if reference is not None:
         theirs = [tensor for tensor in (*reference.parameters(), *reference.buffers()) if tensor not in policy]
         trace.belongs(theirs, "reference")
@@ -453,6 +459,4 @@ def _label(trainer: Any, layers: int, trace: StorageTrace, optimizer: Any = None
         for number, layer in enumerate(stack):
             for tensor in (*layer.parameters(), *layer.buffers()):
                 gradient = [] if tensor.grad is None else [tensor.grad]
-                states = optimizer.state.get(tensor, {}) if optimizer is not None else {}
-                trace.belongs([tensor, *gradient], None, number)
-                trace.belongs([state for state in states.values() if isinstance(state, Tensor)], "optimizer", number)
+                trace.belongs([tensor, *gradient, *states_of(tensor)], None, number)

@@ -1,8 +1,10 @@
 """What is chosen for the device that is planned for, on tensors that lie on a CPU."""
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowtide.ops import attention_grouped
 from lowtide.ops.attention_flash import why_not_varlen
 from lowtide.ops.attention_flex import why_not_flex
 from lowtide.ops.attention_plan import Rules, Sight
@@ -52,3 +54,37 @@ def test_rows_without_memory_launch_no_kernel():
         stats = rows.stats(Want(entropies=True, top1=True), keep=True)
         rows.gradient(Slopes(stats.logprobs, stats.entropies), stats.entropies)
     assert [len(column) for column in stats] == [3, 3, 0, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "capability", "heads"),
+    [
+        (torch.bfloat16, False, (9, 0), 2),
+        (torch.bfloat16, True, (9, 0), 4),
+        (torch.float32, False, (9, 0), 4),
+        (torch.float16, False, (7, 5), 4),
+    ],
+)
+def test_keys_are_repeated_where_no_kernel_of_cuda_shares_them(dtype, masked, capability, heads, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        attention_grouped.F, "scaled_dot_product_attention", lambda q, k, v, **_: seen.append((k.shape[1], v.shape[1]))
+    )
+    q, k = torch.zeros(1, 4, 8, 16, dtype=dtype), torch.zeros(1, 2, 8, 16, dtype=dtype)
+    mask = torch.zeros(8, 8, dtype=dtype) if masked else None
+    with planning_for("cuda", capability):
+        attention_grouped._sdpa(q, k, k, mask, Rules(0.25))
+    attention_grouped._sdpa(q, k, k, mask, Rules(0.25))
+    assert seen == [(heads, heads), (2, 2)]
+
+
+def test_repeated_keys_give_the_same_numbers_and_gradients():
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 8, 16, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 2, 8, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    shared = attention_grouped._sdpa(q, k, v, None, Rules(0.25))
+    wanted = torch.autograd.grad(shared.square().sum(), (q, k, v))
+    with planning_for("cuda", (7, 5)):
+        repeated = attention_grouped._sdpa(q, k, v, None, Rules(0.25))
+    torch.testing.assert_close(repeated, shared)
+    torch.testing.assert_close(torch.autograd.grad(repeated.square().sum(), (q, k, v)), wanted)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.ops.attention_plan import AttentionPlan, Gather, Places, Rules, Sight, gathered, scattered
+from lowtide.ops.target import target_of
 from lowtide.ragged import Segment
 
 PADDING_TOLERANCE = 1.2
@@ -202,6 +203,9 @@ def _mask(plan: AttentionPlan, q: range, k: range, group: Group, sight: Sight) -
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1 and not _shares_keys(q, mask):
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -212,6 +216,17 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) ->
         scale=rules.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def _shares_keys(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch has a kernel in which several query heads read one head of keys.
+
+    On CUDA that is flash attention alone, which knows neither masks nor float32; elsewhere torch would write all scores
+    out, which take more than keys for each query head (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`).
+    """
+    target = target_of(q)
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return target.kind != "cuda" or (mask is None and half and target.capability >= (8, 0))
 
 
 def _open(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: Rules) -> Tensor:

@@ -13,12 +13,14 @@ from typing import Any
 from bench.compare import BUSY
 from bench.contestants import BATCH, PACKED_BATCH
 from bench.measure import GIGABYTE
+from bench.estimate import cells as estimate_cells
+from bench.estimate import summary as estimate_summary
 from bench.memory import BATCH as MEMORY_BATCH
 from bench.memory import cells
 from bench.memory_cases import CASES
 from bench.methods import METHODS
 from bench.processes import ROOT
-from bench.results import ACCUMULATION, COMPARISON, MEMORY, VOCABULARY, ratios, recorded
+from bench.results import ACCUMULATION, COMPARISON, ESTIMATE, MEMORY, VOCABULARY, ratios, recorded
 from bench.shapes import SHAPES
 from bench.tables import COLUMNS, comparison_rows, verdict, vocabulary_verdict
 from lowtide.memory.table import PACKAGES, TECHNIQUES
@@ -89,6 +91,7 @@ def main() -> int:
     sections += [memory_section(result) for result in results if result.get("kind") == MEMORY]
     sections += [vocabulary_section(result) for result in results if result.get("kind") == VOCABULARY]
     sections += [accumulation_section(result) for result in results if result.get("kind") == ACCUMULATION]
+    sections += [estimate_section(result) for result in results if result.get("kind") == ESTIMATE]
     sections += [not_yet_section({(result["method"], result["shape"]) for result in comparisons})]
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(section for section in sections if section), encoding="utf-8")
@@ -198,6 +201,27 @@ def accumulation_section(results: dict[str, Any]) -> str:
             "",
             f"{described(results['hardware'])}. {dated(results['versions'])}. Measured with "
             "`python -m bench.accumulation`.",
+            "",
+        ]
+    )
+
+
+def estimate_section(results: dict[str, Any]) -> str:
+    """Returns the peaks that were foretold beside those that were measured."""
+    runs = results["runs"]
+    rows = [f"| {' | '.join(estimate_cells(run))} |" for run in runs]
+    return "\n".join(
+        [
+            "## Peaks foretold and measured",
+            "",
+            "The resident peak of the whole process, imports and data among it, as `lowtide.estimate` has it and as a run has",
+            f"it: {estimate_summary([run['error'] for run in runs])}.",
+            "",
+            "| run | foretold | measured | error | seconds |",
+            "|---|---:|---:|---:|---:|",
+            *rows,
+            "",
+            f"{described(results['hardware'])}. {dated(runs[-1]['versions'])}. Measured with `python -m bench.estimate`.",
             "",
         ]
     )

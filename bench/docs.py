@@ -12,9 +12,9 @@ from typing import Any
 
 from bench.compare import BUSY
 from bench.contestants import BATCH, PACKED_BATCH
-from bench.measure import GIGABYTE
 from bench.estimate import cells as estimate_cells
 from bench.estimate import summary as estimate_summary
+from bench.measure import GIGABYTE
 from bench.memory import BATCH as MEMORY_BATCH
 from bench.memory import cells
 from bench.memory_cases import CASES
@@ -214,14 +214,15 @@ def estimate_section(results: dict[str, Any]) -> str:
         [
             "## Peaks foretold and measured",
             "",
-            "The resident peak of the whole process, imports and data among it, as `lowtide.estimate` has it and as a run has",
-            f"it: {estimate_summary([run['error'] for run in runs])}.",
+            "The resident peak of the whole process, imports and data among it, as `lowtide.estimate` has it and as a run",
+            f"has it: {estimate_summary([run['error'] for run in runs])}.",
             "",
             "| run | foretold | measured | error | seconds |",
             "|---|---:|---:|---:|---:|",
             *rows,
             "",
-            f"{described(results['hardware'])}. {dated(runs[-1]['versions'])}. Measured with `python -m bench.estimate`.",
+            f"{described(results['hardware'])}. {dated(runs[-1]['versions'])}. Measured with "
+            "`python -m bench.estimate`.",
             "",
         ]
     )

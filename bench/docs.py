@@ -214,8 +214,8 @@ def estimate_section(results: dict[str, Any]) -> str:
         [
             "## Peaks foretold and measured",
             "",
-            "The resident peak of the whole process, imports and data among it, as `lowtide.estimate` has it and as a run",
-            f"has it: {estimate_summary([run['error'] for run in runs])}.",
+            "The resident peak of the whole process, imports and data among it, as `lowtide.estimate` has it and as a",
+            f"run has it: {estimate_summary([run['error'] for run in runs])}.",
             "",
             "| run | foretold | measured | error | seconds |",
             "|---|---:|---:|---:|---:|",

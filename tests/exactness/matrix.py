@@ -478,7 +478,7 @@ def _compressed(remainder: str, moment_bits: int = 32) -> Callable[[Run, Run], b
 def _compiled_layers(run: Run, plain: Run) -> bool:
     """Whether layers were compiled for the time of training; graphs of one model serve the next."""
     frames = torch._dynamo.utils.counters["frames"]["ok"]
-    return frames > 0 and len(run.trainer._undo) == 1 > len(plain.trainer._undo)
+    return frames > 0 and len(run.trainer._undo) == len(plain.trainer._undo) + 1
 
 
 ACTED: Mapping[str, Callable[[Run, Run], bool]] = {

@@ -11,6 +11,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.memory.measure import bytes_text
 
@@ -21,7 +22,10 @@ def largest_tensors(device: torch.device, count: int = 5) -> tuple[str, ...]:
     Storages count once, under the tensor that was found first; weights come before gradients, and these before others.
     """
     # By its type alone: some objects warn when they are asked for their class.
-    found = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+    # Fake ones hold nothing, and sizes that a compiler has left open are no numbers.
+    found = (
+        each for each in gc.get_objects() if issubclass(type(each), Tensor) and not issubclass(type(each), FakeTensor)
+    )
     tensors = [each for each in found if each.device.type == device.type]
     weights = [each for each in tensors if isinstance(each, nn.Parameter)]
     gradients = [each.grad for each in weights if each.grad is not None]

@@ -106,7 +106,7 @@ class ActivationOffload:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.model, self.device, self.min_bytes, self.max_host_bytes = model, device, min_bytes, max_host_bytes
-        if isinstance(next(model.parameters()), FakeTensor):
+        if isinstance(next(model.parameters(), None), FakeTensor):
             self.store: Store = Nowhere()
         else:
             self.store = SpillFile(folder) if device.type == "cpu" else PinnedHost(device)

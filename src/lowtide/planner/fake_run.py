@@ -157,8 +157,9 @@ class FakeRun:
         trainer = self._trainer(model)
         trainer.accelerator.prepare_model(trainer.model, device_placement=False)  # autocast is of the wrapper
         if self.config.gradient_checkpointing:
-            inner = causal_model(trainer.model)
-            inner.gradient_checkpointing_enable(self.config.gradient_checkpointing_kwargs)
+            inner: Any = causal_model(trainer.model)
+            newer = getattr(inner, "activation_checkpointing_enable", None)  # older transformers have the other name
+            (newer or inner.gradient_checkpointing_enable)(self.config.gradient_checkpointing_kwargs)
         with _disable_current_modes():
             rows = self._heaviest(trainer, trainer.args.per_device_train_batch_size)
             whole = cast(RaggedBatch, trainer.data_collator(rows))

@@ -4,10 +4,11 @@ import pytest
 import torch
 from tiny_llama import same_bits, tiny_llama, token_ids
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.memory import compressed_adamw
 from lowtide.memory.compressed_adamw import CompressedAdamW
-from lowtide.memory.eight_bit import SCALED, _levels, dequantize, quantize_, zeros_8bit
+from lowtide.memory.eight_bit import SCALED, _levels, _nearest, dequantize, quantize_, zeros_8bit
 
 CPU = torch.device("cpu")
 
@@ -113,3 +114,13 @@ def _loss(model: nn.Module, step: int) -> torch.Tensor:
 @torch.no_grad()
 def _mean_loss(model: nn.Module) -> float:
     return sum(_loss(model, step).item() for step in range(4)) / 4
+
+
+def test_tables_have_values_even_if_a_trace_asks_first():
+    _levels.cache_clear()
+    _nearest.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        codes, scales = zeros_8bit(SCALED, CPU)
+        quantize_(torch.randn(SCALED), codes, scales, signed=True)
+        dequantize(codes, scales, signed=True)
+    test_zeros_and_the_largest_are_exact()

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 import lowtide
 from lowtide.demo.model import make_model, make_tokenizer
-from lowtide.memory.measure import resident_bytes
+from lowtide.planner.process import process_bytes
 
 CHECKPOINTED = {
     "gradient_checkpointing": True,
@@ -60,7 +60,7 @@ def test_a_budget_below_the_process_says_what_is_most(tmp_path):
     with pytest.raises(ValueError, match=r"below the weights|nothing fits"):
         trainer(config(tmp_path, memory_budget="100KB"))
     with pytest.raises(ValueError, match=r"nothing fits .* smallest peak"):
-        trainer(config(tmp_path, memory_budget=str(resident_bytes() // 2), **CHECKPOINTED))
+        trainer(config(tmp_path, memory_budget=str(process_bytes()), **CHECKPOINTED))
 
 
 def test_a_budget_that_is_none_is_refused(tmp_path):

@@ -69,7 +69,7 @@ def main(adapters: bool) -> int:
         trainer.train()
         peak = peak_resident_bytes()
         traced = FakeRun(SFTTrainer, **run, processing_class=make_tokenizer())
-        foretold = estimate_run(traced, device_named("cpu"))
+        foretold = estimate_run(traced, device_named("cpu"), beside=0)
     return peak - foretold.peak_bytes
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 import lowtide
 from lowtide.data.sources import Source, load_rows
@@ -17,7 +17,6 @@ from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.fake_run import FakeRun
 from lowtide.planner.plan import Plan, make_plan
-from lowtide.planner.process import process_bytes
 from lowtide.planner.sharding import Sharding
 from lowtide.spelling import nearest
 from lowtide.trainers.config import TrainingConfig
@@ -57,20 +56,17 @@ def estimate(
     """
     if (lengths is None) == (dataset is None):
         raise ValueError("estimate needs either `lengths` or `dataset`, to know what a step will see")
-    described = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
     run = FakeRun(
         trainer_of(config),
         config,
-        described,
+        config_of_model(model, trust_remote_code=config.trust_remote_code),
         dataset if dataset is not None else Dataset.from_list(rows_of(lengths or ())),
         processing_class=processing_class,
         peft_config=peft_config,
         prepared=lengths is not None,
     )
     spread = Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None
-    where = device_named(device)
-    beside = process_bytes(peft_config is not None) if where.kind == "cpu" else 0
-    return estimate_run(run, where, sharding=spread, process_bytes=beside)
+    return estimate_run(run, device_named(device), sharding=spread)
 
 
 def plan(

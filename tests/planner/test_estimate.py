@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import lowtide
 from lowtide.planner.devices import device_named
-from lowtide.planner.estimate import run_of
 from lowtide.planner.fake_run import FakeRun
 from lowtide.planner.heaviest import heaviest_rows, row_lengths
-from lowtide.planner.trace import Event, live_bytes
+from lowtide.planner.replay import peaks, run_of
+from lowtide.planner.trace import Event
 from lowtide.planner.unroll import TRACED_LAYERS, unrolled
 from lowtide.planning import estimate, rows_of, trainer_of
 
@@ -104,7 +105,7 @@ def allocated(case: str, folder: str) -> int:
 @pytest.mark.parametrize("case", CASES)
 def test_the_trace_is_what_tensors_take(case, tmp_path):
     events = run_of_case(case, str(tmp_path)).traced(device_named("cpu")).events
-    found = max(held.total() for held in live_bytes(run_of(events, rehearsal=False)).values())
+    found = max(sum(held.values()) for held in peaks(run_of(events, rehearsal=False)).values())
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         measured = pool.apply(allocated, (case, str(tmp_path)))
     assert found == pytest.approx(measured, rel=0.075)  # buffers of kernels, which no trace sees
@@ -118,7 +119,7 @@ def test_five_layers_tell_what_eight_do(case, tmp_path):
     deep = run_of_case(case, str(tmp_path))._traced(whole, device).events
     found = unrolled(short, whole)
     assert counted(found, lambda event: event.layer) == counted(deep, born_layer)
-    assert live_bytes(run_of(found, rehearsal=True)) == live_bytes(run_of(deep, rehearsal=True))
+    assert peaks(run_of(found, rehearsal=True)) == peaks(run_of(deep, rehearsal=True))
 
 
 def born_layer(event: Event) -> int | None:
@@ -150,7 +151,7 @@ def test_no_layer_is_told_by_others_that_are_not_like_it(tmp_path):
 
 
 def test_an_estimate_splits_its_peak_and_has_every_phase(tmp_path, monkeypatch):
-    monkeypatch.setattr("lowtide.planning.process_bytes", lambda adapters: 500_000_000)
+    monkeypatch.setattr("lowtide.planner.estimate.process_bytes", lambda adapters: 500_000_000)
     config = config_of("SFTConfig", {"eval_strategy": "steps"}, str(tmp_path))
     found = estimate(config, LlamaConfig(**SIZES), lengths=TEXTS)
     assert found.peak_bytes == sum(found.phases[found.phase].values())
@@ -192,3 +193,19 @@ def test_shards_are_smaller_than_the_whole(tmp_path):
 def test_bad_input_is_one_message(more, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         estimate(config_of("SFTConfig", {}, str(tmp_path)), LlamaConfig(**SIZES), **more)
+
+
+def test_an_estimate_leaves_random_numbers_alone(tmp_path):
+    state, python = torch.get_rng_state(), random.getstate()
+    run_of_case("sft", str(tmp_path)).traced(device_named("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+
+
+def test_saving_holds_weights_and_states(tmp_path):
+    args = lowtide.SFTConfig(str(tmp_path), use_cpu=True, report_to="none", save_strategy="epoch")
+    found = estimate(args, LlamaConfig(**SIZES), lengths=[64] * 8)
+    weights = found.phases["optimizer"]["weights"]
+    assert found.phases["saving"]["weights"] == weights
+    assert found.phases["saving"]["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    assert not found.phases["saving"].get("gradients")

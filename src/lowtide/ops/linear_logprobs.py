@@ -34,6 +34,15 @@ BLOCK_BYTES = 1 << 20
 """On a CPU the passes over a chunk's logits go in blocks that stay in the second-level cache."""
 
 
+def chunk_rows(vocab: int, dtype: torch.dtype, kind: str) -> int:
+    """Scores of a chunk whose logits are in a dtype, on a kind of device."""
+    return max(16, CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"]) // _row_bytes(vocab, dtype, kind))
+
+
+def _row_bytes(vocab: int, dtype: torch.dtype, kind: str) -> int:
+    return vocab * (dtype.itemsize if kind == "cuda" else max(dtype.itemsize, 4))
+
+
 class Term(NamedTuple):
     """One summand of the logits, `x @ weight.T`."""
 
@@ -164,9 +173,8 @@ class _Head:
         self.bias, self.index, self.target = bias, index, target
         self.projection, self.want, self.dtype = spec.projection, spec.want, dtype
         vocab, kind = terms[0].weight.shape[0], target_of(first).kind
-        row_bytes = vocab * (dtype.itemsize if kind == "cuda" else max(dtype.itemsize, 4))
-        self.chunk = spec.chunk or max(16, CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"]) // row_bytes)
-        self.block = self.chunk if kind != "cpu" else max(1, BLOCK_BYTES // row_bytes)
+        self.chunk = spec.chunk or chunk_rows(vocab, dtype, kind)
+        self.block = self.chunk if kind != "cpu" else max(1, BLOCK_BYTES // _row_bytes(vocab, dtype, kind))
         self.scratch = None
         if kind == "cpu" and (spec.want.entropies or spec.want.collisions or spec.projection.softcap is not None):
             self.scratch = torch.empty(2, self.block, vocab, dtype=torch.promote_types(dtype, torch.float32))

@@ -11,10 +11,9 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig
 
 from lowtide.planner.devices import Device
-from lowtide.planner.estimate import Estimate, estimate_run
+from lowtide.planner.estimate import estimate_run
 from lowtide.planner.fake_run import FakeRun
 from lowtide.planner.heaviest import heaviest_rows, row_lengths
-from lowtide.planner.process import process_bytes
 from lowtide.planner.search import Measured, Refused, Sizes
 
 RUN_OPTIONS = ("dtype", "use_peft")
@@ -32,8 +31,6 @@ class Run:
     device: Device
     processing_class: Any = None
     peft_config: Any = None
-    process_bytes: int | None = None
-    """What a process holds on a CPU beside tensors; None to measure it."""
 
     def config(self, options: Mapping[str, Any]) -> Any:
         """The method's config, as the run would have it on the device.
@@ -153,16 +150,11 @@ def measured(run: Run, prepared: Dataset, options: Mapping[str, Any], tokens: in
     """
     budget = {} if tokens is None else {"tokens_per_microbatch": tokens}
     try:
-        found = estimate_of(run, prepared, run.config({**options, **budget}), run.adapters(options))
+        config = run.config({**options, **budget})
+        fake = FakeRun(
+            run.trainer_class, config, run.described, prepared, peft_config=run.adapters(options), prepared=True
+        )
+        found = estimate_run(fake, run.device)
     except ValueError as reason:
         raise Refused(str(reason)) from reason
     return Measured(found.phases, found.tokens_per_second, found)
-
-
-def estimate_of(run: Run, prepared: Dataset, config: Any, peft_config: Any) -> Estimate:
-    """What one run would take."""
-    fake = FakeRun(run.trainer_class, config, run.described, prepared, peft_config=peft_config, prepared=True)
-    beside = 0 if run.device.kind != "cpu" else run.process_bytes
-    return estimate_run(
-        fake, run.device, process_bytes=process_bytes(peft_config is not None) if beside is None else beside
-    )

@@ -7,10 +7,9 @@ top comes what the process holds beside tensors. Spread over devices, formulas t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from lowtide.memory.host_heap import MMAP_ABOVE, TRIM_ABOVE
 from lowtide.memory.measure import bytes_text
@@ -19,15 +18,12 @@ from lowtide.planner.devices import Device
 from lowtide.planner.fake_run import FakeRun
 from lowtide.planner.glibc_heap import GlibcHeap
 from lowtide.planner.moment import Traced as OnOneDevice
+from lowtide.planner.process import process_bytes
+from lowtide.planner.replay import Allocator, peaks, run_of
 from lowtide.planner.sharded import shard
 from lowtide.planner.sharding import Sharding
 from lowtide.planner.tensor_parallel import one_rank
-from lowtide.planner.trace import Block, Event, live_bytes
 
-REST = ("states", "clear", "evaluation", "gradients", "step", "optimizer", "clear")
-RUN = ("loading", "gradients", "step", *REST)
-REHEARSED = ("loading", "room", "gradients", "step", "clear", "gradients", "step", "end", *REST)
-"""The parts of a run, in their order: its first step makes the optimizer's states, its second finds them there."""
 BANDS = {"cpu": 0.06, "cuda": 0.05}
 """By how much of itself a peak may be wrong."""
 
@@ -73,49 +69,42 @@ class Estimate:
         return f"peak {bytes_text(self.peak_bytes)} on {self.device}, in {self.phase}: {parts}{speed}"
 
 
-class Allocator(Protocol):
-    """What holds the blocks that live."""
-
-    @property
-    def held(self) -> int: ...
-
-    def born(self, key: Any, size: int, mapped: bool = False) -> None: ...
-
-    def died(self, key: Any) -> None: ...
-
-    def trim(self) -> None: ...
-
-
-def estimate_run(run: FakeRun, device: Device, *, sharding: Sharding | None = None, process_bytes: int = 0) -> Estimate:
+def estimate_run(
+    run: FakeRun, device: Device, *, sharding: Sharding | None = None, beside: int | None = None
+) -> Estimate:
     """What a run will take on a device, or on each of several.
 
     Args:
         run: what is trained, how, on which rows.
         device: where.
         sharding: how it is spread over devices of this kind.
-        process_bytes: what a process holds on a CPU beside tensors.
+        beside: what a process holds on a CPU beside tensors; by default as it is measured here.
 
     Raises:
         ValueError: an operation has no form without values, so that the step cannot be traced; names it.
     """
+    if device.kind == "cuda":
+        beside = device.context_bytes
+    elif beside is None:
+        beside = process_bytes(run.peft_config is not None)
     if sharding is not None and sharding.devices > 1:
-        return _sharded(run, device, sharding, process_bytes)
+        return _sharded(run, device, sharding, beside)
     traced = run.traced(device)
     allocator: Allocator = GlibcHeap(MMAP_ABOVE, TRIM_ABOVE) if device.kind == "cpu" else CudaAllocator()
     for number, size in enumerate(device.workspaces):
         allocator.born(("workspace", number), size)
     phases = peaks(run_of(traced.events, rehearsal=run.rehearsal), allocator)
-    return _estimate(phases, device, traced.tokens_per_second(device), process_bytes, traced.notes)
+    return _estimate(phases, device, traced.tokens_per_second(device), beside, traced.notes)
 
 
-def _sharded(run: FakeRun, device: Device, sharding: Sharding, process_bytes: int) -> Estimate:
+def _sharded(run: FakeRun, device: Device, sharding: Sharding, beside: int) -> Estimate:
     split = sharding.tensor_parallel
     part = run if split == 1 else run.of(one_rank(run.described, split))
     traced = part.traced(device)
     found = shard(
         run.layout(),
         OnOneDevice(
-            phases=live_bytes(run_of(traced.events, rehearsal=False)),
+            phases=peaks(run_of(traced.events, rehearsal=False)),
             tokens=traced.tokens,
             micro_batches=traced.micro_batches,
         ),
@@ -125,18 +114,17 @@ def _sharded(run: FakeRun, device: Device, sharding: Sharding, process_bytes: in
     if not sharding.runs:
         notes = (*notes, f"lowtide's trainers do not run {sharding} yet: this is what it would take")
     speed = traced.tokens_per_second(device, exchanged_bytes=found.traffic.per_rank)
-    return replace(_estimate(found.phases, device, speed, process_bytes, notes), host_bytes=found.host_bytes)
+    return replace(_estimate(found.phases, device, speed, beside, notes), host_bytes=found.host_bytes)
 
 
 def _estimate(
     phases: Mapping[str, Mapping[str, int]],
     device: Device,
     speed: float | None,
-    process_bytes: int,
+    beside: int,
     notes: tuple[str, ...],
 ) -> Estimate:
-    runtime = process_bytes if device.kind == "cpu" else device.context_bytes
-    whole = {name: {**held, "runtime": runtime} for name, held in phases.items()}
+    whole = {name: {**held, "runtime": beside} for name, held in phases.items()}
     # An allocator that keeps what it has taken holds as much in all later phases: the peak is where tensors peak.
     phase = max(whole, key=lambda name: sum(whole[name].values()) - whole[name].get("cache", 0))
     beyond = max(sum(held.values()) for held in whole.values()) - sum(whole[phase].values())
@@ -151,48 +139,3 @@ def _estimate(
         band=BANDS[device.kind],
         notes=notes,
     )
-
-
-def run_of(events: Iterable[Event], *, rehearsal: bool) -> Iterator[Event]:
-    """The events of a run of two steps, from those of its parts."""
-    parts: dict[str, list[Event]] = {}
-    part = parts.setdefault("loading", [])
-    for event in events:
-        if event.block is None and event.born:
-            part = parts.setdefault(event.phase, [])
-        else:
-            part.append(event)
-    for name in REHEARSED if rehearsal else RUN:
-        yield from parts.get(name, ())
-
-
-def peaks(events: Iterable[Event], allocator: Allocator) -> dict[str, dict[str, int]]:
-    """For each phase the bytes by category when living tensors held most, and as "cache" what the allocator held beyond
-    them at its own peak of that phase.
-
-    A block may be born again, as one of another step, when it has died.
-    """
-    live: Counter[str] = Counter()
-    alive: set[Block] = set()
-    total, most, held = 0, Counter[str](), Counter[str]()
-    found: dict[str, dict[str, int]] = {}
-    for block, born, phase, _ in events:
-        if block is None:
-            allocator.trim()
-            continue
-        if born == (block in alive):
-            continue
-        size = block.size if born else -block.size
-        if born:
-            alive.add(block)
-            allocator.born(block, block.size, mapped=phase == "loading")
-        else:
-            alive.discard(block)
-            allocator.died(block)
-        live[block.category] += size
-        total += size
-        held[phase] = max(held[phase], allocator.held)
-        if total > most[phase]:
-            most[phase] = total
-            found[phase] = {name: size for name, size in live.items() if size}
-    return {phase: {**parts, "cache": held[phase] - most[phase]} for phase, parts in found.items()}

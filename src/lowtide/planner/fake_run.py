@@ -6,46 +6,36 @@ model whose weights are fake, and its own step runs, after the states of the ste
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from lowtide.engine.forward import causal_model
-from lowtide.engine.head import body
 from lowtide.memory import host_heap, offloading
 from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.metrics import Totals
+from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.devices import Device
-from lowtide.planner.heaviest import heaviest_rows, row_lengths
+from lowtide.planner.faked import faked
+from lowtide.planner.following import follow_layers, follow_phases, label, stack_of
+from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
 from lowtide.planner.layout import Layout
 from lowtide.planner.speed import OperationCosts
 from lowtide.planner.stand_ins import as_on
-from lowtide.planner.states import state_sizes
-from lowtide.planner.trace import PHASES, Event, StorageTrace
+from lowtide.planner.states import optimizer_name, state_sizes
+from lowtide.planner.trace import Event, StorageTrace
 from lowtide.planner.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
 from lowtide.step import evaluate_batch
-
-HEAD_CHUNK = 32 << 20
-"""Bytes of logits from which the head works in chunks."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +43,16 @@ class Traced:
     """What was seen of a run, with all its layers."""
 
     events: Sequence[Event]
-    """In parts: "loading", "room", "gradients", "step", "states", "optimizer", "clear", "evaluation", "end"."""
+    """In parts: "loading", "room", "gradients", "step", "states", "optimizer", "clear", "evaluation", "saving",
+    "end"."""
     costs: Mapping[str, OperationCosts]
     """Of a micro-batch, of its head, of an optimizer step."""
     tokens: int
     """Of a micro-batch."""
     micro_batches: int
     """In an optimizer step."""
+    head_share: float = 1.0
+    """How many times the scores that were traced there are."""
     notes: tuple[str, ...] = ()
 
     def tokens_per_second(self, device: Device, exchanged_bytes: float = 0.0) -> float:
@@ -68,9 +61,6 @@ class Traced:
         step = self.costs["optimizer"].seconds(device)
         exchange = exchanged_bytes / device.rates.interconnect if exchanged_bytes else 0.0
         return self.tokens * self.micro_batches / (micro_batch * self.micro_batches + step + exchange)
-
-    head_share: float = 1.0
-    """How many times the scores that were traced there are."""
 
 
 class FakeRun:
@@ -99,8 +89,10 @@ class FakeRun:
     ) -> None:
         self.trainer_class, self.described, self.dataset = trainer_class, described, dataset
         self.processing_class, self.peft_config, self.prepared = processing_class, peft_config, prepared
-        self.given, self.rehearsal = config, bool(config.rehearsal)
-        self.evaluates = str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no"
+        self.rehearsal = bool(config.rehearsal)
+        self.evaluates, self.saves = (
+            str(getattr(when, "value", when)) != "no" for when in (config.eval_strategy, config.save_strategy)
+        )
         self.precomputed = getattr(config, "precompute_ref_log_probs", False)
         self.config = copy.copy(config)
         self.config.rehearsal, self.config.eval_strategy, self.config.do_eval = False, "no", False
@@ -115,14 +107,14 @@ class FakeRun:
 
     def trainer(self) -> Any:
         """The trainer with its rows prepared, of one layer."""
-        with _faked():
+        with faked():
             return self._trainer(self._model(1))
 
     def layout(self) -> Layout:
         """The parameters of the whole model."""
         with torch.device("meta"):
             model = self._model(self.described.get_text_config().num_hidden_layers)
-        return Layout.of(model, str(getattr(self.config.optim, "value", self.config.optim)))
+        return Layout.of(model, optimizer_name(self.config))
 
     def traced(self, device: Device) -> Traced:
         """Loading, and a step on the heaviest micro-batch of the data, as they would be on a device.
@@ -145,15 +137,17 @@ class FakeRun:
         trace = StorageTrace()
         costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
         trace.watchers.append(_counting(trace, costs))
-        with _faked() as fake, trace, patch.object(offloading, "trim_heap", trace.trimmed), as_on(device):
-            batch, traced_scores, micro_batches = self._run(trace, fake, layers)
+        with faked() as fake, trace, patch.object(offloading, "trim_heap", trace.trimmed), as_on(device):
+            batch, traced_scores, micro_batches = self._run(trace, fake, layers, device)
         share = batch.scores / max(traced_scores, 1)
         return Traced(list(trace.events), costs, batch.tokens, micro_batches, head_share=share)
 
-    def _run(self, trace: StorageTrace, fake: FakeTensorMode, layers: int) -> tuple[RaggedBatch, int, int]:
+    def _run(
+        self, trace: StorageTrace, fake: FakeTensorMode, layers: int, device: Device
+    ) -> tuple[RaggedBatch, int, int]:
         """Returns the heaviest micro-batch, how many of its scores were traced, and micro-batches of a step."""
         model = self._model(layers)
-        _follow_layers(model, layers, trace)
+        follow_layers(model, layers, trace)
         trainer = self._trainer(model)
         trainer.accelerator.prepare_model(trainer.model, device_placement=False)  # autocast is of the wrapper
         if self.config.gradient_checkpointing:
@@ -163,16 +157,25 @@ class FakeRun:
         with _disable_current_modes():
             rows = self._heaviest(trainer, trainer.args.per_device_train_batch_size)
             whole = cast(RaggedBatch, trainer.data_collator(rows))
-            thin = self._thinned(whole)
-        _label(trainer, layers, trace)
-        self._follow_phases(trainer, trace)
-        micro_batches = -(-_rows_in_a_step(trainer) // len(rows))
-        self._step(trainer, thin.map(fake.from_tensor), trace, fake, layers, several=micro_batches > 1)
+            thin = self._thinned(whole, device)
+            evaluated = self._evaluated(trainer, device) if self.evaluates else None
+        label(trainer, layers, trace)
+        follow_phases(trainer, trace)
+        micro_batches = -(-rows_in_a_step(trainer.args) // len(rows))
+        evaluated = None if evaluated is None else evaluated.map(fake.from_tensor)
+        self._step(trainer, thin.map(fake.from_tensor), evaluated, trace, layers, several=micro_batches > 1)
         return whole, thin.scores, micro_batches
 
-    def _thinned(self, batch: RaggedBatch) -> RaggedBatch:
+    def _thinned(self, batch: RaggedBatch, device: Device) -> RaggedBatch:
         """Few enough scores for two chunks of the head, which is all that its peak depends on."""
-        return batch.thinned(2 * max(16, HEAD_CHUNK // (4 * self.described.get_text_config().vocab_size)))
+        dtype = torch.bfloat16 if self.config.bf16 else torch.float16 if self.config.fp16 else self._dtype
+        return batch.thinned(2 * chunk_rows(self.described.get_text_config().vocab_size, dtype, device.kind))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of the weights."""
+        name = dict(self.config.model_init_kwargs or {}).get("dtype", "float32")
+        return getattr(torch, str(name).removeprefix("torch."))
 
     def _model(self, layers: int) -> nn.Module:
         described = copy.deepcopy(self.described)
@@ -184,8 +187,7 @@ class FakeRun:
         kind: Any = AutoModelForCausalLM
         if self.trainer_class.rewards:
             kind, described.num_labels = AutoModelForSequenceClassification, 1
-        dtype = str(dict(self.config.model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")
-        return kind.from_config(described, dtype=getattr(torch, dtype))
+        return kind.from_config(described, dtype=self._dtype)
 
     def _trainer(self, model: nn.Module) -> Any:
         run = self
@@ -222,26 +224,12 @@ class FakeRun:
         *_, chosen = heaviest_rows(lengths, most, trainer.args.tokens_per_microbatch)
         return [dataset[row] for row in chosen]
 
-    def _follow_phases(self, trainer: Any, trace: StorageTrace) -> None:
-        """Lets the trace know where in the step it is, and what gradients are."""
-
-        def entered(_ended: str, begins: str) -> None:
-            if trace.phase != "evaluation" and begins in PHASES:
-                trace.phase = begins
-            trace.layer = None
-
-        trainer.phases.listeners.append(entered)
-        trainer.phases.split_forward(body(causal_model(trainer.model)))
-        for parameter in trainer.model.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(_told(trace))
-
     def _step(
         self,
         trainer: Any,
         batch: RaggedBatch,
+        evaluated: RaggedBatch | None,
         trace: StorageTrace,
-        fake: FakeTensorMode,
         layers: int,
         *,
         several: bool,
@@ -254,7 +242,7 @@ class FakeRun:
         if self._is_large(trainer.model, layers):
             host_heap._trim_in_layers(model, trace.trimmed)
         trainer._before_first_step(model)
-        _label(trainer, layers, trace)
+        label(trainer, layers, trace)
         trained = [p for p in model.parameters() if p.requires_grad]
         trace.part("room")
         room = [] if unwrap_optimizer(trainer.optimizer).state else self._room(trained, trace)
@@ -263,45 +251,54 @@ class FakeRun:
             with trace.owned_by("gradients"):
                 for parameter in trained:
                     parameter.grad = torch.empty_like(parameter)
-            _label(trainer, layers, trace)
+            label(trainer, layers, trace)
         if trainer._in_backward is not None:
             trace.part("states")
             trainer._gradients(model, batch)
             trainer.optimizer.step()
-            _label(trainer, layers, trace, unwrap_optimizer(trainer.optimizer))
+            label(trainer, layers, trace, unwrap_optimizer(trainer.optimizer))
         trace.part("step")
         trainer._gradients(model, batch)
         trace.phase = "optimizer"
-        _label(trainer, layers, trace)
+        label(trainer, layers, trace)
         if trainer._in_backward is None:
             trace.part("states")
         trainer.optimizer.step()
-        _label(trainer, layers, trace, unwrap_optimizer(trainer.optimizer))
+        label(trainer, layers, trace, unwrap_optimizer(trainer.optimizer))
         if trainer._in_backward is None:
             trace.part("optimizer")
             trainer.optimizer.step()
         trace.part("clear")
         model.zero_grad()
-        if self.evaluates:
+        if evaluated is not None:
             trace.part("evaluation")
-            self._evaluate(trainer, trace, fake)
+            self._evaluate(trainer, evaluated, trace)
+        if self.saves:
+            trace.part("saving")
+            self._save(trainer, trace)
         trace.part("end")
         del room
 
-    def _evaluate(self, trainer: Any, trace: StorageTrace, fake: FakeTensorMode) -> None:
-        """As heavy a batch as the rows of training make."""
-        with _disable_current_modes():
-            rows = self._heaviest(trainer, trainer.args.per_device_eval_batch_size)
-            thin = self._thinned(cast(RaggedBatch, trainer.data_collator(rows)))
-        batch = thin.map(fake.from_tensor)
+    def _evaluated(self, trainer: Any, device: Device) -> RaggedBatch:
+        """As heavy a batch to evaluate as the rows of training make."""
+        rows = self._heaviest(trainer, trainer.args.per_device_eval_batch_size)
+        return self._thinned(cast(RaggedBatch, trainer.data_collator(rows)), device)
+
+    def _evaluate(self, trainer: Any, batch: RaggedBatch, trace: StorageTrace) -> None:
         with trace.during("evaluation"):
             models = trainer.models(trainer.model.eval())
             evaluate_batch(models, batch, trainer.objective, Totals(), limits=trainer._eval_limits)
             trainer.model.train()
 
+    def _save(self, trainer: Any, trace: StorageTrace) -> None:
+        """What is written, gathered; writing it copies nothing (safetensors and torch write from where a tensor is)."""
+        with trace.during("saving"):
+            torch.empty(0)  # nothing may be made, and it is a phase all the same
+            _ = trainer.model.state_dict(), trainer.optimizer.state_dict()
+
     def _room(self, trained: Sequence[Tensor], trace: StorageTrace) -> list[Tensor]:
         """What a rehearsal holds in the place of the optimizer's states."""
-        optimizer, room = str(getattr(self.config.optim, "value", self.config.optim)), []
+        optimizer, room = optimizer_name(self.config), []
         with trace.owned_by("optimizer"):
             for parameter in trained:
                 pieces = [torch.empty(size, dtype=torch.uint8) for size in state_sizes(parameter, optimizer)]
@@ -311,7 +308,7 @@ class FakeRun:
 
     def _is_large(self, model: nn.Module, layers: int) -> bool:
         wanted = self.described.get_text_config().num_hidden_layers
-        stack = _stack(model, layers)
+        stack = stack_of(model, layers)
         inside = sum(p.numel() * p.element_size() for p in stack.parameters()) if stack is not None else 0
         whole = sum(p.numel() * p.element_size() for p in model.parameters())
         return whole + inside * (wanted - layers) / layers >= host_heap.LARGE
@@ -330,134 +327,3 @@ def _counting(trace: StorageTrace, costs: Mapping[str, OperationCosts]) -> Calla
             each(func, args, out)
 
     return count
-
-
-UNTRACEABLE = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-    NotImplementedError,
-)
-"""How an operation says that it has no shape without values."""
-
-
-@contextlib.contextmanager
-def _state_of_accelerate_kept() -> Iterator[None]:
-    """Traced trainers are of the CPU, and accelerate remembers one device for the whole process: that of the last."""
-    kinds = (PartialState, AcceleratorState, GradientState)
-    before = [dict(kind._shared_state) for kind in kinds]
-    try:
-        yield
-    finally:
-        for kind, state in zip(kinds, before, strict=True):
-            kind._shared_state.clear()
-            kind._shared_state.update(state)
-
-
-@contextlib.contextmanager
-def _faked() -> Iterator[FakeTensorMode]:
-    """Tensors have no values: models stay where they are, and copies touch no memory.
-
-    Raises:
-        ValueError: an operation has no form without values; with its name.
-    """
-    try:
-        with (
-            _state_of_accelerate_kept(),
-            FakeTensorMode(allow_non_fake_inputs=True) as fake,
-            patch.object(nn.Module, "to", _stay),
-            patch.object(FakeTensor, "__deepcopy__", _copied, create=True),
-        ):
-            yield fake
-    except UNTRACEABLE as error:
-        operation = getattr(error, "func", None) or (error.args[0] if error.args else type(error).__name__)
-        raise ValueError(
-            f"the run cannot be traced without values: {str(operation).splitlines()[0]}. Memory of such a model is "
-            "not foretold; measure it with a short run (--max_steps 2 --memory_report report.json)"
-        ) from error
-
-
-def _copied(tensor: FakeTensor, memo: dict) -> Tensor:
-    """A copy of a tensor without memory. torch's own asks for its address, copies what it takes to be there, and so
-    writes into memory that is another's: a second trace with a copied reference crashed."""
-    clone = tensor.detach().clone()
-    memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
-    return memo[id(tensor)]
-
-
-def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """There is nothing to move."""
-    return module
-
-
-def _rows_in_a_step(trainer: Any) -> int:
-    return trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-
-
-def _told(trace: StorageTrace) -> Callable[[Any], None]:
-    """A hook that says what a gradient is; where it was added in place there is none to hand on."""
-    return lambda gradient: None if gradient is None else trace.belongs([gradient], "gradients")
-
-
-def _stack(model: nn.Module, layers: int) -> nn.ModuleList | None:
-    """The list of a model's layers."""
-    return next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers), None)
-
-
-def _follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:
-    """Lets the trace know which layer runs, forward and backward; copies of the model do the same."""
-
-    def begins(number: int) -> Callable[..., None]:
-        def hook(_layer: nn.Module, inputs: tuple) -> None:
-            if trace.phase == "backward":
-                return
-            trace.layer = number
-            if number == 0 and inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
-                inputs[0].register_hook(back_in(None))
-
-        return hook
-
-    def ends(number: int) -> Callable[..., None]:
-        def hook(_layer: nn.Module, _inputs: Any, output: Any) -> None:
-            if trace.phase == "backward":
-                return
-            first = output[0] if isinstance(output, tuple) else output
-            if first.requires_grad:
-                first.register_hook(back_in(number))
-            if number == layers - 1:
-                trace.layer = None
-
-        return hook
-
-    def back_in(number: int | None) -> Callable[[Any], None]:
-        def hook(_gradient: Any) -> None:
-            trace.layer = number
-
-        return hook
-
-    for number, layer in enumerate(_stack(model, layers) or ()):
-        layer.register_forward_pre_hook(begins(number))
-        layer.register_forward_hook(ends(number))
-
-
-def _label(trainer: Any, layers: int, trace: StorageTrace, optimizer: Any = None) -> None:
-    """What weights, gradients and states are and of which layer, those of the model and of a reference."""
-    model, reference = trainer.model, getattr(trainer.reference, "model", None)
-
-    def states_of(parameter: Tensor) -> list[Tensor]:
-        states = {} if optimizer is None else optimizer.state.get(parameter, {})
-        return [state for state in states.values() if isinstance(state, Tensor)]
-
-    policy = set(model.parameters())
-    trace.belongs((*policy, *model.buffers()), "weights")
-    trace.belongs([tensor.grad for tensor in policy if tensor.grad is not None], "gradients")
-    trace.belongs([state for tensor in policy for state in states_of(tensor)], "optimizer")
-    if reference is not None:
-        theirs = [tensor for tensor in (*reference.parameters(), *reference.buffers()) if tensor not in policy]
-        trace.belongs(theirs, "reference")
-    for stack in filter(None, (_stack(each, layers) for each in (model, reference) if each is not None)):
-        for number, layer in enumerate(stack):
-            for tensor in (*layer.parameters(), *layer.buffers()):
-                gradient = [] if tensor.grad is None else [tensor.grad]
-                trace.belongs([tensor, *gradient, *states_of(tensor)], None, number)

@@ -30,6 +30,11 @@ def row_lengths(dataset: Any) -> np.ndarray | None:
     return np.concatenate(found) if found else None
 
 
+def rows_in_a_step(args: Any) -> int:
+    """Of an optimizer step, on one rank."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps
+
+
 def heaviest_rows(lengths: np.ndarray, most: int, budget: int | None) -> list[list[int]]:
     """The rows of the micro-batches that can take most: the longest rows together; and, where a budget cuts them off,
     the rows that fill it best.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,6 +28,11 @@ BYTES_PER_PARAMETER: dict[str, float] = {
 """Bytes of state a trained parameter, for float32 parameters; two moments in their dtype for AdamW."""
 IN_BFLOAT16 = {"adamw_compressed", "adamw_stochastic", "adamw_stochastic_8bit"}
 """Those that store trained weights in bfloat16, and their gradients with them; their moments are float32."""
+
+
+def optimizer_name(args: Any) -> str:
+    """`TrainingArguments.optim`, which is one of transformers' or of ours."""
+    return str(getattr(args.optim, "value", args.optim))
 
 
 @dataclass(frozen=True)

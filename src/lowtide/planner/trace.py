@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ BORN_IN = {
     "saving": "activations",
 }
 """The category of what is made in a phase; gradients and references are told by what they become."""
-CATEGORIES = ("weights", "gradients", "optimizer", "activations", "head", "reference", "cache", "runtime")
 
 
 class Block:
@@ -136,19 +134,3 @@ class StorageTrace(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.events.append(Event(self._blocks.pop(key), False, self.phase, self.layer))
-
-
-def live_bytes(events: Iterable[Event]) -> dict[str, Counter[str]]:
-    """For each phase the bytes by category when living storages held most."""
-    live: Counter[str] = Counter()
-    peaks: dict[str, Counter[str]] = {}
-    total, most = 0, Counter[str]()
-    for block, born, phase, _ in events:
-        if block is None:
-            continue
-        size = block.size if born else -block.size
-        live[block.category] += size
-        total += size
-        if total > most[phase]:
-            most[phase], peaks[phase] = total, Counter(live)
-    return peaks

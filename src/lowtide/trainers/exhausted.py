@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.memory.measure import bytes_text, peak_bytes
 from lowtide.memory.out_of_memory import free_caches
 from lowtide.planner.advice import Advice, advise, with_settings
-from lowtide.planner.states import predict_states
+from lowtide.planner.states import optimizer_name, predict_states
 from lowtide.watch import OutOfMemory
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def explained(trainer: MethodTrainer, error: OutOfMemory) -> OutOfMemory:
 
 def _held(trainer: MethodTrainer) -> dict[str, int]:
     """Bytes by category at the peak; the rest beside the states counts as activations."""
-    states = predict_states(trainer.model, str(getattr(trainer.args.optim, "value", trainer.args.optim)))
+    states = predict_states(trainer.model, optimizer_name(trainer.args))
     rest = peak_bytes(trainer.args.device) - states.total
     found = {
         "weights": states.weights,

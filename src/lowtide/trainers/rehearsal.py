@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lowtide.memory.measure import bytes_text, peak_bytes
 from lowtide.memory.out_of_memory import free_caches
 from lowtide.metrics import Totals
-from lowtide.planner.heaviest import heaviest_rows, row_lengths
-from lowtide.planner.states import state_sizes
+from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
+from lowtide.planner.states import optimizer_name, state_sizes
 from lowtide.ragged import RaggedBatch
 from lowtide.recovery import Before, surviving_step
 from lowtide.step import Limits
@@ -49,7 +49,7 @@ def rehearse(trainer: LowtideTrainer, model: nn.Module) -> Limits:
     with trainer.phases.during("rehearsal"):
         trainer.room = room_for_states(trainer)
         for rows in heaviest_rows(lengths, limits.rows, limits.tokens):
-            several = len(rows) < min(rows_in_a_step(trainer), len(lengths))
+            several = len(rows) < min(rows_in_a_step(trainer.args), len(lengths))
             limits = _run(trainer, model, rows, limits, several)
         if trainer.args.optimizer_in_backward:
             trainer.room.clear()  # states are made while activations are there
@@ -61,11 +61,6 @@ def rehearse(trainer: LowtideTrainer, model: nn.Module) -> Limits:
         f"{bytes_text(trainer.rehearsed_bytes)}"
     )
     return limits
-
-
-def rows_in_a_step(trainer: LowtideTrainer) -> int:
-    """On one rank."""
-    return trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
 
 
 def _run(trainer: LowtideTrainer, model: nn.Module, rows: Sequence[int], limits: Limits, several: bool) -> Limits:
@@ -93,7 +88,7 @@ def room_for_states(trainer: LowtideTrainer) -> list[Tensor]:
     if len(trainer.optimizer.state):
         return []
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    optimizer = optimizer_name(trainer.args)
     return [
         torch.zeros(size, dtype=torch.uint8, device=parameter.device)
         for parameter in trained

@@ -1,0 +1,85 @@
+"""Tensors without memory, on which the code of a real run runs."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+"""How an operation says that it has no shape without values."""
+
+
+@contextlib.contextmanager
+def _process_left_alone() -> Iterator[None]:
+    """What a trainer sets for the whole process is put back: random numbers, which it seeds, and the one device that
+    accelerate remembers, which is that of the last trainer."""
+    kinds = (PartialState, AcceleratorState, GradientState)
+    before = [dict(kind._shared_state) for kind in kinds]
+    python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        for kind, state in zip(kinds, before, strict=True):
+            kind._shared_state.clear()
+            kind._shared_state.update(state)
+
+
+@contextlib.contextmanager
+def faked() -> Iterator[FakeTensorMode]:
+    """Tensors have no values: models stay where they are, and copies touch no memory.
+
+    Raises:
+        ValueError: an operation has no form without values; with its name.
+    """
+    try:
+        with (
+            _process_left_alone(),
+            FakeTensorMode(allow_non_fake_inputs=True) as fake,
+            patch.object(nn.Module, "to", _stay),
+            patch.object(FakeTensor, "__deepcopy__", _copied, create=True),
+        ):
+            yield fake
+    except UNTRACEABLE as error:
+        operation = getattr(error, "func", None) or (error.args[0] if error.args else type(error).__name__)
+        raise ValueError(
+            f"the run cannot be traced without values: {str(operation).splitlines()[0]}. Memory of such a model is "
+            "not foretold; measure it with a short run (--max_steps 2 --memory_report report.json)"
+        ) from error
+
+
+def _copied(tensor: FakeTensor, memo: dict) -> Tensor:
+    """A copy of a tensor without memory. torch's own asks for its address, copies what it takes to be there, and so
+    writes into memory that is another's: a second trace with a copied reference crashed."""
+    clone = tensor.detach().clone()
+    memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
+    return memo[id(tensor)]
+
+
+def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """There is nothing to move."""
+    return module

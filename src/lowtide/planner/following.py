@@ -1,0 +1,95 @@
+"""Tells a trace which layer runs, which phase it is in, and what each tensor is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowtide.engine.forward import causal_model
+from lowtide.engine.head import body
+from lowtide.planner.trace import PHASES, StorageTrace
+
+
+def follow_phases(trainer: Any, trace: StorageTrace) -> None:
+    """Lets a trace know where in the step it is, and what gradients are."""
+
+    def entered(_ended: str, begins: str) -> None:
+        if trace.phase != "evaluation" and begins in PHASES:
+            trace.phase = begins
+        trace.layer = None
+
+    trainer.phases.listeners.append(entered)
+    trainer.phases.split_forward(body(causal_model(trainer.model)))
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(_told(trace))
+
+
+def _told(trace: StorageTrace) -> Callable[[Any], None]:
+    """A hook that says what a gradient is; where it was added in place there is none to hand on."""
+    return lambda gradient: None if gradient is None else trace.belongs([gradient], "gradients")
+
+
+def stack_of(model: nn.Module, layers: int) -> nn.ModuleList | None:
+    """The list of a model's layers."""
+    return next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers), None)
+
+
+def follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:
+    """Lets the trace know which layer runs, forward and backward; copies of the model do the same."""
+
+    def begins(number: int) -> Callable[..., None]:
+        def hook(_layer: nn.Module, inputs: tuple) -> None:
+            if trace.phase == "backward":
+                return
+            trace.layer = number
+            if number == 0 and inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
+                inputs[0].register_hook(back_in(None))
+
+        return hook
+
+    def ends(number: int) -> Callable[..., None]:
+        def hook(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+            if trace.phase == "backward":
+                return
+            first = output[0] if isinstance(output, tuple) else output
+            if first.requires_grad:
+                first.register_hook(back_in(number))
+            if number == layers - 1:
+                trace.layer = None
+
+        return hook
+
+    def back_in(number: int | None) -> Callable[[Any], None]:
+        def hook(_gradient: Any) -> None:
+            trace.layer = number
+
+        return hook
+
+    for number, layer in enumerate(stack_of(model, layers) or ()):
+        layer.register_forward_pre_hook(begins(number))
+        layer.register_forward_hook(ends(number))
+
+
+def label(trainer: Any, layers: int, trace: StorageTrace, optimizer: Any = None) -> None:
+    """What weights, gradients and states are and of which layer, those of the model and of a reference."""
+    model, reference = trainer.model, getattr(trainer.reference, "model", None)
+
+    def states_of(parameter: Tensor) -> list[Tensor]:
+        states = {} if optimizer is None else optimizer.state.get(parameter, {})
+        return [state for state in states.values() if isinstance(state, Tensor)]
+
+    policy = set(model.parameters())
+    trace.belongs((*policy, *model.buffers()), "weights")
+    trace.belongs([tensor.grad for tensor in policy if tensor.grad is not None], "gradients")
+    trace.belongs([state for tensor in policy for state in states_of(tensor)], "optimizer")
+    if reference is not None:
+        theirs = [tensor for tensor in (*reference.parameters(), *reference.buffers()) if tensor not in policy]
+        trace.belongs(theirs, "reference")
+    for stack in filter(None, (stack_of(each, layers) for each in (model, reference) if each is not None)):
+        for number, layer in enumerate(stack):
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                gradient = [] if tensor.grad is None else [tensor.grad]
+                trace.belongs([tensor, *gradient, *states_of(tensor)], None, number)

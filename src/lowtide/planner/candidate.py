@@ -56,6 +56,11 @@ class Run:
 
         return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.05, bias="none")
 
+    def faked(self, prepared: Dataset, options: Mapping[str, Any]) -> FakeRun:
+        """The run with some options, on prepared rows and tensors without memory."""
+        config, adapters = self.config(options), self.adapters(options)
+        return FakeRun(self.trainer_class, config, self.described, prepared, peft_config=adapters, prepared=True)
+
 
 STREAMED_ROWS = 1000
 """Of a stream, whose end nobody knows, so many rows are planned for."""
@@ -150,11 +155,7 @@ def measured(run: Run, prepared: Dataset, options: Mapping[str, Any], tokens: in
     """
     budget = {} if tokens is None else {"tokens_per_microbatch": tokens}
     try:
-        config = run.config({**options, **budget})
-        fake = FakeRun(
-            run.trainer_class, config, run.described, prepared, peft_config=run.adapters(options), prepared=True
-        )
-        found = estimate_run(fake, run.device)
+        found = estimate_run(run.faked(prepared, {**options, **budget}), run.device)
     except ValueError as reason:
         raise Refused(str(reason)) from reason
     return Measured(found.phases, found.tokens_per_second, found)

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from lowtide.engine.forward import causal_model, embedding_weight
-from lowtide.planner.candidate import Run, config_of_model, first_rows
-from lowtide.planner.devices import device_named
+from lowtide.planner.candidate import first_rows
 from lowtide.planner.plan import make_plan
 from lowtide.trainers.config import TrainingConfig
+from lowtide.trainers.foretelling import run_of
 
 
 class Fitted(NamedTuple):
@@ -53,14 +52,10 @@ def fit_budget(
         )
     if dataset is None:
         raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
-    given = {**args.given, "output_dir": args.output_dir}
-    if isinstance(model, str):
-        described = config_of_model(model, trust_remote_code=args.trust_remote_code)
-    else:
-        described = causal_model(model).config
-        given["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
     rows, notes = first_rows(dataset)
-    run = Run(trainer_class, described, given, device_named(args.device.type), processing_class, peft_config)
+    run = run_of(
+        trainer_class, args, model, given=args.given, processing_class=processing_class, peft_config=peft_config
+    )
     plan = make_plan(run, rows, args.memory_budget, explain=False, streamed=rows is not dataset)
     _set(args, plan.settings)
     return Fitted(dict(plan.settings), "; ".join([plan.summary(), *plan.notes, *notes]))

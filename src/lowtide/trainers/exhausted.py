@@ -1,7 +1,7 @@
 """What the error says of a run that ran out of memory for good: what was held, and the setting that would have helped.
 
 Where and on which rows is said where it failed (`lowtide.watch`); here come the bytes by category and, from the table
-of techniques, what lowers the largest of them. The effect of each is asked of the trainer's `foretell`, if it has one.
+of techniques, what lowers the largest of them, with the effect that an estimate foretells.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.measure import bytes_text, peak_bytes
 from lowtide.memory.out_of_memory import free_caches
-from lowtide.planner.advice import Advice, advise, with_settings
+from lowtide.planner.advice import Advice, advise
 from lowtide.planner.states import optimizer_name, predict_states
+from lowtide.trainers.foretelling import foretold
 from lowtide.watch import OutOfMemory
 
 if TYPE_CHECKING:
@@ -32,11 +33,9 @@ def explained(trainer: MethodTrainer, error: OutOfMemory) -> OutOfMemory:
     held = _held(trainer)
 
     def predict(settings: Mapping[str, Any]) -> int | None:
-        if trainer.foretell is None or not settings.keys() <= vars(trainer.args).keys():
-            return None
         try:
-            return trainer.foretell(with_settings(trainer.args, settings), rows)
-        except (ValueError, RuntimeError) as reason:  # the report is of another error
+            return foretold(trainer, settings)
+        except (ValueError, RuntimeError, TypeError) as reason:  # the report is of another error
             logger.info(f"no prediction for {settings}: {reason}")
             return None
 

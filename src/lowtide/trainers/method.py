@@ -56,9 +56,6 @@ class MethodTrainer(LowtideTrainer):
     rewards: ClassVar[bool] = False
     """Whether the model gives one value a row."""
     needs_tokenizer: ClassVar[bool] = True
-    foretell: Callable[[Any, tuple[int, ...]], int | None] | None = None
-    """The predicted peak of tensors, in bytes, of a config on a micro-batch whose rows have so many tokens each; asked
-    when a run has run out of memory."""
     ledger: Ledger | None
     tokenizer: PreTrainedTokenizerBase | None
 

@@ -1,0 +1,57 @@
+"""A trainer's run as the planner sees it, and what it would take with other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+
+from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.planner.candidate import Run, config_of_model
+from lowtide.planner.devices import device_named
+from lowtide.planner.estimate import estimate_run
+
+if TYPE_CHECKING:
+    from lowtide.trainers.config import TrainingConfig
+    from lowtide.trainers.method import MethodTrainer
+
+
+def run_of(
+    trainer_class: type,
+    args: TrainingConfig,
+    model: Any,
+    *,
+    given: Mapping[str, Any],
+    processing_class: Any = None,
+    peft_config: Any = None,
+) -> Run:
+    """What is trained, with the user's own settings; of a model that is there, or by its name."""
+    own = {**given, "output_dir": args.output_dir}
+    if isinstance(model, str):
+        described = config_of_model(model, trust_remote_code=args.trust_remote_code)
+    else:
+        described = causal_model(model).config
+        own["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
+    return Run(trainer_class, described, own, device_named(args.device.type), processing_class, peft_config)
+
+
+def foretold(trainer: MethodTrainer, settings: Mapping[str, Any]) -> int:
+    """The most that tensors would hold in a trainer's run with some settings changed, in bytes.
+
+    Raises:
+        ValueError: it cannot be told of such a run, or the settings do not go together.
+    """
+    if not isinstance(trainer.train_dataset, Dataset):
+        raise ValueError("the lengths of a stream's rows are not known beforehand")
+    if getattr(causal_model(trainer.model), "quantization_method", None) is not None:
+        raise ValueError("quantized weights are not traced")
+    adapters = getattr(trainer.model, "peft_config", {})
+    run = run_of(
+        type(trainer),
+        trainer.args,
+        trainer.model,
+        given={**trainer.args.given, **trainer.planned.settings},
+        peft_config=next(iter(adapters.values()), None),
+    )
+    return estimate_run(run.faked(trainer.train_dataset, settings), run.device, beside=0).tensor_bytes

@@ -2,7 +2,7 @@
 
 Each run is foretold in one process and trained in another, on a CPU, with what a user's script has around it: data and
 tokenizer from texts, the trainer's defaults, the rehearsal among them. What is compared is the resident peak of the
-whole process. See `estimate_cases.py` for the runs.
+whole process, whose heap is as the `lowtide` command sets it up. See `estimate_cases.py` for the runs.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from bench.estimate_cases import CASES
 from bench.measure import GIGABYTE, hardware
 from bench.processes import ChildFailed, run_child
 from bench.results import ESTIMATE, merged, versions, write
+from lowtide.memory.allocator import steady_malloc
 
 SUMMARY = "Compare foretold peaks with measured ones."
 NAME = "estimate"
@@ -49,9 +50,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def compared(name: str) -> dict[str, Any]:
     """One run, foretold and measured; `error` is the share by which the first is above the second."""
-    quiet: Any = lambda step: None  # noqa: E731
-    foretold = run_child({"case": name, "what": "foretell"}, quiet, SECONDS, module="bench.estimate_child")
-    measured = run_child({"case": name, "what": "measure"}, quiet, SECONDS, module="bench.estimate_child")
+    foretold, measured = (
+        run_child(
+            {"case": name, "what": what},
+            lambda step: None,
+            SECONDS,
+            module="bench.estimate_child",
+            environment=steady_malloc({}),
+        )
+        for what in ("foretell", "measure")
+    )
     peak = measured["peak_bytes"]
     return {
         "case": name,

@@ -29,9 +29,14 @@ class ChildFailed(Exception):
 
 
 def run_child(
-    spec: dict[str, Any], on_step: Callable[[int], None], timeout: float, module: str = "bench.child"
+    spec: dict[str, Any],
+    on_step: Callable[[int], None],
+    timeout: float,
+    module: str = "bench.child",
+    environment: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Runs a child's module on `spec` and returns its result; `on_step` hears the number of each step that ended.
+    `environment` has further variables for it.
 
     Raises `ChildFailed` if the child dies, is killed, or takes longer than `timeout` seconds. A child never
     outlives this call, however it ends.
@@ -39,7 +44,7 @@ def run_child(
     process = subprocess.Popen(
         [sys.executable, "-m", module, json.dumps(spec)],
         cwd=ROOT,
-        env=os.environ | OFFLINE,
+        env=os.environ | OFFLINE | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

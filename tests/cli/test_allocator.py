@@ -1,4 +1,4 @@
-"""The training commands ask for growing segments before torch reads the environment, unless the user says otherwise."""
+"""The training commands ask allocators for fewer holes before they are set up, unless the user says otherwise."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lowtide.memory.allocator import NAME, OLDER_NAMES, expand_segments
+from lowtide.memory.allocator import CACHE, MALLOC, NAME, OLDER_NAMES, expand_segments, starts_over
 
 SCRIPT = """
 import os, sys
@@ -41,3 +41,24 @@ def test_nothing_is_said_once_torch_is_there(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert not expand_segments()
     assert NAME not in os.environ
+
+
+def heap_of(*words: str, tunables: str | None = None) -> list[str]:
+    """What the environment says of the heap, in each process that the command becomes."""
+    script = f"import os, sys; print(os.environ.get({MALLOC!r})); from lowtide.cli.main import main; main()"
+    env = {name: value for name, value in os.environ.items() if name != MALLOC}
+    env |= {"COLUMNS": "80"} | ({} if tunables is None else {MALLOC: tunables})
+    run = subprocess.run([sys.executable, "-c", script, *words, "--help"], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    return [line for line in run.stdout.splitlines() if line == "None" or line.startswith("glibc.")]
+
+
+@pytest.mark.skipif(not starts_over(), reason="there is no glibc, or a GPU")
+def test_training_commands_start_over_with_a_heap_without_the_threads_cache():
+    assert heap_of("sft") == ["None", f"{CACHE}=0"]
+    assert heap_of("sft", tunables="glibc.malloc.perturb=1")[-1] == f"glibc.malloc.perturb=1:{CACHE}=0"
+
+
+def test_the_users_own_word_on_the_heap_stays():
+    assert heap_of("sft", tunables=f"{CACHE}=7") == [f"{CACHE}=7"]
+    assert heap_of("lengths") == ["None"]

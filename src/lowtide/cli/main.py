@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import lowtide
-from lowtide.memory.allocator import expand_segments
+from lowtide.memory.allocator import expand_segments, without_thread_cache
 from lowtide.spelling import nearest
 
 METHODS = {
@@ -37,6 +37,8 @@ TOOLS = {
 """The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""
 OF_A_METHOD = {"plan", "estimate", "profile"}
 """Those that a method follows, whose options they take: their `add_parser(subparsers, method)` gives its parser."""
+TRAINS = {*METHODS, *OF_A_METHOD, "demo"}
+"""Those that train, or tell of what trains."""
 COMMANDS = METHODS | {name: summary for name, (_, summary) in TOOLS.items()}
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -59,6 +61,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; gives its exit status: 0, 2 for what the user can mend, 130 if interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and TRAINS & set(words[:1]):
+        without_thread_cache()
     traceback = "--traceback" in words
     try:
         arguments = parse([_underscored(word) for word in words if word != "--traceback"])

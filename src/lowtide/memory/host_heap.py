@@ -25,7 +25,7 @@ TRIM_ABOVE = 24 << 20
 """Free bytes inside the heap that are worth a trim."""
 MMAP_ABOVE = 4 << 20
 """Bytes from which a tensor is mapped by itself, and leaves no hole: a twentieth slower for a quarter less."""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
 """Numbers of `mallopt`'s parameters."""
 
 
@@ -50,6 +50,7 @@ def settle_heap(model: nn.Module) -> bool:
     heap = _glibc()
     if heap is None or any(p.device.type != "cpu" for p in parameters):
         return False
+    heap.mallopt(M_MXFAST, 0)  # slivers between tensors are parts of the holes again, see `allocator`
     heap.mallopt(M_MMAP_THRESHOLD, MMAP_ABOVE)
     heap.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     large = sum(p.numel() * p.element_size() for p in parameters) >= LARGE

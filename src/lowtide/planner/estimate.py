@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lowtide.memory.allocator import has_thread_cache
 from lowtide.memory.host_heap import MMAP_ABOVE, TRIM_ABOVE
 from lowtide.memory.measure import bytes_text
 from lowtide.planner.cuda_allocator import CudaAllocator
@@ -90,7 +91,9 @@ def estimate_run(
     if sharding is not None and sharding.devices > 1:
         return _sharded(run, device, sharding, beside)
     traced = run.traced(device)
-    allocator: Allocator = GlibcHeap(MMAP_ABOVE, TRIM_ABOVE) if device.kind == "cpu" else CudaAllocator()
+    allocator: Allocator = CudaAllocator()
+    if device.kind == "cpu":
+        allocator = GlibcHeap(MMAP_ABOVE, TRIM_ABOVE, thread_cache=has_thread_cache())
     for number, size in enumerate(device.workspaces):
         allocator.born(("workspace", number), size)
     phases = peaks(run_of(traced.events, rehearsal=run.rehearsal), allocator)

@@ -15,9 +15,9 @@ ALIGNMENT = 64
 """Of torch's tensors on a CPU; `memalign` takes as much more, so that it can align."""
 PAGE = 4096
 PINNED, PINNED_SHARE = 32 << 20, 0.15
-"""Bytes, and share of its extent, that a heap which is never trimmed holds in holes that small objects pin: they lie in
-what large blocks left and outlive them, by chance, from run to run elsewhere. Fitted to `python -m bench.estimate`, in
-whose runs it was between nothing and a third; a heap that is trimmed has none of it."""
+"""Bytes, and share of its extent, that a heap holds in holes too short for what they held, where a thread's cache gives
+slivers of them away (`lowtide.memory.allocator`) and no trim is made: by chance, from run to run elsewhere. Fitted to
+`python -m bench.estimate`, in whose runs it was between nothing and a third."""
 LEAST = 1024
 """Bytes below which a block lies among the small ones, which are not modelled."""
 
@@ -28,10 +28,11 @@ class GlibcHeap:
     Args:
         mmap_above: blocks from which bytes on are mapped by themselves.
         trim_above: bytes of holes from which a trim is made.
+        thread_cache: whether each thread has its cache.
     """
 
-    def __init__(self, mmap_above: int, trim_above: int) -> None:
-        self.mmap_above, self.trim_above = mmap_above, trim_above
+    def __init__(self, mmap_above: int, trim_above: int, *, thread_cache: bool = False) -> None:
+        self.mmap_above, self.trim_above, self.thread_cache = mmap_above, trim_above, thread_cache
         self.mapped = 0
         self.end = 0
         self.cold = 0
@@ -47,7 +48,7 @@ class GlibcHeap:
     @property
     def held(self) -> int:
         """Bytes resident now."""
-        pinned = 0 if self.trimmed or not self.end else PINNED + int(PINNED_SHARE * self.end)
+        pinned = PINNED + int(PINNED_SHARE * self.end) if self.thread_cache and self.end and not self.trimmed else 0
         return self.mapped + self.end - self.cold + pinned
 
     def born(self, key: Hashable, size: int, mapped: bool = False) -> None:

@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lowtide.memory.allocator import MALLOC
+
 PACKAGES = ("lowtide", "torch", "transformers", "accelerate", "datasets", "peft", "numpy", "pyarrow")
 SECONDS = 300
 """After which a measurement is given up."""
@@ -57,7 +59,8 @@ def _measured(adapters: bool) -> int:
 
 def _key(adapters: bool) -> str:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
-    facts = [sys.version, platform.machine(), os.environ.get("OMP_NUM_THREADS", ""), adapters, *versions]
+    surroundings = [os.environ.get(name, "") for name in ("OMP_NUM_THREADS", MALLOC)]
+    facts = [sys.version, platform.machine(), *surroundings, adapters, *versions]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

@@ -31,6 +31,7 @@ def estimate(
     dataset: Dataset | None = None,
     processing_class: Any = None,
     peft_config: Any = None,
+    quantization_config: Any = None,
     device: str = "cpu",
     world_size: int = 1,
     sharding: Any = None,
@@ -45,6 +46,7 @@ def estimate(
         dataset: rows to train on, in place of their lengths.
         processing_class: their tokenizer; by default the model's own.
         peft_config: adapters to put on the model.
+        quantization_config: a `BitsAndBytesConfig` with `load_in_4bit`, for QLoRA.
         device: "cpu", "cuda" (the one that is there), or a name as "H100-80GB".
         world_size: devices that train together.
         sharding: how they share states: "zero3", "fsdp2", "tp2+fsdp2", a DeepSpeed configuration or its path; None
@@ -63,6 +65,7 @@ def estimate(
         dataset if dataset is not None else Dataset.from_list(rows_of(lengths or ())),
         processing_class=processing_class,
         peft_config=peft_config,
+        quantization_config=quantization_config,
         prepared=lengths is not None,
     )
     spread = Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None
@@ -80,6 +83,7 @@ def plan(
     config: TrainingConfig | Mapping[str, Any] | None = None,
     processing_class: Any = None,
     peft_config: Any = None,
+    quantization_config: Any = None,
     explain: bool = True,
     source: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -95,6 +99,7 @@ def plan(
         config: your own settings, which are never overruled: those that a config was made with, or options by name.
         processing_class: the tokenizer; by default the model's own.
         peft_config: adapters to put on the model.
+        quantization_config: a `BitsAndBytesConfig` with `load_in_4bit`, for QLoRA.
         explain: whether runners-up and the effect of each technique are wanted, which take some traces more.
         source: your own settings as the plan's run file is to have them, if they are more than `config`.
 
@@ -102,7 +107,7 @@ def plan(
         PlanError: nothing fits; says what takes most, and what would be needed.
         ValueError: the method, the device, the budget or the rows are none, or the model cannot be traced.
     """
-    run, loaded = _run(method, model, dataset, device, config, processing_class, peft_config)
+    run, loaded = _run(method, model, dataset, device, config, processing_class, peft_config, quantization_config)
     rows, notes = first_rows(loaded)
     own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
     return make_plan(
@@ -126,9 +131,10 @@ def estimate_method(
     config: TrainingConfig | Mapping[str, Any] | None = None,
     processing_class: Any = None,
     peft_config: Any = None,
+    quantization_config: Any = None,
 ) -> Estimate:
     """The peak of a run as `lowtide estimate` describes it: arguments are those of `plan`."""
-    run, rows = _run(method, model, dataset, device, config, processing_class, peft_config)
+    run, rows = _run(method, model, dataset, device, config, processing_class, peft_config, quantization_config)
     prepared, _ = prepared_rows(run, first_rows(rows)[0])
     return measured(run, prepared, {}, None).estimate
 
@@ -141,6 +147,7 @@ def _run(
     config: TrainingConfig | Mapping[str, Any] | None,
     processing_class: Any,
     peft_config: Any,
+    quantization_config: Any,
 ) -> tuple[Run, Dataset | IterableDataset]:
     trainer_class, place = _trainer_named(method), device_named(device)
     given = dict(config.given if isinstance(config, TrainingConfig) else config or {})
@@ -148,7 +155,8 @@ def _run(
     described = config_of_model(model, trust_remote_code=trusts)
     if processing_class is None and isinstance(model, str):
         processing_class = load_tokenizer(model, trust_remote_code=trusts)
-    return Run(trainer_class, described, given, place, processing_class, peft_config), load_rows(dataset)
+    run = Run(trainer_class, described, given, place, processing_class, peft_config, quantization_config)
+    return run, load_rows(dataset)
 
 
 def _trainer_named(method: str) -> type[MethodTrainer]:

@@ -116,7 +116,7 @@ def test_an_estimate_is_a_table_or_json(plan):
         (("--budget", "10KiB"), "below the weights"),
         (("--budget", "8GiB", "--dataset", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--budget", "8GiB", "--model", "no/such"), "no/such"),
-        (("--budget", "8GiB", "--use_peft", "--load_in_4bit"), "quantized weights are not traced"),
+        (("--budget", "8GiB", "--use_peft", "--load_in_8bit"), "not traced, but for load_in_4bit"),
         (("--budget", "8GiB", "--beta", "0.1"), "--beta: it is of"),
     ],
 )

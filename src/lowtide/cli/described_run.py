@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import train
-from lowtide.cli.main import METHODS, UsageError
+from lowtide.cli.main import METHODS
 from lowtide.cli.options import read_options
 from lowtide.cli.run_file import read_run_file
 
@@ -47,6 +47,12 @@ class DescribedRun:
         trusts = bool(self.values.get("trust_remote_code"))
         return load_tokenizer(self.model, trust_remote_code=trusts, revision=self.run.what.model_revision)
 
+    def adapters(self) -> dict[str, Any]:
+        """Adapters and quantization, as the functions of `lowtide.planning` take them."""
+        bf16 = bool(self.given.get("bf16"))
+        own = self.run.adapters
+        return {"peft_config": own.peft_config(), "quantization_config": own.quantization_config(bf16=bf16)}
+
 
 def add_method(
     parser: argparse.ArgumentParser, command: str, method: str | None
@@ -75,8 +81,6 @@ def described_run(arguments: argparse.Namespace) -> DescribedRun:
     values |= read_options(arguments, options)
     with tempfile.TemporaryDirectory() as folder:  # nothing is written where the run would write
         run = train.read_run(arguments, output_dir=folder)
-    if run.adapters.load_in_4bit or run.adapters.load_in_8bit:
-        raise UsageError("quantized weights are not traced: leave load_in_4bit and load_in_8bit out to plan")
     config = train._trainer(run.method)[0]
     given = {name: value for name, value in values.items() if name in train._names(config)}
     if run.what.model_init():

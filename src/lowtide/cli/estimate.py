@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             device=device_of(arguments),
             config=described.given,
             processing_class=described.tokenizer(),
-            peft_config=described.run.adapters.peft_config(),
+            **described.adapters(),
         )
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))

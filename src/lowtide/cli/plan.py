@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             exact=not arguments.lossy,
             config=described.given,
             processing_class=described.tokenizer(),
-            peft_config=described.run.adapters.peft_config(),
+            **described.adapters(),
             source=described.values,
         )
     if arguments.output is not None:

@@ -31,6 +31,7 @@ class Run:
     device: Device
     processing_class: Any = None
     peft_config: Any = None
+    quantization_config: Any = None
 
     def config(self, options: Mapping[str, Any]) -> Any:
         """The method's config, as the run would have it on the device.
@@ -58,8 +59,15 @@ class Run:
 
     def faked(self, prepared: Dataset, options: Mapping[str, Any]) -> FakeRun:
         """The run with some options, on prepared rows and tensors without memory."""
-        config, adapters = self.config(options), self.adapters(options)
-        return FakeRun(self.trainer_class, config, self.described, prepared, peft_config=adapters, prepared=True)
+        return FakeRun(
+            self.trainer_class,
+            self.config(options),
+            self.described,
+            prepared,
+            peft_config=self.adapters(options),
+            quantization_config=self.quantization_config,
+            prepared=True,
+        )
 
 
 STREAMED_ROWS = 1000

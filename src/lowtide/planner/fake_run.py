@@ -27,6 +27,7 @@ from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.devices import Device
 from lowtide.planner.faked import faked
 from lowtide.planner.following import follow_layers, follow_phases, label, stack_of
+from lowtide.planner.four_bit import check_four_bit, materialized, store_in_four_bits
 from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
 from lowtide.planner.layout import Layout
 from lowtide.planner.speed import OperationCosts
@@ -73,7 +74,11 @@ class FakeRun:
         dataset: rows as the trainer takes them.
         processing_class: their tokenizer; by default the model's own.
         peft_config: adapters to put on the model.
+        quantization_config: how its weights are stored.
         prepared: whether the rows are token rows already.
+
+    Raises:
+        ValueError: weights are stored in a way that is not traced.
     """
 
     def __init__(
@@ -85,8 +90,11 @@ class FakeRun:
         *,
         processing_class: Any = None,
         peft_config: Any = None,
+        quantization_config: Any = None,
         prepared: bool = False,
     ) -> None:
+        check_four_bit(quantization_config, peft_config)
+        self.quantization_config = quantization_config
         self.trainer_class, self.described, self.dataset = trainer_class, described, dataset
         self.processing_class, self.peft_config, self.prepared = processing_class, peft_config, prepared
         self.rehearsal = bool(config.rehearsal)
@@ -179,6 +187,7 @@ class FakeRun:
 
     def _model(self, layers: int) -> nn.Module:
         described = copy.deepcopy(self.described)
+        vars(described).pop("quantization_config", None)
         text = described.get_text_config()
         text.num_hidden_layers = layers
         for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
@@ -187,7 +196,12 @@ class FakeRun:
         kind: Any = AutoModelForCausalLM
         if self.trainer_class.rewards:
             kind, described.num_labels = AutoModelForSequenceClassification, 1
-        return kind.from_config(described, dtype=self._dtype)
+        if self.quantization_config is None:
+            return kind.from_config(described, dtype=self._dtype)
+        with torch.device("meta"):  # weights are quantized one by one as they are loaded: never are all of them there
+            model = kind.from_config(described, dtype=self._dtype)
+            store_in_four_bits(model, self.quantization_config)
+        return materialized(model)
 
     def _trainer(self, model: nn.Module) -> Any:
         run = self

@@ -125,7 +125,7 @@ class StorageTrace(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._blocks:
+        if key in self._blocks or tensor.device.type == "meta":
             return
         block = Block(storage.nbytes(), self._owner or BORN_IN[self.phase], self.layer)
         self._blocks[key] = block

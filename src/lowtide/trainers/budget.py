@@ -39,11 +39,10 @@ def fit_budget(
         ValueError: nothing fits, or the run cannot be planned; says why, and what to do.
     """
     assert args.memory_budget is not None
-    if quantization_config is not None or hasattr(model, "peft_config"):
-        what = "a quantized model" if quantization_config is not None else "a model that has adapters already"
+    if hasattr(model, "peft_config"):
         raise ValueError(
-            f"memory_budget={args.memory_budget!r} cannot be planned for {what}, whose weights are not traced: choose "
-            "the settings by hand and leave it out"
+            f"memory_budget={args.memory_budget!r} cannot be planned for a model that has adapters already, whose "
+            "weights are not traced: choose the settings by hand and leave it out"
         )
     if args.world_size > 1:
         raise ValueError(
@@ -54,7 +53,13 @@ def fit_budget(
         raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
     rows, notes = first_rows(dataset)
     run = run_of(
-        trainer_class, args, model, given=args.given, processing_class=processing_class, peft_config=peft_config
+        trainer_class,
+        args,
+        model,
+        given=args.given,
+        processing_class=processing_class,
+        peft_config=peft_config,
+        quantization_config=quantization_config,
     )
     plan = make_plan(run, rows, args.memory_budget, explain=False, streamed=rows is not dataset)
     _set(args, plan.settings)

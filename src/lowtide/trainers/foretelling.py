@@ -25,6 +25,7 @@ def run_of(
     given: Mapping[str, Any],
     processing_class: Any = None,
     peft_config: Any = None,
+    quantization_config: Any = None,
 ) -> Run:
     """What is trained, with the user's own settings; of a model that is there, or by its name."""
     own = {**given, "output_dir": args.output_dir}
@@ -32,8 +33,10 @@ def run_of(
         described = config_of_model(model, trust_remote_code=args.trust_remote_code)
     else:
         described = causal_model(model).config
+        quantization_config = getattr(described, "quantization_config", None)
         own["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
-    return Run(trainer_class, described, own, device_named(args.device.type), processing_class, peft_config)
+    device = device_named(args.device.type)
+    return Run(trainer_class, described, own, device, processing_class, peft_config, quantization_config)
 
 
 def foretold(trainer: MethodTrainer, settings: Mapping[str, Any]) -> int:
@@ -44,8 +47,6 @@ def foretold(trainer: MethodTrainer, settings: Mapping[str, Any]) -> int:
     """
     if not isinstance(trainer.train_dataset, Dataset):
         raise ValueError("the lengths of a stream's rows are not known beforehand")
-    if getattr(causal_model(trainer.model), "quantization_method", None) is not None:
-        raise ValueError("quantized weights are not traced")
     adapters = getattr(trainer.model, "peft_config", {})
     run = run_of(
         type(trainer),

@@ -1,0 +1,109 @@
+"""Layers that stand for bitsandbytes' 4-bit ones: the same bytes stored, the same tensors made, and no values.
+
+The real ones are quantized as they are loaded, by kernels that need values. What they hold is known: half a byte for
+each weight and a scale for each 64 of them, which is a float32 number or, with double quantization, 8 bits of one and a
+float32 scale of its own for each 256 (QLoRA, arXiv 2305.14314). What they make is a copy of the whole weight for each
+product, forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SCALED, SCALES_SCALED = 64, 256
+"""Weights that share a scale, and scales that share one."""
+
+
+class FourBitLinear(nn.Linear):
+    """A linear layer of the same form, whose weight is stored in 4 bits.
+
+    Args:
+        like: the layer that is quantized.
+        double: whether the scales are quantized too.
+        compute_dtype: of the product.
+    """
+
+    def __init__(self, like: nn.Linear, *, double: bool, compute_dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = like.in_features, like.out_features, like.bias
+        self.stored_dtype, self.compute_dtype, self.nested = like.weight.dtype, compute_dtype, double
+        count, device = like.weight.numel(), like.weight.device
+        codes = torch.empty(-(-count // 2), 1, dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        scales = -(-count // SCALED)
+        kind = torch.uint8 if double else torch.float32
+        self.register_buffer("scales", torch.empty(scales, dtype=kind, device=device), persistent=False)
+        if double:
+            nested = torch.empty(-(-scales // SCALES_SCALED), dtype=torch.float32, device=device)
+            self.register_buffer("nested_scales", nested, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Any = _Product.apply(x.to(self.compute_dtype), self)
+        return product.to(x.dtype).clone()  # as PEFT does, before it adds what the adapter gives
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]: a copy of the weight."""
+        scales: Any = self.scales
+        scales = torch.empty(scales.shape, dtype=torch.float32, device=scales.device) if self.nested else scales
+        weight = torch.empty(self.out_features, self.in_features, dtype=self.stored_dtype, device=scales.device)
+        return weight.to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:
+        ctx.layer = layer
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return F.linear(x, layer.dense(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return grad @ ctx.layer.dense(grad.dtype), None
+
+
+def check_four_bit(quantization_config: Any, adapters: Any) -> None:
+    """Refuses what is not traced, or not trained.
+
+    Raises:
+        ValueError: another quantization than bitsandbytes' in 4 bits, or no adapters on it.
+    """
+    if quantization_config is None:
+        return
+    if not getattr(quantization_config, "load_in_4bit", False):
+        raise ValueError(
+            f"weights quantized by {type(quantization_config).__name__} are not traced, but for load_in_4bit=True of "
+            "bitsandbytes: leave the quantization out to plan, or measure a short run"
+        )
+    if adapters is None:
+        raise ValueError("quantized weights cannot be trained themselves: give adapters (peft_config, --use_peft)")
+
+
+def store_in_four_bits(model: nn.Module, quantization_config: Any) -> None:
+    """Has the linear layers of a model's layers stand for 4-bit ones; embeddings and head stay as they are."""
+    options: Any = quantization_config
+    double = bool(options.bnb_4bit_use_double_quant)
+    for stack in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        for parent in list(stack.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    quantized = FourBitLinear(child, double=double, compute_dtype=options.bnb_4bit_compute_dtype)
+                    setattr(parent, name, quantized)
+
+
+def materialized(model: nn.Module) -> nn.Module:
+    """A model of the meta device, on the CPU; tensors that are shared stay so."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                empty = torch.empty_like(parameter, device="cpu")
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    return model

@@ -8,6 +8,7 @@ whole process, whose heap is as the `lowtide` command sets it up. See `estimate_
 import argparse
 import statistics
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from bench.estimate_cases import CASES
 from bench.measure import GIGABYTE, hardware
+from bench.memory import saved_weights
 from bench.processes import ChildFailed, run_child
 from bench.results import ESTIMATE, merged, versions, write
 from lowtide.memory.allocator import steady_malloc
@@ -31,6 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     table = Table("run", "foretold", "measured", "error", "seconds", title="peaks of processes on a CPU")
     errors, failed = [], False
     for name in options.only or CASES:
+        if CASES[name].four_bit and find_spec("bitsandbytes") is None:
+            console.print(f"{name}: needs bitsandbytes")
+            continue
         try:
             with console.status(name):
                 run = compared(name)
@@ -50,9 +55,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def compared(name: str) -> dict[str, Any]:
     """One run, foretold and measured; `error` is the share by which the first is above the second."""
+    weights = saved_weights() if CASES[name].four_bit else ""
     foretold, measured = (
         run_child(
-            {"case": name, "what": what},
+            {"case": name, "what": what, "weights": weights},
             lambda step: None,
             SECONDS,
             module="bench.estimate_child",

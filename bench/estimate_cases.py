@@ -115,6 +115,7 @@ CASES: dict[str, EstimateCase] = {
         _case("sft", "mistral-120m", optimizer_states_on_host=True),
         _case("sft", "llama-160m", lora=True),
         _case("sft", "llama-160m", lora=True, dtype="bfloat16"),
+        _case("sft", "qwen2.5-0.5b", rows=2, max_length=512, lora=True, four_bit=True, dtype="bfloat16"),
         _case("sft", "llama-22m", padding_free=False),
         _case("sft", "llama-22m", bf16=True),
         _case("sft", "mistral-120m", rehearsal=False),

@@ -9,9 +9,11 @@ from typing import Any
 from bench.cases import longtail_rows
 from bench.child import say
 from bench.estimate_cases import CASES, MODELS, EstimateCase
-from bench.measure import resident_bytes
+from bench.measure import reset_high_water_mark, resident_bytes
+from bench.memory_child import four_bits, quantized
 from bench.preferences import longtail_labelled, longtail_pairs
 from bench.tokenizer import load_tokenizer, tokenizer_for
+from lowtide.memory.host_heap import trim_heap
 
 STEPS = 2
 ROWS = {"kto": longtail_labelled, "bco": longtail_labelled, "sft": longtail_rows}
@@ -21,17 +23,21 @@ NAMES = {"reward": "Reward"}
 
 def main(spec: dict[str, Any]) -> None:
     case = CASES[spec["case"]]
-    say("result", **(measured if spec["what"] == "measure" else foretold)(case))
+    say("result", **(measured(case, spec["weights"]) if spec["what"] == "measure" else foretold(case)))
 
 
-def measured(case: EstimateCase) -> dict[str, Any]:
-    """The resident peak of the whole process, in bytes."""
+def measured(case: EstimateCase, weights: str) -> dict[str, Any]:
+    """The resident peak of the whole process, in bytes.
+
+    Args:
+        weights: a folder with the model in bfloat16, for what quantizes as it loads.
+    """
     import lowtide
 
     trainer_class = getattr(lowtide, NAMES.get(case.method, case.method.upper()) + "Trainer")
     with tempfile.TemporaryDirectory() as folder:
         inputs = data(case)
-        model = model_of(case)
+        model = model_of(case, weights)
         trainer = trainer_class(model, args=config_of(case, folder), **inputs, peft_config=adapters(case))
         trainer.train()
     return {"peak_bytes": resident_bytes("VmHWM")}
@@ -73,7 +79,12 @@ def described(case: EstimateCase) -> Any:
     return AutoConfig.for_model(**MODELS[case.model], **labels)
 
 
-def model_of(case: EstimateCase) -> Any:
+def model_of(case: EstimateCase, weights: str) -> Any:
+    if case.four_bit:
+        model = quantized(Path(weights), "cpu")
+        trim_heap()
+        reset_high_water_mark()  # making and quantizing weights takes more than keeping them, and is not foretold
+        return model
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -99,6 +110,7 @@ def foretold(case: EstimateCase) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         inputs = data(case)
         options = config_of(case, folder)
+        options.model_init_kwargs = {"dtype": case.dtype}
         began = time.perf_counter()
         found = estimate(
             options,
@@ -106,6 +118,7 @@ def foretold(case: EstimateCase) -> dict[str, Any]:
             dataset=inputs["train_dataset"],
             processing_class=inputs["processing_class"],
             peft_config=adapters(case),
+            quantization_config=four_bits() if case.four_bit else None,
         )
         return {"estimate": found.to_dict(), "seconds": time.perf_counter() - began}
 

@@ -29,7 +29,7 @@ class PeakMeter:
             torch.cuda.reset_peak_memory_stats()
             self.start_bytes = torch.cuda.memory_allocated()
             return
-        if not _reset_high_water_mark():
+        if not reset_high_water_mark():
             self.sampler = _Sampler()
         self.start_bytes = resident_bytes("VmRSS")
 
@@ -78,7 +78,7 @@ def resident_bytes(field: str) -> int:
     raise ValueError(f"/proc/self/status has no field {field}: resident memory can only be measured on Linux")
 
 
-def _reset_high_water_mark() -> bool:
+def reset_high_water_mark() -> bool:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -98,19 +98,26 @@ def adapters() -> Any:
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def quantized(weights: Path, device: str) -> Any:
-    """The model with its linear layers in 4 bits, as QLoRA has them."""
+def four_bits() -> Any:
+    """How QLoRA stores weights."""
     import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(
+    return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
+
+
+def quantized(weights: Path, device: str) -> Any:
+    """The model with its linear layers in 4 bits."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(
-        weights, quantization_config=config, dtype=torch.bfloat16, device_map=device
+        weights, quantization_config=four_bits(), dtype=torch.bfloat16, device_map=device
     )
     release_file(model)  # as the trainer does; here it belongs to loading, which is not measured
     return model

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lowtide.memory import host_heap
 from lowtide.memory.allocator import has_thread_cache
-from lowtide.memory.host_heap import MMAP_ABOVE, TRIM_ABOVE
 from lowtide.memory.measure import bytes_text
 from lowtide.planner.cuda_allocator import CudaAllocator
 from lowtide.planner.devices import Device
@@ -93,7 +93,7 @@ def estimate_run(
     traced = run.traced(device)
     allocator: Allocator = CudaAllocator()
     if device.kind == "cpu":
-        allocator = GlibcHeap(MMAP_ABOVE, TRIM_ABOVE, thread_cache=has_thread_cache())
+        allocator = GlibcHeap(host_heap.MMAP_ABOVE, host_heap.TRIM_ABOVE, thread_cache=has_thread_cache())
     for number, size in enumerate(device.workspaces):
         allocator.born(("workspace", number), size)
     phases = peaks(run_of(traced.events, rehearsal=run.rehearsal), allocator)

@@ -262,9 +262,7 @@ class FakeRun:
         room = [] if unwrap_optimizer(trainer.optimizer).state else self._room(trained, trace)
         trace.part("gradients")
         if trainer._in_backward is None and several:
-            with trace.owned_by("gradients"):
-                for parameter in trained:
-                    parameter.grad = torch.empty_like(parameter)
+            trainer._gradients(model, batch)  # those of the micro-batches before, made between their activations
             label(trainer, layers, trace)
         if trainer._in_backward is not None:
             trace.part("states")

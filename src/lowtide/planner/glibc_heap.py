@@ -14,10 +14,12 @@ from collections.abc import Hashable
 ALIGNMENT = 64
 """Of torch's tensors on a CPU; `memalign` takes as much more, so that it can align."""
 PAGE = 4096
-PINNED, PINNED_SHARE = 32 << 20, 0.15
-"""Bytes, and share of its extent, that a heap holds in holes too short for what they held, where a thread's cache gives
-slivers of them away (`lowtide.memory.allocator`) and no trim is made: by chance, from run to run elsewhere. Fitted to
-`python -m bench.estimate`, in whose runs it was between nothing and a third."""
+SMALL, SMALL_TRIMMED = 44 << 20, 20 << 20
+"""Bytes that the heap holds for small objects, in the holes that they leave and in what kernels take inside themselves:
+in a heap that is never trimmed, and in one that is. In the runs of `python -m bench.estimate` 5 to 55 MB."""
+CUT_SHARE = 0.15
+"""And the share of its extent in holes that are too short for what they held, where a thread's cache gives slivers of
+them away (`lowtide.memory.allocator`): by chance, from run to run elsewhere, between nothing and a third."""
 LEAST = 1024
 """Bytes below which a block lies among the small ones, which are not modelled."""
 
@@ -48,8 +50,10 @@ class GlibcHeap:
     @property
     def held(self) -> int:
         """Bytes resident now."""
-        pinned = PINNED + int(PINNED_SHARE * self.end) if self.thread_cache and self.end and not self.trimmed else 0
-        return self.mapped + self.end - self.cold + pinned
+        whole = self.mapped + self.end - self.cold
+        if self.trimmed or not self.end:
+            return whole + (SMALL_TRIMMED if self.trimmed else 0)
+        return whole + SMALL + (int(CUT_SHARE * self.end) if self.thread_cache else 0)
 
     def born(self, key: Hashable, size: int, mapped: bool = False) -> None:
         """A block, by a key that is its own.

@@ -18,7 +18,9 @@ from pathlib import Path
 
 from lowtide.memory.allocator import MALLOC
 
-PACKAGES = ("lowtide", "torch", "transformers", "accelerate", "datasets", "peft", "numpy", "pyarrow")
+PACKAGES = (
+    "lowtide", "torch", "transformers", "accelerate", "datasets", "peft", "numpy", "pyarrow", "bitsandbytes", "torchao",
+)  # fmt: skip
 SECONDS = 300
 """After which a measurement is given up."""
 
@@ -58,10 +60,17 @@ def _measured(adapters: bool) -> int:
 
 
 def _key(adapters: bool) -> str:
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    versions = [f"{name} {_version(name)}" for name in PACKAGES]
     surroundings = [os.environ.get(name, "") for name in ("OMP_NUM_THREADS", MALLOC)]
     facts = [sys.version, platform.machine(), *surroundings, adapters, *versions]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _folder() -> Path:

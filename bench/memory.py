@@ -2,9 +2,9 @@
 
 Qwen2.5-0.5B from its config (random weights), two steps of 8 rows, so that the second holds the optimizer's states
 too; rows of several lengths. Each run is in a process of its own. On a CPU the peak is the resident one, less what
-the imports hold, and training is in float32; on CUDA it is the allocator's, in bfloat16 mixed precision. Weights,
-gradients and AdamW's two moments are 16 bytes a parameter, 7.90 GB: what is above them is activations and the
-implementation's own. See `memory_cases.py` for the rows.
+the imports hold, training is in float32, and the heap is as the `lowtide` command sets it up; on CUDA it is the
+allocator's, in bfloat16 mixed precision. Weights, gradients and AdamW's two moments are 16 bytes a parameter, 7.90 GB:
+what is above them is activations and the implementation's own. See `memory_cases.py` for the rows.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from bench.memory_cases import CASES
 from bench.processes import ChildFailed, run_child
 from bench.results import MEMORY, merged, versions, write
 from bench.tokenizer import cache_folder
+from lowtide.memory.allocator import steady_malloc
 
 SUMMARY = "Show what each memory technique saves, fine-tuning Qwen2.5-0.5B."
 LENGTHS = (4, 32, 128, 512, 1024)
@@ -58,7 +59,8 @@ def measure(name: str, length: int, options: argparse.Namespace, console: Consol
     spec = run | {"device": options.device, "weights": saved_weights() if case.four_bit else ""}
     try:
         with console.status(f"{name}, {options.batch} rows of {length:,} tokens"):
-            return run | load | run_child(spec, lambda step: None, options.timeout, module="bench.memory_child")
+            heap = steady_malloc({})
+            return run | load | run_child(spec, lambda step: None, options.timeout, "bench.memory_child", heap)
     except ChildFailed as failure:
         console.print("\n".join(failure.last_lines), markup=False, highlight=False)
         return run | {"failed": failure.reason}

@@ -15,6 +15,8 @@ from lowtide.trainers.sft import SFTConfig
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 LEAN = {"activation_offloading": True, "mlp_tile_tokens": 512}
 """What keeps the activations of a whole batch small, where there are no smaller micro-batches."""
+LEAN_ROW = {"activation_offloading": True, "mlp_tile_tokens": 128}
+"""The same for micro-batches of one row, which adapters are trained in."""
 DEFAULTS = {"gradient_checkpointing", "padding_free", "rehearsal", "tokens_per_microbatch"}
 """Options of techniques that are on in every row."""
 TILE = 512
@@ -86,13 +88,16 @@ COMBINATIONS = (
         {**IN_BACKWARD, **LEAN, "optim": "adafactor"},
         dtype="bfloat16", exact=False, target_gb=3.2,
     ),
-    MemoryCase("LoRA", lora=True, exact=False, target_gb=2.5),
+    MemoryCase("LoRA", lora=True, exact=False),
+    MemoryCase("LoRA, offloaded and tiled", LEAN_ROW, lora=True, exact=False, target_gb=2.5),
     MemoryCase("LoRA, bfloat16 base", lora=True, dtype="bfloat16", exact=False),
     MemoryCase(
-        "LoRA, bfloat16 base, offloaded and tiled", LEAN, lora=True, dtype="bfloat16", exact=False, target_gb=1.3
+        "LoRA, bfloat16 base, offloaded and tiled", LEAN_ROW, lora=True, dtype="bfloat16", exact=False, target_gb=1.3
     ),
+    MemoryCase("QLoRA", lora=True, four_bit=True, dtype="bfloat16", exact=False, needs=("bitsandbytes",)),
     MemoryCase(
-        "QLoRA", lora=True, four_bit=True, dtype="bfloat16", exact=False, target_gb=0.85, needs=("bitsandbytes",)
+        "QLoRA, offloaded and tiled", LEAN_ROW,
+        lora=True, four_bit=True, dtype="bfloat16", exact=False, target_gb=0.85, needs=("bitsandbytes",)
     ),
 )  # fmt: skip
 

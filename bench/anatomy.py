@@ -31,7 +31,7 @@ MARK, END = "<!-- table: python -m bench.anatomy -->", "<!-- end of table -->"
 DEVICE = "H100-80GB"
 ROWS, TOKENS = 8, 1_024
 GIB = 1 << 30
-POINTS = 400
+POINTS = 240
 """Of the picture, from left to right."""
 CASES: dict[str, dict[str, Any]] = {
     "mixed precision, checkpointing (the default)": {},

@@ -64,7 +64,11 @@ def test_a_run_is_recorded_over_the_earlier_one_of_the_same_size(tmp_path, monke
 
 
 def test_the_page_has_a_line_for_each_row_that_was_measured():
-    runs = [run("plain", 32, **peak(8)), run("plain", 4, **peak(7.5)), run("LoRA, offloaded and tiled", 32, failed="killed")]
+    runs = [
+        run("plain", 32, **peak(8)),
+        run("plain", 4, **peak(7.5)),
+        run("LoRA, offloaded and tiled", 32, failed="killed"),
+    ]
     page = memory_section({"hardware": HARDWARE, "runs": runs})
     assert "| plain | 7.50 GB, 2.0 s | 8.00 GB, 2.0 s |  |" in page
     assert "| *LoRA, offloaded and tiled* |  | killed | 2.5 GB |" in page

@@ -1,5 +1,6 @@
 """Tiled MLPs give the values and gradients of whole ones, compute nothing more often and hold less."""
 
+import collections
 import copy
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 from tiny_models import assert_close, build, gradients, loss_of, prepared, separate, shared, with_adapters
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.engine.forward import causal_model
 from lowtide.memory.tiled_mlp import install_tiled_mlp, remove_tiled_mlp
@@ -278,3 +280,27 @@ def test_resident_memory_falls():
     tiled, whole = map(int, done.stdout.split())
     assert whole > 90
     assert tiled < whole / 2
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts to bfloat16 by the shape of what is cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.seen[tuple(args[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_each_weight_once_for_all_tiles_and_keeps_none():
+    model = build("llama", torch.float32)
+    install_tiled_mlp(model, 5)
+    mlp = causal_model(model).model.layers[0].mlp
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Casts() as casts:
+        mlp(torch.randn(1, 14, mlp.hidden_size))
+        assert not torch.is_autocast_cache_enabled()
+    assert casts.seen[tuple(mlp.gate_proj.weight.shape)] == 2  # and that of up_proj
+    assert casts.seen[tuple(mlp.down_proj.weight.shape)] == 1

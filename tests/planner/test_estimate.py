@@ -209,3 +209,10 @@ def test_saving_holds_weights_and_states(tmp_path):
     assert found.phases["saving"]["weights"] == weights
     assert found.phases["saving"]["optimizer"] == pytest.approx(2 * weights, rel=0.01)
     assert not found.phases["saving"].get("gradients")
+
+
+def test_mixed_precision_holds_no_casts_of_weights_beyond_their_layer(tmp_path):
+    args = lowtide.SFTConfig(str(tmp_path), use_cpu=True, report_to="none", bf16=True)
+    found = estimate(args, LlamaConfig(**SIZES), lengths=[8]).phases["forward"]
+    in_layers = sum(found[name] for name in ("activations", "head") if name in found)
+    assert in_layers < 0.5 * found["weights"] / SIZES["num_hidden_layers"]

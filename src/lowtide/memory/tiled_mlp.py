@@ -174,13 +174,27 @@ def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
 def _tile_by_tile(module: Any, x: Tensor) -> Tensor:
     flat = x.reshape(1, -1, x.shape[-1])
     pieces = flat.split(module.tiling.tokens, dim=1)
-    first = module.tiling.plain(module, pieces[0])
-    if len(pieces) == 1:
-        return first.view(x.shape)
-    out = first.new_empty(flat.shape)
-    for into, piece in zip(out.split(module.tiling.tokens, dim=1), pieces, strict=True):
-        into.copy_(first if piece is pieces[0] else module.tiling.plain(module, piece))
+    with _casts_kept():
+        first = module.tiling.plain(module, pieces[0])
+        if len(pieces) == 1:
+            return first.view(x.shape)
+        out = first.new_empty(flat.shape)
+        for into, piece in zip(out.split(module.tiling.tokens, dim=1), pieces, strict=True):
+            into.copy_(first if piece is pieces[0] else module.tiling.plain(module, piece))
     return out.view(x.shape)
+
+
+@contextlib.contextmanager
+def _casts_kept() -> Iterator[None]:
+    """Autocast casts each weight once for all tiles, and lets the casts go with them."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        if not enabled:
+            torch.clear_autocast_cache()
 
 
 class _Input(torch.autograd.Function):

@@ -216,3 +216,17 @@ def test_mixed_precision_holds_no_casts_of_weights_beyond_their_layer(tmp_path):
     found = estimate(args, LlamaConfig(**SIZES), lengths=[8]).phases["forward"]
     in_layers = sum(found[name] for name in ("activations", "head") if name in found)
     assert in_layers < 0.5 * found["weights"] / SIZES["num_hidden_layers"]
+
+
+def test_several_micro_batches_keep_their_gradients_with_the_optimizer_in_backward(tmp_path):
+    options = {"optimizer_in_backward": "two_pass", "report_to": "none", "use_cpu": True}
+    one, several = (
+        estimate(
+            lowtide.SFTConfig(str(tmp_path), gradient_accumulation_steps=steps, **options),
+            LlamaConfig(**SIZES),
+            lengths=[64] * 16,
+        ).phases["forward"]
+        for steps in (1, 2)
+    )
+    assert not one.get("gradients")
+    assert several["gradients"] == pytest.approx(several["weights"], rel=1e-3)

@@ -165,11 +165,11 @@ class FakeRun:
         with _disable_current_modes():
             rows = self._heaviest(trainer, trainer.args.per_device_train_batch_size)
             whole = cast(RaggedBatch, trainer.data_collator(rows))
+            micro_batches = -(-rows_in_a_step(trainer.args) // len(rows))
             thin = self._thinned(whole, device)
             evaluated = self._evaluated(trainer, device) if self.evaluates else None
         label(trainer, layers, trace)
         follow_phases(trainer, trace)
-        micro_batches = -(-rows_in_a_step(trainer.args) // len(rows))
         evaluated = None if evaluated is None else evaluated.map(fake.from_tensor)
         self._step(trainer, thin.map(fake.from_tensor), evaluated, trace, layers, several=micro_batches > 1)
         return whole, thin.scores, micro_batches
@@ -256,12 +256,14 @@ class FakeRun:
         if self._is_large(trainer.model, layers):
             host_heap._trim_in_layers(model, trace.trimmed)
         trainer._before_first_step(model)
+        if several:
+            trainer._in_backward = None  # gradients wait for the last micro-batch, as without it
         label(trainer, layers, trace)
         trained = [p for p in model.parameters() if p.requires_grad]
         trace.part("room")
         room = [] if unwrap_optimizer(trainer.optimizer).state else self._room(trained, trace)
         trace.part("gradients")
-        if trainer._in_backward is None and several:
+        if several:
             trainer._gradients(model, batch)  # those of the micro-batches before, made between their activations
             label(trainer, layers, trace)
         if trainer._in_backward is not None:

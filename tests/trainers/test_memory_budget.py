@@ -41,6 +41,7 @@ def test_a_roomy_budget_buys_time(tmp_path):
     assert made.args.gradient_checkpointing is False
     lines = dict(made.callback_handler.callbacks[-1].lines())
     assert "gradient_checkpointing=False; foretold peak" in lines["memory budget"]
+    assert made.predicted_bytes == made.planned.peak_bytes > process_bytes()
     assert made.train().global_step == 1
 
 

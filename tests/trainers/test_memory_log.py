@@ -99,8 +99,8 @@ def test_the_phase_is_that_which_raised_the_peak(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("prediction", "peak", "warns"),
     [
-        (Prediction.estimated(10 * GIB), 10.29 * GIB, False),
-        (Prediction.estimated(10 * GIB), 10.31 * GIB, True),
+        (Prediction.estimated(10 * GIB, "cpu"), 10.59 * GIB, False),
+        (Prediction.estimated(10 * GIB, "cpu"), 10.61 * GIB, True),
         (Prediction.rehearsed(10 * GIB), 10.19 * GIB, False),
         (Prediction.rehearsed(10 * GIB), 10.21 * GIB, True),
         (Prediction.rehearsed(GIB // 10), GIB // 10 + SLACK, False),

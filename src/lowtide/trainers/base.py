@@ -298,7 +298,7 @@ class LowtideTrainer(Trainer):
     def prediction(self) -> Prediction | None:
         """Of the peak: the estimate where one was made, else what was rehearsed."""
         if self.predicted_bytes is not None:
-            return Prediction.estimated(self.predicted_bytes)
+            return Prediction.estimated(self.predicted_bytes, self.args.device.type)
         return None if self.rehearsed_bytes is None else Prediction.rehearsed(self.rehearsed_bytes)
 
     def metrics_of(self, sums: dict[str, float]) -> dict[str, float]:

@@ -21,6 +21,8 @@ class Fitted(NamedTuple):
 
     settings: dict[str, Any]
     text: str
+    peak_bytes: int | None = None
+    """That was foretold: of the process on a CPU, of tensors on CUDA."""
 
 
 def fit_budget(
@@ -63,7 +65,9 @@ def fit_budget(
     )
     plan = make_plan(run, rows, args.memory_budget, explain=False, streamed=rows is not dataset)
     _set(args, plan.settings)
-    return Fitted(dict(plan.settings), "; ".join([plan.summary(), *plan.notes, *notes]))
+    found = plan.estimate
+    peak = found.peak_bytes if run.device.kind == "cpu" else found.tensor_bytes
+    return Fitted(dict(plan.settings), "; ".join([plan.summary(), *plan.notes, *notes]), peak)
 
 
 def _set(args: TrainingConfig, settings: Mapping[str, Any]) -> None:

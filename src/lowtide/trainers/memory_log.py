@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from lowtide.memory.measure import bytes_text
+from lowtide.planner.estimate import BANDS
 from lowtide.planner.phases import HighWater
 
 GIB = 1 << 30
@@ -25,8 +26,8 @@ class Prediction:
     """A share."""
 
     @classmethod
-    def estimated(cls, bytes: int) -> Prediction:
-        return cls(bytes, "the estimate", 0.03)
+    def estimated(cls, bytes: int, device: str) -> Prediction:
+        return cls(bytes, "the estimate", BANDS[device])
 
     @classmethod
     def rehearsed(cls, bytes: int) -> Prediction:

@@ -135,6 +135,7 @@ class MethodTrainer(LowtideTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
+        self.predicted_bytes = self.planned.peak_bytes
         self.site = site
         self._around = around(site, self.techniques)
         self.add_callback(StartReport(self, engine))

@@ -13,7 +13,7 @@ from lowtide.memory.table import TECHNIQUES, Technique
 from lowtide.trainers.sft import SFTConfig
 
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
-LEAN = {"activation_offloading": True, "mlp_tile_tokens": 512}
+LEAN = {"activation_offloading": True, "mlp_tile_tokens": 256}
 """What keeps the activations of a whole batch small, where there are no smaller micro-batches."""
 LEAN_ROW = {"activation_offloading": True, "mlp_tile_tokens": 128}
 """The same for micro-batches of one row, which adapters are trained in."""

@@ -246,26 +246,34 @@ def _backward_by_tile(
     """
     shell, named = _Shell(module), {f"module.{name}": alias for name, alias in aliases.items()}
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
-    totals: list[Tensor | None] = [None] * len(aliases)
+    totals: dict[Tensor, Tensor] = {}
+
+    def add(alias: Tensor) -> None:
+        """One tile's gradient, as soon as it is there, so that no two of them are."""
+        assert alias.grad is not None
+        totals[alias], alias.grad = _sum(totals.get(alias), alias.grad), None
+
     tile = module.tiling.tokens
     pieces, grad_pieces = (each.reshape(1, -1, each.shape[-1]).split(tile, dim=1) for each in (x, grad))
-    for number, (piece, grad_piece) in enumerate(zip(pieces, grad_pieces, strict=True)):
-        piece = piece.detach().requires_grad_(needs_x)
-        with torch.enable_grad():
-            out = torch.func.functional_call(shell, named, (piece,))
-        wanted = [piece, *aliases.values()] if needs_x else list(aliases.values())
-        found = list(torch.autograd.grad(out, wanted, grad_piece.to(out.dtype), allow_unused=True))
-        if grad_x is not None:
-            grad_x.view(1, -1, x.shape[-1])[:, number * tile : (number + 1) * tile] = found.pop(0)
-        totals = [_sum(total, part) for total, part in zip(totals, found, strict=True)]
-    given = zip(totals, aliases.values(), strict=True)
-    return grad_x, *(None if total is None else total.to(alias.dtype) for total, alias in given)
+    with contextlib.ExitStack() as stack:  # a leaf and the totals that its hook knows would keep each other
+        for alias in aliases.values():
+            stack.callback(alias.register_post_accumulate_grad_hook(add).remove)
+        for number, (piece, grad_piece) in enumerate(zip(pieces, grad_pieces, strict=True)):
+            piece = piece.detach().requires_grad_(needs_x)
+            with torch.enable_grad():
+                out = torch.func.functional_call(shell, named, (piece,))
+            wanted = [piece, *aliases.values()] if needs_x else list(aliases.values())
+            torch.autograd.backward(out, grad_piece.to(out.dtype), inputs=wanted)
+            if grad_x is not None:
+                assert piece.grad is not None
+                grad_x.view(1, -1, x.shape[-1])[:, number * tile : (number + 1) * tile] = piece.grad
+    return grad_x, *(totals[alias].to(alias.dtype) if alias in totals else None for alias in aliases.values())
 
 
-def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+def _sum(total: Tensor | None, part: Tensor) -> Tensor:
     """Adds in float32 at least: a lower dtype would round once a tile."""
-    if part is None or total is None:
-        return total if part is None else part
+    if total is None:
+        return part
     wide = torch.promote_types(total.dtype, torch.float32)
     return total.add_(part) if total.dtype == wide else total.to(wide).add_(part)
 

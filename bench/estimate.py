@@ -6,6 +6,7 @@ whole process, whose heap is as the `lowtide` command sets it up. See `estimate_
 """
 
 import argparse
+import json
 import statistics
 import sys
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from bench.estimate_cases import CASES
 from bench.measure import GIGABYTE, hardware
 from bench.memory import saved_weights
 from bench.processes import ChildFailed, run_child
-from bench.results import ESTIMATE, merged, versions, write
+from bench.results import ESTIMATE, merged, path_of, versions, write
 from lowtide.memory.allocator import steady_malloc
 
 SUMMARY = "Compare foretold peaks with measured ones."
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         try:
             with console.status(name):
-                run = compared(name)
+                run = compared(name, options.foretell)
         except ChildFailed as failure:
             failed = True
             console.print(name, failure.reason, *failure.last_lines, sep="\n", markup=False, highlight=False)
@@ -53,20 +54,20 @@ def main(argv: list[str] | None = None) -> int:
     return int(failed)
 
 
-def compared(name: str) -> dict[str, Any]:
-    """One run, foretold and measured; `error` is the share by which the first is above the second."""
+def compared(name: str, again: bool) -> dict[str, Any]:
+    """One run, foretold and measured; `error` is the share by which the first is above the second.
+
+    Args:
+        again: beside what was measured of it before, if it was.
+    """
     weights = saved_weights() if CASES[name].four_bit else ""
-    foretold, measured = (
-        run_child(
-            {"case": name, "what": what, "weights": weights},
-            lambda step: None,
-            SECONDS,
-            module="bench.estimate_child",
-            environment=steady_malloc({}),
-        )
-        for what in ("foretell", "measure")
-    )
-    peak = measured["peak_bytes"]
+
+    def child(what: str) -> dict[str, Any]:
+        spec = {"case": name, "what": what, "weights": weights}
+        return run_child(spec, lambda step: None, SECONDS, "bench.estimate_child", steady_malloc({}))
+
+    foretold = child("foretell")
+    peak = (measured_before(name) if again else None) or child("measure")["peak_bytes"]
     return {
         "case": name,
         "measured_bytes": peak,
@@ -75,6 +76,12 @@ def compared(name: str) -> dict[str, Any]:
         "phase": foretold["estimate"]["phase"],
         "seconds": foretold["seconds"],
     }
+
+
+def measured_before(name: str) -> int | None:
+    path = path_of(NAME, hardware("cpu"))
+    known = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+    return next((run["measured_bytes"] for run in known if run["case"] == name), None)
 
 
 def summary(errors: list[float]) -> str:
@@ -103,6 +110,7 @@ def record(run: dict[str, Any]) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.estimate", description=SUMMARY)
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these runs")
+    parser.add_argument("--foretell", action="store_true", help="foretell anew, beside what was measured before")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     return parser.parse_args(argv)
 

@@ -56,7 +56,6 @@ def main(adapters: bool) -> int:
     from lowtide.planner.devices import device_named
     from lowtide.planner.estimate import estimate_run
     from lowtide.planner.fake_run import FakeRun
-    from lowtide.planner.glibc_heap import SMALL_TRIMMED
     from lowtide.trainers.sft import SFTTrainer
 
     host_heap.LARGE, host_heap.TRIM_ABOVE = 0, 1 << 20  # without holes, what is beside tensors is the process
@@ -73,8 +72,7 @@ def main(adapters: bool) -> int:
         peak = peak_resident_bytes()
         traced = FakeRun(SFTTrainer, **run, processing_class=make_tokenizer())
         foretold = estimate_run(traced, device_named("cpu"), beside=0)
-    # What a heap holds for small objects and kernels is next to nothing in so small a run.
-    return peak - (foretold.peak_bytes - SMALL_TRIMMED)
+    return peak - foretold.peak_bytes
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from lowtide.planner.sharded import shard
 from lowtide.planner.sharding import Sharding
 from lowtide.planner.tensor_parallel import one_rank
 
+PACKED = 32 << 20
+"""Bytes at most into which a CPU's library packs the head's weight for its products."""
 BANDS = {"cpu": 0.06, "cuda": 0.05}
 """By how much of itself a peak may be wrong."""
 
@@ -92,12 +94,19 @@ def estimate_run(
         return _sharded(run, device, sharding, beside)
     traced = run.traced(device)
     allocator: Allocator = CudaAllocator()
+    workspaces = device.workspaces
     if device.kind == "cpu":
         allocator = GlibcHeap(host_heap.MMAP_ABOVE, host_heap.TRIM_ABOVE, thread_cache=has_thread_cache())
-    for number, size in enumerate(device.workspaces):
+        workspaces = (_packed_head(run),)
+    for number, size in enumerate(workspaces):
         allocator.born(("workspace", number), size)
     phases = peaks(run_of(traced.events, rehearsal=run.rehearsal), allocator)
     return _estimate(phases, device, traced.tokens_per_second(device), beside, traced.notes)
+
+
+def _packed_head(run: FakeRun) -> int:
+    text = run.described.get_text_config()
+    return 0 if run.trainer_class.rewards else min(PACKED, 4 * text.vocab_size * text.hidden_size)
 
 
 def _sharded(run: FakeRun, device: Device, sharding: Sharding, beside: int) -> Estimate:

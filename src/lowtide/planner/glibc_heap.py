@@ -14,9 +14,8 @@ from collections.abc import Hashable
 ALIGNMENT = 64
 """Of torch's tensors on a CPU; `memalign` takes as much more, so that it can align."""
 PAGE = 4096
-SMALL, SMALL_TRIMMED = 44 << 20, 20 << 20
-"""Bytes that the heap holds for small objects, in the holes that they leave and in what kernels take inside themselves:
-in a heap that is never trimmed, and in one that is. In the runs of `python -m bench.estimate` 5 to 55 MB."""
+SMALL = 28 << 20
+"""Bytes that a heap which is never trimmed holds for small objects and in the holes that they leave."""
 CUT_SHARE = 0.15
 """And the share of its extent in holes that are too short for what they held, where a thread's cache gives slivers of
 them away (`lowtide.memory.allocator`): by chance, from run to run elsewhere, between nothing and a third."""
@@ -52,7 +51,7 @@ class GlibcHeap:
         """Bytes resident now."""
         whole = self.mapped + self.end - self.cold
         if self.trimmed or not self.end:
-            return whole + (SMALL_TRIMMED if self.trimmed else 0)
+            return whole
         return whole + SMALL + (int(CUT_SHARE * self.end) if self.thread_cache else 0)
 
     def born(self, key: Hashable, size: int, mapped: bool = False) -> None:

@@ -26,7 +26,8 @@ from lowtide.planner.sharding import Sharding
 from lowtide.planner.tensor_parallel import one_rank
 
 PACKED = 32 << 20
-"""Bytes at most into which a CPU's library packs the head's weight for its products."""
+"""Bytes at most into which a CPU's library packs the head's weight for its products; and into which it converts what has
+16 bits, where the CPU has no instructions for them."""
 BANDS = {"cpu": 0.06, "cuda": 0.05}
 """By how much of itself a peak may be wrong."""
 
@@ -97,16 +98,17 @@ def estimate_run(
     workspaces = device.workspaces
     if device.kind == "cpu":
         allocator = GlibcHeap(host_heap.MMAP_ABOVE, host_heap.TRIM_ABOVE, thread_cache=has_thread_cache())
-        workspaces = (_packed_head(run),)
+        workspaces = (_packed(run),)
     for number, size in enumerate(workspaces):
         allocator.born(("workspace", number), size)
     phases = peaks(run_of(traced.events, rehearsal=run.rehearsal), allocator)
     return _estimate(phases, device, traced.tokens_per_second(device), beside, traced.notes)
 
 
-def _packed_head(run: FakeRun) -> int:
+def _packed(run: FakeRun) -> int:
     text = run.described.get_text_config()
-    return 0 if run.trainer_class.rewards else min(PACKED, 4 * text.vocab_size * text.hidden_size)
+    head = 0 if run.trainer_class.rewards else min(PACKED, 4 * text.vocab_size * text.hidden_size)
+    return head + (PACKED if run.has_16_bits else 0)
 
 
 def _sharded(run: FakeRun, device: Device, sharding: Sharding, beside: int) -> Estimate:

@@ -32,7 +32,7 @@ from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
 from lowtide.planner.layout import Layout
 from lowtide.planner.speed import OperationCosts
 from lowtide.planner.stand_ins import as_on
-from lowtide.planner.states import optimizer_name, state_sizes
+from lowtide.planner.states import IN_BFLOAT16, optimizer_name, state_sizes
 from lowtide.planner.trace import Event, StorageTrace
 from lowtide.planner.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
@@ -178,6 +178,12 @@ class FakeRun:
         """Few enough scores for two chunks of the head, which is all that its peak depends on."""
         dtype = torch.bfloat16 if self.config.bf16 else torch.float16 if self.config.fp16 else self._dtype
         return batch.thinned(2 * chunk_rows(self.described.get_text_config().vocab_size, dtype, device.kind))
+
+    @property
+    def has_16_bits(self) -> bool:
+        """Whether products are of numbers of 16 bits."""
+        stored = self._dtype.itemsize == 2 or optimizer_name(self.config) in IN_BFLOAT16
+        return bool(stored or self.config.bf16 or self.config.fp16)
 
     @property
     def _dtype(self) -> torch.dtype:

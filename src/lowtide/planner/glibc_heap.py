@@ -14,7 +14,7 @@ from collections.abc import Hashable
 ALIGNMENT = 64
 """Of torch's tensors on a CPU; `memalign` takes as much more, so that it can align."""
 PAGE = 4096
-SMALL = 28 << 20
+SMALL = 34 << 20
 """Bytes that a heap which is never trimmed holds for small objects and in the holes that they leave."""
 CUT_SHARE = 0.15
 """And the share of its extent in holes that are too short for what they held, where a thread's cache gives slivers of

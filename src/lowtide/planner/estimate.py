@@ -26,8 +26,8 @@ from lowtide.planner.sharding import Sharding
 from lowtide.planner.tensor_parallel import one_rank
 
 PACKED = 32 << 20
-"""Bytes at most into which a CPU's library packs the head's weight for its products; and into which it converts what has
-16 bits, where the CPU has no instructions for them."""
+"""Bytes at most into which a CPU's library packs the head's weight for its products; and into which it converts numbers
+of 16 bits, where the CPU has no instructions for them."""
 BANDS = {"cpu": 0.06, "cuda": 0.05}
 """By how much of itself a peak may be wrong."""
 

@@ -230,3 +230,9 @@ def test_several_micro_batches_keep_their_gradients_with_the_optimizer_in_backwa
     )
     assert not one.get("gradients")
     assert several["gradients"] == pytest.approx(several["weights"], rel=1e-3)
+
+
+def test_a_compiled_optimizer_is_refused_by_name(tmp_path):
+    args = lowtide.SFTConfig(str(tmp_path), use_cpu=True, report_to="none", optim="adamw_torch_8bit")
+    with pytest.raises(ValueError, match="'adamw_torch_8bit' is not traced"):
+        estimate(args, LlamaConfig(**SIZES), lengths=[64])

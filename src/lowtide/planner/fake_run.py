@@ -38,6 +38,9 @@ from lowtide.planner.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
 from lowtide.step import evaluate_batch
 
+COMPILED = ("adamw_torch_8bit", "adamw_torch_4bit")
+"""Optimizers of torchao."""
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -78,7 +81,7 @@ class FakeRun:
         prepared: whether the rows are token rows already.
 
     Raises:
-        ValueError: weights are stored in a way that is not traced.
+        ValueError: weights are stored, or stepped, in a way that is not traced.
     """
 
     def __init__(
@@ -94,6 +97,11 @@ class FakeRun:
         prepared: bool = False,
     ) -> None:
         check_four_bit(quantization_config, peft_config)
+        if optimizer_name(config) in COMPILED:
+            raise ValueError(
+                f"optim={optimizer_name(config)!r} is not traced: torchao compiles its step, which tensors without "
+                "values cannot run. adamw_stochastic_8bit is, or measure a short run"
+            )
         self.quantization_config = quantization_config
         self.trainer_class, self.described, self.dataset = trainer_class, described, dataset
         self.processing_class, self.peft_config, self.prepared = processing_class, peft_config, prepared

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from lowtide.ops.attention_flex import BLOCK
 from lowtide.ops.attention_plan import AttentionPlan, Rules
@@ -34,13 +34,13 @@ def _no_kernel(*_: Any) -> Any:
     raise NotImplementedError("this stands for a kernel on tensors without memory")
 
 
-_flex_forward = torch.library.custom_op(
+_flex_forward = library.custom_op(
     "lowtide::flex_attention",
     _no_kernel,
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, int keys) -> (Tensor, Tensor)",
 )
-_flex_backward = torch.library.custom_op(
+_flex_backward = library.custom_op(
     "lowtide::flex_attention_backward",
     _no_kernel,
     mutates_args=(),

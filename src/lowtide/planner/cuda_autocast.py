@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 HALF = (torch.float16, torch.bfloat16)
 CAST_TO_FLOAT32 = (
@@ -28,12 +28,12 @@ GIVEN_IN_FLOAT32 = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
     """While it lasts, autocast of a CPU has CUDA's rules, in every thread, and wherever layers run again."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with library._scoped_library("aten", "IMPL") as kernels:
         for names, kernel in ((CAST_TO_FLOAT32, _cast), (GIVEN_IN_FLOAT32, _given)):
             for name in names:
                 packet, _, overload = name.partition(".")
                 op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                library.impl(name, functools.partial(kernel, op), "AutocastCPU")
+                kernels.impl(name, functools.partial(kernel, op), "AutocastCPU")
         yield
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.ops.attention_flex import why_not_flex
@@ -140,8 +140,8 @@ class _Workspaces(TorchDispatchMode):
 def _grouped_products() -> Iterator[None]:
     """Products of groups of tokens with their experts' weights have a shape in any dtype, in which they are computed;
     torch describes them for fake tensors in bfloat16 alone."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
+    with library._scoped_library("aten", "IMPL") as kernels:
+        kernels.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
         yield
 
 

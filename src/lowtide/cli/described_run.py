@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import train
-from lowtide.cli.main import METHODS
 from lowtide.cli.options import read_options
 from lowtide.cli.run_file import read_run_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+    from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +54,24 @@ class DescribedRun:
         return {"peft_config": own.peft_config(), "quantization_config": own.quantization_config(bf16=bf16)}
 
 
-def add_method(
-    parser: argparse.ArgumentParser, command: str, method: str | None
-) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup] | None:
-    """Add a method beneath a command, with its options and a group for the command's own; None without a method."""
-    methods = parser.add_subparsers(metavar="METHOD", title="methods", required=True)
-    if method is None:
-        for name, summary in METHODS.items():
-            methods.add_parser(name, help=summary)
-        return None
-    own = train.add_parser(methods, method, command=f"lowtide {command}")
-    group = own.add_argument_group(command)
-    group.add_argument("--device", metavar="NAME", help="cpu, cuda, or a GPU such as H100-80GB (default: what is here)")
-    group.add_argument("--json", action="store_true", help="print JSON")
+def add_description(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: str, method: str | None, description: str
+) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup | None]:
+    """Add a command that describes a run, with a group for its own options where a method follows it."""
+    own, group = train.add_command(subparsers, command, method, description)
+    if group is not None:
+        names = "cpu, cuda, or a GPU such as H100-80GB (default: what is here)"
+        group.add_argument("--device", metavar="NAME", help=names)
+        group.add_argument("--json", action="store_true", help="print JSON")
     return own, group
+
+
+def plain_table(title: str) -> Table:
+    """A table with a line beneath its head."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
 def described_run(arguments: argparse.Namespace) -> DescribedRun:

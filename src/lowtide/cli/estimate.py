@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from lowtide.cli.described_run import add_method, described_run, device_of
+from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,16 +18,11 @@ def add_parser(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
 ) -> argparse.ArgumentParser:
     """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
-    parser = subparsers.add_parser(
-        "estimate",
-        help="how much memory a run will take, before it starts",
-        description="Foretell the peak memory of a run, by phase and by what holds it, before any weight is loaded. "
-        "Takes the options that `lowtide METHOD` takes.",
+    description = (
+        "Foretell the peak memory of a run, by phase and by what holds it, before any weight is loaded. "
+        "Takes the options that `lowtide METHOD` takes."
     )
-    added = add_method(parser, "estimate", method)
-    if added is None:
-        return parser
-    own, _ = added
+    own, _ = add_description(subparsers, "estimate", method, description)
     own.set_defaults(run=run)
     return own
 
@@ -62,19 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _table(estimate: Estimate) -> RenderableType:
     """Phases down, categories across; those that hold nothing are left out."""
-    from rich import box
-    from rich.table import Table
-
     from lowtide.memory.measure import bytes_text
 
     names = {name: None for phase in estimate.phases.values() for name, size in phase.items() if size}
-    table = Table(
-        title=f"Peak {bytes_text(estimate.peak_bytes)} on {estimate.device}, in {estimate.phase} "
-        f"(+-{estimate.band:.0%})",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
+    table = plain_table(
+        f"Peak {bytes_text(estimate.peak_bytes)} on {estimate.device}, in {estimate.phase} (+-{estimate.band:.0%})"
     )
     table.add_column("what holds it", overflow="fold")
     for phase in estimate.phases:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.cli.described_run import add_method, described_run, device_of
+from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,19 +21,19 @@ def add_parser(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
 ) -> argparse.ArgumentParser:
     """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="the fastest settings of a run that fit a memory budget",
-        description="Choose the fastest settings of a run that fit a memory budget, before any weight is loaded. "
-        "Takes the options that `lowtide METHOD` takes; those that you give are kept as they are.",
+    description = (
+        "Choose the fastest settings of a run that fit a memory budget, before any weight is loaded. "
+        "Takes the options that `lowtide METHOD` takes; those that you give are kept as they are."
     )
-    added = add_method(parser, "plan", method)
-    if added is None:
-        return parser
-    own, group = added
-    group.add_argument("--budget", metavar="SIZE", help="24GiB, 24GB, 24g, bytes, or auto: what the device has free")
-    group.add_argument("--lossy", action="store_true", help="choose settings that change the numbers too, named")
-    group.add_argument("--output", type=Path, metavar="FILE", help="write the run file here, in place of printing it")
+    own, group = add_description(subparsers, "plan", method, description)
+    if group is not None:
+        group.add_argument(
+            "--budget", metavar="SIZE", help="24GiB, 24GB, 24g, bytes, or auto: what the device has free"
+        )
+        group.add_argument("--lossy", action="store_true", help="choose settings that change the numbers too, named")
+        group.add_argument(
+            "--output", type=Path, metavar="FILE", help="write the run file here, in place of printing it"
+        )
     own.set_defaults(run=run)
     return own
 
@@ -107,7 +107,7 @@ def _parts(plan: Plan) -> list[RenderableType]:
 
 
 def _settings_table(plan: Plan) -> RenderableType:
-    table = _table("What fits, the fastest first")
+    table = plain_table("What fits, the fastest first")
     for name in ("settings", "peak", "time"):
         table.add_column(name, justify="left" if name == "settings" else "right", overflow="fold")
     from lowtide.memory.measure import bytes_text
@@ -128,7 +128,7 @@ def _effects_table(plan: Plan) -> RenderableType:
 
     from lowtide.memory.measure import bytes_text
 
-    table = _table("What each technique would do by itself")
+    table = plain_table("What each technique would do by itself")
     table.add_column("technique", overflow="fold")
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
@@ -139,15 +139,6 @@ def _effects_table(plan: Plan) -> RenderableType:
         numbers = Text(each.changes or "exact", style="yellow" if each.changes else "")
         table.add_row(each.technique, memory, f"{each.seconds:.2f} x", numbers)
     return table
-
-
-def _table(title: str) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    return Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, highlight=False
-    )
 
 
 def _lines(settings: Mapping[str, Any]) -> str:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import train
 from lowtide.cli.adapters import AdapterOptions
-from lowtide.cli.main import METHODS
 
 if TYPE_CHECKING:
     from lowtide.planner.profile import Profile
@@ -42,23 +41,16 @@ def add_parser(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
 ) -> argparse.ArgumentParser:
     """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
-    parser = subparsers.add_parser(
-        "profile",
-        help="run a few steps of a method, and show where their memory went",
-        description="Run a few steps of a method, which takes the options that `lowtide METHOD` takes, and write what "
-        "its tensors held over time: profile.json, profile.png and profile.html.",
+    description = (
+        "Run a few steps of a method, which takes the options that `lowtide METHOD` takes, and write what "
+        "its tensors held over time: profile.json, profile.png and profile.html."
     )
-    methods = parser.add_subparsers(metavar="METHOD", title="methods", required=True)
-    if method is None:
-        for name, summary in METHODS.items():
-            methods.add_parser(name, help=summary)
-        return parser
-    own = train.add_parser(methods, method, command="lowtide profile")
-    group = own.add_argument_group("profile")
-    group.add_argument("--steps", type=_at_least_one, default=5, metavar="N", help="steps to run [%(default)s]")
-    group.add_argument(
-        "--output", type=Path, default=Path("profile-report"), metavar="DIR", help="where to write [%(default)s]"
-    )
+    own, group = train.add_command(subparsers, "profile", method, description)
+    if group is not None:
+        group.add_argument("--steps", type=_at_least_one, default=5, metavar="N", help="steps to run [%(default)s]")
+        group.add_argument(
+            "--output", type=Path, default=Path("profile-report"), metavar="DIR", help="where to write [%(default)s]"
+        )
     own.set_defaults(run=run)
     return own
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowtide.cli.adapters import AdapterOptions
 from lowtide.cli.layout import LAYOUT
-from lowtide.cli.main import METHODS, UsageError
+from lowtide.cli.main import COMMANDS, METHODS, UsageError
 from lowtide.cli.options import Option, add_options, options_of, read_options
 from lowtide.cli.run_file import read_run_file, write_run_file
 from lowtide.methods.options import ReferenceOptions
@@ -170,6 +170,24 @@ class Run:
                 quantization_config=self.adapters.quantization_config(bf16=bool(config.bf16)),
                 **{name: self.values[name] for name in _names(ReferenceModel) & self.values.keys()},
             )
+
+
+def add_command(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: str, method: str | None, description: str
+) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup | None]:
+    """Add a command that a method follows, whose options it takes.
+
+    Returns:
+        the method's parser beneath it, with a group for the command's own options; without a method, the command's.
+    """
+    parser = subparsers.add_parser(command, help=COMMANDS[command], description=description)
+    methods = parser.add_subparsers(metavar="METHOD", title="methods", required=True)
+    if method is None:
+        for name, summary in METHODS.items():
+            methods.add_parser(name, help=summary)
+        return parser, None
+    own = add_parser(methods, method, command=f"lowtide {command}")
+    return own, own.add_argument_group(command)
 
 
 def read_run(arguments: argparse.Namespace, **changes: Any) -> Run:

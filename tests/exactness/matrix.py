@@ -70,23 +70,31 @@ COMMON: dict[str, Any] = {
 }
 """Of every run: nothing is switched on but what always is, and padding-free batches."""
 
+LOW_RANK = {"optim_target_modules": "all-linear", "optim_args": "rank=16,update_proj_gap=2,scale=2"}
 FIRST: dict[str, dict[str, Any]] = {
     "checkpointing that keeps attention": {"gradient_checkpointing": True},
     "checkpointing that keeps products": {"gradient_checkpointing": True},
     "checkpointing of every k-th layer": {"gradient_checkpointing": True},
     "packing": {"max_length": 52},
     "compiled layers": {"torch_compile_backend": "eager"},  # the graphs, without the time of a compiler
+    "GaLore": LOW_RANK,
+    "APOLLO": LOW_RANK,
 }
 """What a technique needs beside its own options; its plain run does without."""
 
+WIDE = {"intermediate_size": 128}
 PLAIN: dict[str, dict[str, Any]] = {
+    # moments of fewer than 4,096 elements stay in 32 bits
+    "8-bit AdamW (torchao)": WIDE,
+    "4-bit AdamW (torchao)": WIDE,
+    "8-bit AdamW (bitsandbytes)": WIDE,
     "optimizer in backward": {"max_grad_norm": 0.0},
     "padding-free batches": {"padding_free": False},
     "prefix sharing": {"prefix_sharing": False},
     "packing": {"per_device_train_batch_size": ROWS},
 }
-"""Options of the plain run of a technique; those that the technique does not set itself are of both runs. All rows
-are in one batch where they are packed, since a batch counts bins then."""
+"""Options of the plain run of a technique, and of its model; those that the technique does not set itself are of both
+runs. All rows are in one batch where they are packed, since a batch counts bins then."""
 
 
 ROUNDING = 1e-5
@@ -103,9 +111,9 @@ BITWISE = {
 """The techniques that change no bit; the other exact ones add up in another order."""
 EXCLUDED = [{"tiled MLP", "compiled layers"}]
 """Pairs that are refused, with the reason."""
-BAND, OTHER_OPTIMIZER = 0.03, 0.25
+BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.25
 """How far the last loss may be from the plain run's, as a share of the fall from its first to its last: where numbers
-are rounded, and with another optimizer."""
+are rounded, where they are to 4 bits, and with another optimizer."""
 
 
 @dataclass
@@ -143,13 +151,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
 
 
-def build(kind: str) -> PreTrainedModel:
+def build(kind: str, intermediate_size: int) -> PreTrainedModel:
     """Two layers, with weights large enough for attention to be far from uniform."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer()),
         hidden_size=32,
-        intermediate_size=64,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -235,10 +243,11 @@ def make(kind: str, **options: Any) -> Any:
     """A trainer on the rows of its kind."""
     trainer_class, config_class = classes(kind)
     options = {"output_dir": str(folder()), **COMMON, **options}
+    width = options.pop("intermediate_size", 64)
     options["per_device_train_batch_size"] //= options.get("gradient_accumulation_steps", 1)
     with mock.patch.object(table, "ActivationOffload", SmallOffload):
         made = trainer_class(
-            model=build(kind),
+            model=build(kind, width),
             args=config_class(**options),
             train_dataset=rows(kind),
             processing_class=tokenizer(),
@@ -354,10 +363,10 @@ def cell(kind: str, technique: Technique) -> Cell:
         made = make(kind, **with_it(technique))
     except ValueError as error:
         return _refusal(technique, str(error))
-    if technique.needs:
-        return Cell(_needs(technique))
     idle = technique.idle(made.site)
-    run, plain = watched(made), without_it(kind, technique)
+    with uncompiled(technique):
+        run = watched(made)
+    plain = without_it(kind, technique)
     if technique.changes is None or idle is not None:
         check_equal(run, plain, bits=technique.name in BITWISE or idle is not None)
     else:
@@ -392,18 +401,19 @@ def known_run(kind: str, dense: bool, options: tuple[tuple[str, Any], ...]) -> R
         return watched(make(kind, **dict(options)))
 
 
-def _needs(technique: Technique) -> str:
-    return f"needs {', '.join(technique.needs)}"
-
-
 def _refusal(technique: Technique, text: str) -> Cell:
     """The cell of a trainer that would not be made."""
     start, _, reason = text.partition(" cannot work here: ")
     check(start.startswith(f"{technique.name} (") and bool(reason), f"the refusal names no technique: {text}")
     if reason.startswith("it needs "):
-        check(not technique.needs or not find_spec(technique.needs[0]), f"it is there: {reason}")
-        return Cell(_needs(technique))
+        check(not installed(technique), f"it is there: {reason}")
+        return Cell(f"needs {', '.join(technique.needs)}")
     return Cell("refused", reason)
+
+
+def installed(technique: Technique) -> bool:
+    """Whether the packages that a technique needs are there."""
+    return all(find_spec(package) is not None for package in technique.needs)
 
 
 def check(holds: bool, otherwise: str) -> None:
@@ -429,11 +439,21 @@ def check_equal(run: Run, other: Run, *, bits: bool, within: float = ROUNDING) -
 
 def check_near(run: Run, plain: Run, *techniques: Technique) -> None:
     """The last loss lies near that of the plain run, and weights are other ones."""
-    band = sum(OTHER_OPTIMIZER if "another optimizer" in (each.changes or "") else BAND for each in techniques)
+    band = sum(_band(each.changes or "") for each in techniques)
     apart, fall = abs(run.losses[-1] - plain.losses[-1]), plain.losses[0] - plain.losses[-1]
     check(fall > 0, "the plain run learns nothing")
     check(apart <= band * fall, f"last losses {apart / fall:.1%} of the fall apart: {run.losses}, {plain.losses}")
     check(distance(run, plain)[1] > 10 * ROUNDING, "the weights are those of the plain run")
+
+
+def _band(changes: str) -> float:
+    return OTHER_OPTIMIZER if "another optimizer" in changes else FOUR_BITS if "4 bits" in changes else BAND
+
+
+def uncompiled(*techniques: Technique) -> Any:
+    """torchao compiles an optimizer's step, for each shape: here it runs as it is written."""
+    compiles = any("torchao" in technique.needs for technique in techniques)
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
 # -- what each technique is seen by --------------------------------------------------------------------------------
@@ -481,6 +501,11 @@ def _compiled_layers(run: Run, plain: Run) -> bool:
     return frames > 0 and len(run.trainer._undo) == len(plain.trainer._undo) + 1
 
 
+def _keeps(wanted: Callable[[Any], bool]) -> Callable[[Run, Run], bool]:
+    """Whether the optimizer keeps states of a kind, of some parameters at least."""
+    return lambda run, plain: any(wanted(state) for state in run.trainer.optimizer.optimizer.state.values())
+
+
 ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "gradient checkpointing": _recomputed,
     "checkpointing that keeps attention": _policy("attention"),
@@ -500,6 +525,13 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "bfloat16 AdamW with stochastic rounding and 8-bit moments": _compressed("stochastic", 8),
     "compiled layers": _compiled_layers,
     "Adafactor": lambda run, plain: type(run.trainer.optimizer.optimizer).__name__ == "Adafactor",
+    "8-bit AdamW (torchao)": _keeps(lambda state: type(state["exp_avg"]).__name__ == "OptimState8bit"),
+    "4-bit AdamW (torchao)": _keeps(lambda state: type(state["exp_avg"]).__name__ == "OptimState4bit"),
+    "8-bit AdamW (bitsandbytes)": _keeps(lambda state: state["state1"].dtype == torch.uint8),
+    "paged AdamW": lambda run, plain: run.trainer.optimizer.optimizer.is_paged,
+    "Lion": _keeps(lambda state: "state1" in state and "state2" not in state),
+    "GaLore": _keeps(lambda state: "projector" in state),
+    "APOLLO": _keeps(lambda state: "projector" in state),
     "bfloat16 mixed precision": lambda run, plain: run.dtypes == {torch.bfloat16} != plain.dtypes,
     "padding-free batches": lambda run, plain: sum(run.forwards) < sum(plain.forwards),
     "packing": lambda run, plain: len(run.trainer.train_dataset) < len(plain.trainer.train_dataset),
@@ -521,13 +553,13 @@ HALF = 2**-8
 def pairs(kind: str) -> Iterator[tuple[str, str]]:
     """The names of all techniques two by two that a trainer runs together on any machine.
 
-    Left out are what always is (the fused head), what does nothing on a CPU or needs a package, and two values of one
-    option.
+    Left out are what always is (the fused head), what does nothing on a CPU or needs a package that is not there, and
+    two values of one option.
     """
     alone = [
         each
         for each in TECHNIQUES.values()
-        if each.name in ACTED and each.options and not each.needs and has_options(kind, each)
+        if each.name in ACTED and each.options and installed(each) and has_options(kind, each)
     ]
     for first, second in itertools.combinations(alone, 2):
         options, more = with_it(first), with_it(second)
@@ -546,7 +578,8 @@ def check_pair(kind: str, first: Technique, second: Technique) -> None:
         with pytest.raises(ValueError, match="cannot work here: it replaces what"):
             make(kind, **options)
         return
-    run = watched(make(kind, **options))
+    with uncompiled(first, second):
+        run = watched(make(kind, **options))
     plain = without_it(kind, first, second, max_steps=PAIR_STEPS)
     lossy = [each for each in (first, second) if each.changes is not None]
     exact = [each for each in (first, second) if each.changes is None]
@@ -556,6 +589,7 @@ def check_pair(kind: str, first: Technique, second: Technique) -> None:
     check_near(run, plain, *lossy)
     if exact:
         single = {**PLAIN.get(exact[0].name, {}), **with_it(lossy[0]), "max_steps": PAIR_STEPS}
-        alone = known_run(kind, False, tuple(sorted(single.items())))
+        with uncompiled(*lossy):
+            alone = known_run(kind, False, tuple(sorted(single.items())))
         within = HALF if torch.bfloat16 in alone.dtypes else ROUNDING
         check_equal(run, alone, bits=exact[0].name in BITWISE, within=within)

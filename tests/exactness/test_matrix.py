@@ -24,6 +24,8 @@ page = functools.cache(written)
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_technique_in_a_trainer(kind, technique):
     found = cell(kind, TECHNIQUES[technique])
+    if found.word.startswith("needs "):
+        pytest.skip(found.word)
     assert page()[technique, kind] == found.word, "docs/matrix.md is stale: `python -m bench.matrix` writes it anew"
 
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 from lowtide import SFTConfig, SFTTrainer
+from lowtide.memory import table
 
 WORDS = [f"w{n}" for n in range(50)]
 
@@ -226,8 +227,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path, rows, t
         ({"optimizer_in_backward": True}, "max_grad_norm=1.0"),
         ({"optimizer_in_backward": "two_pass", "max_grad_norm": 0.0}, "optimizer_in_backward=True"),
         ({"optimizer_in_backward": "often"}, "'often' must be"),
-        ({"optim": "adamw_8bit"}, "bitsandbytes.*pip install"),
-        ({"optim": "lomo"}, "lomo"),
+        ({"optim": "lomo"}, "'lomo' steps by itself.*optimizer_in_backward=True"),
+        ({"optim": "galore_adamw_layerwise"}, "take 'galore_adamw' with optimizer_in_backward=True"),
+        ({"optim": "adamw_anyprecision"}, "torchdistx"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"max_seq_length": 8, "max_length": 9}, "contradict"),
         ({"dataset_kwargs": {"no_such": 1}}, "no_such"),
@@ -238,6 +240,22 @@ def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path, rows, t
 def test_what_cannot_work_is_refused_at_construction(changes, message, tmp_path, rows, tokenizer):
     with pytest.raises(ValueError, match=message):
         SFTTrainer(build(), config(tmp_path, **changes), train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("optim", "command"),
+    [("adamw_8bit", r"pip install 'lowtide\[bnb\]'"), ("galore_adamw", "pip install galore-torch")],
+)
+def test_a_missing_package_is_named_at_construction(optim, command, tmp_path, rows, tokenizer, monkeypatch):
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=command):
+        SFTTrainer(build(), config(tmp_path, optim=optim), train_dataset=rows, processing_class=tokenizer)
+
+
+def test_low_rank_optimizers_want_their_modules_at_construction(tmp_path, rows, tokenizer):
+    pytest.importorskip("galore_torch")
+    with pytest.raises(ValueError, match="optim_target_modules"):
+        SFTTrainer(build(), config(tmp_path, optim="galore_adamw"), train_dataset=rows, processing_class=tokenizer)
 
 
 def test_a_budget_below_the_longest_row_is_refused_before_training(tmp_path, rows, tokenizer):

@@ -97,9 +97,9 @@ def _no_vocabulary(site: Site) -> str | None:
     return "a reward model has no vocabulary at its end" if head is None or head() is None else None
 
 
-def _optimizer(name: str, saves: str, changes: str, *values: str, needs: tuple[str, ...] = ()) -> Technique:
+def _optimizer(name: str, saves: str, changes: str | None, *values: str, needs: tuple[str, ...] = ()) -> Technique:
     """An optimizer that transformers names."""
-    changes = f"another optimizer ({changes})" if changes.startswith("arXiv") else changes
+    changes = f"another optimizer ({changes})" if changes and changes.startswith("arXiv") else changes
     options = {"optim": values[0]}
     return Technique(name, saves, options, option_is("optim", *values), ("optimizer",), changes, needs=needs)
 
@@ -214,11 +214,11 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         _optimizer(
             "8-bit AdamW (bitsandbytes)", "three quarters of the moments", EIGHT,
-            "adamw_8bit", "adamw_bnb_8bit", needs=("bitsandbytes",),
+            "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", needs=("bitsandbytes",),
         ),
         _optimizer(
-            "paged AdamW", "peaks: moments move to host memory when the GPU is full", "its sums round otherwise",
-            "paged_adamw_32bit", "paged_adamw_8bit", needs=("bitsandbytes",),
+            "paged AdamW", "peaks: moments move to host memory when the GPU is full; a CPU has nothing to page", None,
+            "paged_adamw_32bit", needs=("bitsandbytes",),
         ),
         _optimizer(
             "Lion", "one of the two moments", "arXiv 2302.06675",

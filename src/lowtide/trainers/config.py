@@ -13,7 +13,7 @@ from lowtide.memory.options import MemoryOptions
 from lowtide.methods import METHODS
 from lowtide.option import option
 from lowtide.spelling import nearest
-from lowtide.trainers.optimizers import OPTIMIZERS
+from lowtide.trainers.optimizers import OPTIMIZERS, check_optimizer_name
 
 DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
@@ -116,8 +116,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
                 f"{type(self).__name__}: tokens_per_microbatch={self.tokens_per_microbatch} must be at least 1, "
                 "or None for no limit"
             )
-        if self.optim in ("lomo", "adalomo"):
-            raise ValueError(f"{type(self).__name__}: optim={self.optim!r} steps in backward and is not supported")
+        check_optimizer_name(str(getattr(self.optim, "value", self.optim)))
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_bf16(self.use_cpu)
         if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:

@@ -30,17 +30,17 @@ def own_optimizer(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any
     return CompressedAdamW, {**options, **OPTIMIZERS[args.optim]}
 
 
-def check_own_optimizer(model: nn.Module) -> None:
-    """Refuses a model whose trained weights are no float32 or bfloat16 throughout.
+def check_optimizer_name(name: str) -> None:
+    """Refuses optimizers that step in a backward of their own.
 
     Raises:
-        ValueError: some weights are frozen, so that weights of two dtypes would meet.
+        ValueError: says what to take instead.
     """
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if frozen:
+    if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
+        usual = f"{name.removesuffix('_layerwise')!r}" if name.endswith("_layerwise") else "another optimizer"
         raise ValueError(
-            f"{', '.join(OPTIMIZERS)} train all weights in bfloat16; {len(frozen)} are frozen "
-            f"({frozen[0]}, ...). Adapters have few states: take optim='adamw_torch_fused'"
+            f"optim={name!r} steps by itself in each backward, of which a step may have several: take {usual} with "
+            "optimizer_in_backward=True, which frees each gradient as it arrives too"
         )
 
 

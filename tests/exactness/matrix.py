@@ -82,7 +82,7 @@ FIRST: dict[str, dict[str, Any]] = {
 }
 """What a technique needs beside its own options; its plain run does without."""
 
-WIDE = {"intermediate_size": 128}
+WIDE = {"intermediate_size": 160}
 PLAIN: dict[str, dict[str, Any]] = {
     # moments of fewer than 4,096 elements stay in 32 bits
     "8-bit AdamW (torchao)": WIDE,

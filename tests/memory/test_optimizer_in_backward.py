@@ -290,15 +290,36 @@ def test_optimizers_whose_parameters_depend_on_each_other_are_refused(kind, why)
     assert torch.equal(weight, torch.ones(3))
 
 
-def test_step_hooks_and_bitsandbytes_are_refused():
+def test_step_hooks_are_refused():
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(ValueError, match="step hooks"):
         OptimizerInBackward(optimizer)
-    quantized = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})
-    with pytest.raises(ValueError, match="bitsandbytes"):
-        OptimizerInBackward(quantized([weight], lr=0.1))
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "Lion8bit", "PagedAdamW32bit"])
+def test_bitsandbytes_finds_options_by_the_place_of_a_parameter(kind):
+    optim = pytest.importorskip("bitsandbytes.optim")
+
+    def trained(in_backward: bool):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 128), nn.Linear(128, 64))
+        manager = optim.GlobalOptimManager.get_instance()
+        manager.register_module_override(model[2], "weight", {"optim_bits": 32})
+        groups = [{"params": [model[0].weight, model[1].bias]}, {"params": [model[1].weight, model[2].weight]}]
+        optimizer = getattr(optim, kind)(groups, lr=1e-2)
+        armed = OptimizerInBackward(optimizer).armed if in_backward else contextlib.nullcontext
+        for step in range(3):
+            with armed():
+                model(torch.arange(step, step + 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()], optimizer.state[model[2].weight]["state1"].dtype
+
+    (together, dtype), (alone, same) = trained(False), trained(True)
+    assert dtype == same == torch.float32, "the override was looked up at another place"
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
 def test_an_optimizer_is_as_it_was_after_the_trial():

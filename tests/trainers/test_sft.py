@@ -252,6 +252,13 @@ def test_a_missing_package_is_named_at_construction(optim, command, tmp_path, ro
         SFTTrainer(build(), config(tmp_path, optim=optim), train_dataset=rows, processing_class=tokenizer)
 
 
+def test_an_optimizer_that_cannot_step_in_backward_is_refused_at_construction(tmp_path, rows, tokenizer):
+    model, args = build(), config(tmp_path, optimizer_in_backward=True, max_grad_norm=0.0)
+    given = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError, match="LBFGS cannot step one parameter at a time"):
+        SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer, optimizers=(given, None))
+
+
 def test_low_rank_optimizers_want_their_modules_at_construction(tmp_path, rows, tokenizer):
     pytest.importorskip("galore_torch")
     with pytest.raises(ValueError, match="optim_target_modules"):

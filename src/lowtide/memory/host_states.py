@@ -19,12 +19,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.memory.narrow_step import check_separable, group_of_each, step_alone, unwrap_optimizer
+from lowtide.memory.narrow_step import (
+    check_separable,
+    group_of_each,
+    is_bitsandbytes,
+    step_alone,
+    unwrap_optimizer,
+)
 
 
 def on_a_device(parameter: Tensor) -> bool:
     """Whether a parameter lies elsewhere than in host memory."""
     return parameter.device.type != "cpu"
+
+
+def check_host_states(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer whose states cannot live in host memory.
+
+    Raises:
+        ValueError: it cannot step one parameter at a time, or is one of bitsandbytes.
+    """
+    if is_bitsandbytes(optimizer):
+        raise ValueError(
+            f"the states of bitsandbytes' {type(optimizer).__name__} do not live in host memory: take one of its paged "
+            "optimizers (optim='paged_adamw_32bit'), which move them when the GPU is full"
+        )
+    check_separable(optimizer)
 
 
 class HostStates:
@@ -38,12 +58,12 @@ class HostStates:
         offload: which parameters' states live in host memory; by default those of all that do not themselves.
 
     Raises:
-        ValueError: the optimizer cannot step one parameter at a time.
+        ValueError: the optimizer cannot step one parameter at a time, or is one of bitsandbytes.
     """
 
     def __init__(self, optimizer: Any, *, offload: Callable[[Tensor], bool] = on_a_device):
         self.optimizer = unwrap_optimizer(optimizer)
-        check_separable(self.optimizer)
+        check_host_states(self.optimizer)
         self._offload = offload
         self._lanes: dict[torch.device, _Lane] = {}
         replaced: Any = self.optimizer

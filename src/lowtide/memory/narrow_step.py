@@ -9,8 +9,10 @@ not read off a list of names: a trial steps two tiny parameters together and one
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,13 +42,48 @@ def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -
     Outside of autocast, as the optimizer's own step is; and by the class's `step`, so that what others have put
     before it (a scheduler's count, for one) is left to the step that the training loop takes.
     """
+    narrowed = _at_its_place if is_bitsandbytes(optimizer) else _by_itself
+    with narrowed(optimizer, group, parameter), torch.autocast(parameter.device.type, enabled=False):
+        type(optimizer).step(optimizer)
+
+
+def is_bitsandbytes(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of bitsandbytes, or built on one."""
+    return any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(optimizer).__mro__)
+
+
+@contextlib.contextmanager
+def _by_itself(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> Iterator[None]:
+    """The optimizer has one group with one parameter."""
     groups, together = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [parameter]
     try:
-        with torch.autocast(parameter.device.type, enabled=False):
-            type(optimizer).step(optimizer)
+        yield
     finally:
         optimizer.param_groups, group["params"] = groups, together
+
+
+class _Absent:
+    """Stands for a parameter that is not stepped."""
+
+    grad, device = None, torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _at_its_place(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> Iterator[None]:
+    """All groups are there, and one parameter, where it was: bitsandbytes looks up its options by place."""
+    if not optimizer.initialized:  # it fills in the places in its first step
+        optimizer.check_overrides()
+        optimizer.to_gpu()
+        optimizer.initialized = True
+    everything = [each["params"] for each in optimizer.param_groups]
+    for each in optimizer.param_groups:
+        each["params"] = [p if p is parameter else _Absent for p in each["params"]] if each is group else []
+    try:
+        yield
+    finally:
+        for each, parameters in zip(optimizer.param_groups, everything, strict=True):
+            each["params"] = parameters
 
 
 def check_separable(optimizer: Optimizer) -> None:
@@ -65,8 +102,6 @@ def check_separable(optimizer: Optimizer) -> None:
 
 
 def _obstacle(optimizer: Optimizer) -> str | None:
-    if type(optimizer).__module__.partition(".")[0] == "bitsandbytes":
-        return "bitsandbytes looks up a parameter's options by its place among the others"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "it has step hooks, which would be called for each parameter"
     for group in optimizer.param_groups:
@@ -96,6 +131,8 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], *, alone: bool) -> tuple
         parameters = [nn.Parameter(part.clone()) for part in start]
         trial = _stateless_copy(optimizer)
         trial.add_param_group({**options, "params": parameters})
+        for parameter in parameters:
+            trial.state[parameter].update(_made_at_construction(optimizer.state.get(like, {})))
         for number in range(ROUNDS):
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, number + 1.0)
@@ -105,6 +142,11 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], *, alone: bool) -> tuple
             type(trial).step(trial)  # if alone, the one that finds no gradients
     moved = torch.stack([parameter.detach() for parameter in parameters]) - start
     return moved, str({name: value for name, value in trial.param_groups[0].items() if name != "params"})
+
+
+def _made_at_construction(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter's state may have before its first step, such as a seed; the count of steps is none of it."""
+    return {name: value for name, value in state.items() if isinstance(value, int | float | str) and name != "step"}
 
 
 def _stateless_copy(optimizer: Optimizer) -> Optimizer:

@@ -40,7 +40,7 @@ from lowtide.step import Limits, evaluate_batch
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
-from lowtide.trainers.optimizers import OPTIMIZERS, InBackward, own_optimizer, settle_optimizer
+from lowtide.trainers.optimizers import OPTIMIZERS, InBackward, check_one_by_one, own_optimizer, settle_optimizer
 from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
 
@@ -84,6 +84,7 @@ class LowtideTrainer(Trainer):
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
         super().__init__(callbacks=callbacks, **kwargs)
+        self._check_optimizer()
         self._mark = HighWater(self.args.device)
         self._memory_log = MemoryLog(self._mark)
         self.phases.listeners.append(self._mark)
@@ -214,6 +215,12 @@ class LowtideTrainer(Trainer):
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         """As the Trainer's, and lowtide's own."""
         return own_optimizer(args) if args.optim in OPTIMIZERS else Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+    def _check_optimizer(self) -> None:
+        """Makes the optimizer once, without states, so that one that cannot be made or used is refused now."""
+        given = self.optimizer
+        check_one_by_one(unwrap_optimizer(super().create_optimizer()), self.args)
+        self.optimizer = given
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the Trainer's, with its states where they belong."""

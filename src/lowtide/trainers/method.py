@@ -27,7 +27,7 @@ from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.exhausted import explained
 from lowtide.trainers.inputs import check_budget, config_of, load_inputs
 from lowtide.trainers.report import StartReport
-from lowtide.trainers.setup import Engine, check_optimizer, install_engine, router_coefficient
+from lowtide.trainers.setup import Engine, install_engine, router_coefficient
 from lowtide.watch import OutOfMemory
 
 Prepared = tuple[Any, Ledger | None]
@@ -119,8 +119,6 @@ class MethodTrainer(LowtideTrainer):
         site = Site(args, model, args.device, args.world_size)
         self.techniques = active(args)
         prepare(site, self.techniques)
-        if optimizers[0] is None and optimizer_cls_and_kwargs is None:
-            check_optimizer(args, model)
         aux = router_coefficient(causal_model(model), getattr(args, "router_aux_loss_coef", None))
         super().__init__(
             objective=self.make_objective(args, aux),

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model
 from lowtide.memory.compressed_adamw import CompressedAdamW
-from lowtide.memory.host_states import HostStates
-from lowtide.memory.narrow_step import unwrap_optimizer
+from lowtide.memory.host_states import HostStates, check_host_states
+from lowtide.memory.narrow_step import check_separable, unwrap_optimizer
 from lowtide.memory.optimizer_in_backward import OptimizerInBackward
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -42,6 +42,32 @@ def check_optimizer_name(name: str) -> None:
             f"optim={name!r} steps by itself in each backward, of which a step may have several: take {usual} with "
             "optimizer_in_backward=True, which frees each gradient as it arrives too"
         )
+
+
+def check_own_optimizer(model: nn.Module) -> None:
+    """Refuses a model whose trained weights are no float32 or bfloat16 throughout.
+
+    Raises:
+        ValueError: some weights are frozen, so that weights of two dtypes would meet.
+    """
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"{', '.join(OPTIMIZERS)} train all weights in bfloat16; {len(frozen)} are frozen "
+            f"({frozen[0]}, ...). Adapters have few states: take optim='adamw_torch_fused'"
+        )
+
+
+def check_one_by_one(optimizer: torch.optim.Optimizer, args: Any) -> None:
+    """Refuses an optimizer that is to step parameters one by one, and cannot.
+
+    Raises:
+        ValueError: says why.
+    """
+    if args.optimizer_states_on_host and args.device.type == "cuda":
+        check_host_states(optimizer)
+    elif args.optimizer_in_backward:
+        check_separable(optimizer)
 
 
 def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any) -> None:

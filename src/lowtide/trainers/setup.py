@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, install
 from lowtide.engine.loading import release_file
 from lowtide.engine.probe import Probe, probe
 from lowtide.memory.host_heap import settle_heap
 from lowtide.trainers.config import TrainingConfig
-from lowtide.trainers.optimizers import OPTIMIZERS
+from lowtide.trainers.optimizers import OPTIMIZERS, check_own_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +43,8 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
             f"{len(half)} trained parameters are stored in float16 ({half[0]}, ...), in which updates underflow and "
             "overflow: load the model with dtype float32 (and fp16=True for float16 compute) or bfloat16"
         )
+    if args.optim in OPTIMIZERS:
+        check_own_optimizer(model)
     if isinstance(next(model.parameters()), FakeTensor):
         install(model, padding_free=args.padding_free)
         return Engine(args.padding_free, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
@@ -65,23 +66,6 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     )
     logger.warning(f"running padded: {reason}")
     return Engine(False, reason, found)
-
-
-def check_optimizer(args: Any, model: nn.Module) -> None:
-    """Refuses an optimizer that could not be made when training begins.
-
-    Raises:
-        ValueError: some weights are frozen, where ours train all in one dtype.
-        Exception: transformers', where an option or a package is missing.
-    """
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if args.optim not in OPTIMIZERS:
-        Trainer.get_optimizer_cls_and_kwargs(args, cast(Any, model))
-    elif frozen:
-        raise ValueError(
-            f"{', '.join(OPTIMIZERS)} train all weights in bfloat16; {len(frozen)} are frozen "
-            f"({frozen[0]}, ...). Adapters have few states: take optim='adamw_torch_fused'"
-        )
 
 
 def _place(model: nn.Module, args: TrainingConfig) -> None:

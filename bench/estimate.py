@@ -34,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     table = Table("run", "foretold", "measured", "error", "seconds", title="peaks of processes on a CPU")
     errors, failed = [], False
     for name in options.only or CASES:
-        if CASES[name].four_bit and find_spec("bitsandbytes") is None:
-            console.print(f"{name}: needs bitsandbytes")
+        if missing := [package for package in CASES[name].needs if find_spec(package) is None]:
+            console.print(f"{name}: needs {', '.join(missing)}")
             continue
         try:
             with console.status(name):

@@ -52,6 +52,8 @@ class EstimateCase:
     rows: int = 4
     """`per_device_train_batch_size`."""
     max_length: int = 512
+    needs: tuple[str, ...] = ()
+    """Packages beside lowtide's own requirements."""
 
     @property
     def name(self) -> str:
@@ -64,10 +66,12 @@ class EstimateCase:
 
 
 def _case(method: str, model: str, rows: int = 4, max_length: int = 512, **options: Any) -> EstimateCase:
-    own = {name: options.pop(name) for name in ("lora", "four_bit", "dtype") if name in options}
+    own = {name: options.pop(name) for name in ("lora", "four_bit", "dtype", "needs") if name in options}
     return EstimateCase(method, model, options, rows=rows, max_length=max_length, **own)
 
 
+BNB = ("bitsandbytes",)
+LOW_RANK = {"optim_target_modules": "all-linear"}
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 CASES: dict[str, EstimateCase] = {
     each.name: each
@@ -115,7 +119,14 @@ CASES: dict[str, EstimateCase] = {
         _case("sft", "mistral-120m", optimizer_states_on_host=True),
         _case("sft", "llama-160m", lora=True),
         _case("sft", "llama-160m", lora=True, dtype="bfloat16"),
-        _case("sft", "qwen2.5-0.5b", rows=2, max_length=512, lora=True, four_bit=True, dtype="bfloat16"),
+        _case("sft", "qwen2.5-0.5b", rows=2, max_length=512, lora=True, four_bit=True, dtype="bfloat16", needs=BNB),
+        _case("sft", "mistral-120m", optim="adamw_8bit", needs=BNB),
+        _case("sft", "mistral-120m", optim="paged_adamw_32bit", needs=BNB),
+        _case("sft", "llama-160m", optim="lion_8bit", needs=BNB),
+        _case("sft", "mistral-120m", optim="adamw_torch_8bit", needs=("torchao",)),
+        _case("sft", "llama-160m", optim="adamw_torch_4bit", needs=("torchao",)),
+        _case("sft", "mistral-120m", optim="galore_adamw", **LOW_RANK, needs=("galore_torch",)),
+        _case("sft", "llama-160m", optim="apollo_adamw", **LOW_RANK, needs=("apollo_torch",)),
         _case("sft", "llama-22m", padding_free=False),
         _case("sft", "llama-22m", bf16=True),
         _case("sft", "mistral-120m", rehearsal=False),

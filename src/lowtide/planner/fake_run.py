@@ -30,6 +30,7 @@ from lowtide.planner.following import follow_layers, follow_phases, label, stack
 from lowtide.planner.four_bit import check_four_bit, materialized, store_in_four_bits
 from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
 from lowtide.planner.layout import Layout
+from lowtide.planner.package_optimizers import as_stepped
 from lowtide.planner.speed import OperationCosts
 from lowtide.planner.stand_ins import as_on
 from lowtide.planner.states import IN_BFLOAT16, optimizer_name, state_sizes
@@ -37,9 +38,6 @@ from lowtide.planner.trace import Event, StorageTrace
 from lowtide.planner.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
 from lowtide.step import evaluate_batch
-
-COMPILED = ("adamw_torch_8bit", "adamw_torch_4bit")
-"""Optimizers of torchao."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +95,6 @@ class FakeRun:
         prepared: bool = False,
     ) -> None:
         check_four_bit(quantization_config, peft_config)
-        if optimizer_name(config) in COMPILED:
-            raise ValueError(
-                f"optim={optimizer_name(config)!r} is not traced: torchao compiles its step, which tensors without "
-                "values cannot run. adamw_stochastic_8bit is, or measure a short run"
-            )
         self.quantization_config = quantization_config
         self.trainer_class, self.described, self.dataset = trainer_class, described, dataset
         self.processing_class, self.peft_config, self.prepared = processing_class, peft_config, prepared
@@ -153,7 +146,8 @@ class FakeRun:
         trace = StorageTrace()
         costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
         trace.watchers.append(_counting(trace, costs))
-        with faked() as fake, trace, patch.object(offloading, "trim_heap", trace.trimmed), as_on(device):
+        stepped = as_stepped(optimizer_name(self.config), device)
+        with faked() as fake, trace, patch.object(offloading, "trim_heap", trace.trimmed), as_on(device), stepped:
             batch, traced_scores, micro_batches = self._run(trace, fake, layers, device)
         share = batch.scores / max(traced_scores, 1)
         return Traced(list(trace.events), costs, batch.tokens, micro_batches, head_share=share)
@@ -283,19 +277,17 @@ class FakeRun:
         if trainer._in_backward is not None:
             trace.part("states")
             trainer._gradients(model, batch)
-            trainer.optimizer.step()
-            label(trainer, layers, trace, unwrap_optimizer(trainer.optimizer))
+            _take_step(trainer, layers, trace)
         trace.part("step")
         trainer._gradients(model, batch)
         trace.phase = "optimizer"
         label(trainer, layers, trace)
         if trainer._in_backward is None:
             trace.part("states")
-        trainer.optimizer.step()
-        label(trainer, layers, trace, unwrap_optimizer(trainer.optimizer))
+        _take_step(trainer, layers, trace)
         if trainer._in_backward is None:
             trace.part("optimizer")
-            trainer.optimizer.step()
+            _take_step(trainer, layers, trace)
         trace.part("clear")
         model.zero_grad()
         if evaluated is not None:
@@ -340,6 +332,13 @@ class FakeRun:
         inside = sum(p.numel() * p.element_size() for p in stack.parameters()) if stack is not None else 0
         whole = sum(p.numel() * p.element_size() for p in model.parameters())
         return whole + inside * (wanted - layers) / layers >= host_heap.LARGE
+
+
+def _take_step(trainer: Any, layers: int, trace: StorageTrace) -> None:
+    optimizer = unwrap_optimizer(trainer.optimizer)
+    with trace.stepping(optimizer):
+        trainer.optimizer.step()
+    label(trainer, layers, trace, optimizer)
 
 
 def _counting(trace: StorageTrace, costs: Mapping[str, OperationCosts]) -> Callable[[Any, Any, Any], None]:

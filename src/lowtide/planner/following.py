@@ -78,8 +78,9 @@ def label(trainer: Any, layers: int, trace: StorageTrace, optimizer: Any = None)
     model, reference = trainer.model, getattr(trainer.reference, "model", None)
 
     def states_of(parameter: Tensor) -> list[Tensor]:
-        states = {} if optimizer is None else optimizer.state.get(parameter, {})
-        return [state for state in states.values() if isinstance(state, Tensor)]
+        states = [] if optimizer is None else list(optimizer.state.get(parameter, {}).values())
+        inside = [each for state in states for each in getattr(state, "__dict__", {}).values()]  # GaLore's projector
+        return [state for state in (*states, *inside) if isinstance(state, Tensor)]
 
     policy = set(model.parameters())
     trace.belongs((*policy, *model.buffers()), "weights")

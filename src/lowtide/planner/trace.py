@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
 PHASES = ("loading", "forward", "head", "backward", "optimizer", "evaluation", "saving")
 BORN_IN = {
@@ -26,6 +32,8 @@ BORN_IN = {
     "saving": "activations",
 }
 """The category of what is made in a phase; gradients and references are told by what they become."""
+FOR_ALL = ("aten::_foreach", "aten::_fused_ad", "aten::_fused_sgd")
+"""How the names of an optimizer's operations begin that are given lists of all parameters."""
 
 
 class Block:
@@ -67,6 +75,7 @@ class StorageTrace(TorchDispatchMode):
         self.watchers: list[Callable[[Any, Any, Any], None]] = []
         self._blocks: dict[int, Block] = {}
         self._owner: str | None = None
+        self._stepping = False
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -86,9 +95,18 @@ class StorageTrace(TorchDispatchMode):
         finally:
             self._owner = before
 
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Follows an optimizer through the layers: it looks up a parameter's states, and then steps it."""
+        optimizer.state, self._stepping = _FollowedStates(self, optimizer.state), True
+        try:
+            yield
+        finally:
+            optimizer.state, self._stepping, self.layer = defaultdict(dict, optimizer.state), False, None
+
     def belongs(self, tensors: Iterable[Tensor], category: str | None = None, layer: int | None = None) -> None:
         """Says what some tensors are, or of which layer."""
-        for tensor in tensors:
+        for tensor in (part for each in tensors for part in _parts(each)):
             block = self._blocks.get(tensor.untyped_storage()._cdata)
             if block is not None:
                 block.category = category or block.category
@@ -109,28 +127,55 @@ class StorageTrace(TorchDispatchMode):
         return None if block is None else block.layer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # what such a tensor is made of comes here after it
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0  # where the step reads a number off a tensor that has none
+        for_all = self._stepping and func.name().startswith(FOR_ALL) and len(args[0]) > 1
+        if for_all:
+            self.layer = None
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
-            self._see(out)
+            self._see(out, self.layer)
         elif isinstance(out, tuple | list):
-            for each in out:
+            layers = map(self.layer_of, args[0]) if for_all else [self.layer] * len(out)
+            for each, layer in zip(out, layers, strict=True):
                 if isinstance(each, Tensor):
-                    self._see(each)
+                    self._see(each, layer)
         for watcher in self.watchers:
             watcher(func, args, out)
         return out
 
-    def _see(self, tensor: Tensor) -> None:
+    def _see(self, tensor: Tensor, layer: int | None) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._blocks or tensor.device.type == "meta":
             return
-        block = Block(storage.nbytes(), self._owner or BORN_IN[self.phase], self.layer)
+        block = Block(storage.nbytes(), self._owner or BORN_IN[self.phase], layer)
         self._blocks[key] = block
-        self.events.append(Event(block, True, self.phase, self.layer))
+        self.events.append(Event(block, True, self.phase, layer))
         weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
         self.events.append(Event(self._blocks.pop(key), False, self.phase, self.layer))
+
+
+class _FollowedStates(defaultdict):
+    """An optimizer's states, which tell a trace whose are asked for."""
+
+    def __init__(self, trace: StorageTrace, states: Mapping[Tensor, Any]) -> None:
+        super().__init__(dict, states)
+        self.trace = trace
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        self.trace.layer = self.trace.layer_of(parameter)
+        return super().__getitem__(parameter)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the bytes of one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))

@@ -1,0 +1,66 @@
+"""What the optimizers of other packages allocate while they step, where a trace of fake tensors would not see it.
+
+bitsandbytes steps in operations of its own. On a GPU they are kernels that allocate nothing; on a CPU they are Python,
+with float32 copies of what they step, and run as such here. torchao compiles its step, which fake tensors cannot run: a
+stand-in makes the buffers that the compiled one was seen to make.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.planner.devices import Device
+
+COMPILED = {"adamw_torch_8bit": 8, "adamw_torch_4bit": 26}
+"""By optimizer of torchao, the bytes of buffers for each element of the parameter that is stepped: as torch's profiler
+saw them on a CPU, of torchao 0.18 and torch 2.13, for weights in float32 and in bfloat16 alike."""
+IN_PYTHON = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
+
+
+@contextlib.contextmanager
+def as_stepped(optimizer: str, device: Device) -> Iterator[None]:
+    """While it lasts, an optimizer's step on fake tensors allocates as on a device.
+
+    To be entered within the trace, so that it sees what is allocated here.
+
+    Args:
+        optimizer: name as in `TrainingArguments.optim`.
+        device: where the real one steps.
+    """
+    with contextlib.ExitStack() as stack:
+        if optimizer in COMPILED:
+            step = _CompiledStep(COMPILED[optimizer])
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(patch.object(importlib.import_module("torchao.optim.adam"), "single_param_adam", step))
+        if device.kind == "cpu":
+            stack.enter_context(_PythonKernels())
+        yield
+
+
+class _CompiledStep:
+    """Stands for the function that torchao compiles, of one parameter."""
+
+    def __init__(self, bytes_per_element: int) -> None:
+        self.bytes_per_element = bytes_per_element
+
+    def __call__(self, parameter: Tensor, grad: Tensor, *_: Any) -> None:
+        buffers = parameter.new_empty(self.bytes_per_element * parameter.numel(), dtype=torch.uint8)
+        parameter.copy_(grad)  # it reads one and writes the other
+        del buffers
+
+
+class _PythonKernels(TorchDispatchMode):
+    """Runs the CPU's own form of an operation, of which fake tensors would show the results alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in IN_PYTHON:
+            return func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import gc
+import itertools
 import multiprocessing
 import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +87,7 @@ def run_of_case(case: str, folder: str, **sizes: int) -> FakeRun:
 def allocated(case: str, folder: str) -> int:
     """The most bytes that the tensors of a run's second step hold, weights and states among them."""
     torch.set_num_threads(1)
+    gc.collect()  # what a run before left is not freed in the midst of this one
     name, options, lengths, kind, peft_config = CASES[case]
     args = config_of(name, options, folder)
     trainer_class = trainer_of(args)
@@ -102,15 +103,11 @@ def allocated(case: str, folder: str) -> int:
     rows = Dataset.from_list(rows_of(lengths))
     *_, heaviest = heaviest_rows(row_lengths(rows), 4, args.tokens_per_microbatch)
     rows = Dataset.from_list([rows[row] for row in heaviest] * (4 if len(heaviest) < 4 else 2))
-    trace = Path(folder) / "trace.json"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = made.from_config(kind(**SIZES, **({"num_labels": 1} if rewards else {})))
         OnPreparedRows(model, args=args, train_dataset=rows, peft_config=peft_config).train()
-    profiler.export_chrome_trace(str(trace))
-    events = json.loads(trace.read_text())["traceEvents"]
-    totals = [event["args"] for event in events if event["name"] == "[memory]"]
-    before = totals[0]["Total Allocated"] - totals[0]["Bytes"]
-    return max(each["Total Allocated"] for each in totals) - before
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda each: each.start_ns())))
 
 
 @pytest.fixture(scope="module")

@@ -210,12 +210,18 @@ def estimate_section(results: dict[str, Any]) -> str:
     """Returns the peaks that were foretold beside those that were measured."""
     runs = results["runs"]
     rows = [f"| {' | '.join(estimate_cells(run))} |" for run in runs]
+    gpu = results["hardware"].get("gpu")
+    what = (
+        "What torch's allocator reserves at most, and in brackets what it hands out,"
+        if gpu
+        else "The resident peak of the whole process, imports and data among it,"
+    )
     return "\n".join(
         [
-            "## Peaks foretold and measured",
+            f"## Peaks foretold and measured{f', {gpu}' if gpu else ''}",
             "",
-            "The resident peak of the whole process, imports and data among it, as `lowtide.estimate` has it and as a",
-            f"run has it: {estimate_summary([run['error'] for run in runs])}.",
+            f"{what} as `lowtide.estimate` has it and as a run",
+            f"has it: {estimate_summary(runs, 'cuda' if gpu else 'cpu')}.",
             "",
             "| run | foretold | measured | error | seconds |",
             "|---|---:|---:|---:|---:|",

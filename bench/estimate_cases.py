@@ -54,6 +54,8 @@ class EstimateCase:
     max_length: int = 512
     needs: tuple[str, ...] = ()
     """Packages beside lowtide's own requirements."""
+    large: bool = False
+    """For a GPU alone: a CPU would take long."""
 
     @property
     def name(self) -> str:
@@ -66,7 +68,7 @@ class EstimateCase:
 
 
 def _case(method: str, model: str, rows: int = 4, max_length: int = 512, **options: Any) -> EstimateCase:
-    own = {name: options.pop(name) for name in ("lora", "four_bit", "dtype", "needs") if name in options}
+    own = {name: options.pop(name) for name in ("lora", "four_bit", "dtype", "needs", "large") if name in options}
     return EstimateCase(method, model, options, rows=rows, max_length=max_length, **own)
 
 
@@ -131,6 +133,10 @@ CASES: dict[str, EstimateCase] = {
         _case("sft", "llama-22m", bf16=True),
         _case("sft", "mistral-120m", rehearsal=False),
         _case("dpo", "mistral-120m", optim="adamw_compressed", **IN_BACKWARD),
+        _case("sft", "qwen2.5-0.5b", rows=8, max_length=1024, large=True),
+        _case("sft", "qwen2.5-0.5b", rows=8, max_length=1024, gradient_checkpointing=False, large=True),
+        _case("dpo", "qwen2.5-0.5b", rows=8, max_length=1024, large=True),
+        _case("dpo", "qwen2.5-0.5b", rows=8, max_length=1024, lora=True, large=True),
     )
 }
 """By name."""

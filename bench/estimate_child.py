@@ -22,28 +22,33 @@ NAMES = {"reward": "Reward"}
 
 
 def main(spec: dict[str, Any]) -> None:
-    case = CASES[spec["case"]]
-    say("result", **(measured(case, spec["weights"]) if spec["what"] == "measure" else foretold(case)))
+    case, device = CASES[spec["case"]], spec["device"]
+    found = measured(case, device, spec["weights"]) if spec["what"] == "measure" else foretold(case, device)
+    say("result", **found)
 
 
-def measured(case: EstimateCase, weights: str) -> dict[str, Any]:
-    """The resident peak of the whole process, in bytes.
+def measured(case: EstimateCase, device: str, weights: str) -> dict[str, Any]:
+    """The resident peak of the whole process; on CUDA what torch's allocator reserved and handed out at most. In bytes.
 
     Args:
         weights: a folder with the model in bfloat16, for what quantizes as it loads.
     """
+    import torch
+
     import lowtide
 
     trainer_class = getattr(lowtide, NAMES.get(case.method, case.method.upper()) + "Trainer")
     with tempfile.TemporaryDirectory() as folder:
         inputs = data(case)
-        model = model_of(case, weights)
-        trainer = trainer_class(model, args=config_of(case, folder), **inputs, peft_config=adapters(case))
+        model = model_of(case, device, weights)
+        trainer = trainer_class(model, args=config_of(case, device, folder), **inputs, peft_config=adapters(case))
         trainer.train()
-    return {"peak_bytes": resident_bytes("VmHWM")}
+    if device == "cpu":
+        return {"peak_bytes": resident_bytes("VmHWM")}
+    return {"peak_bytes": torch.cuda.max_memory_reserved(), "allocated_bytes": torch.cuda.max_memory_allocated()}
 
 
-def config_of(case: EstimateCase, folder: str) -> Any:
+def config_of(case: EstimateCase, device: str, folder: str) -> Any:
     import lowtide
 
     common = {
@@ -54,7 +59,7 @@ def config_of(case: EstimateCase, folder: str) -> Any:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": device == "cpu",
     }
     kind = getattr(lowtide, NAMES.get(case.method, case.method.upper()) + "Config")
     return kind(**common | dict(case.options))
@@ -79,13 +84,16 @@ def described(case: EstimateCase) -> Any:
     return AutoConfig.for_model(**MODELS[case.model], **labels)
 
 
-def model_of(case: EstimateCase, weights: str) -> Any:
+def model_of(case: EstimateCase, device: str, weights: str) -> Any:
+    import torch
+
     if case.four_bit:
-        model = quantized(Path(weights), "cpu")
+        model = quantized(Path(weights), device)
         trim_heap()
         reset_high_water_mark()  # making and quantizing weights takes more than keeping them, and is not foretold
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         return model
-    import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind = AutoModelForSequenceClassification if case.method == "reward" else AutoModelForCausalLM
@@ -101,15 +109,15 @@ def adapters(case: EstimateCase) -> Any:
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=kind)
 
 
-def foretold(case: EstimateCase) -> dict[str, Any]:
-    """The same run's estimate."""
+def foretold(case: EstimateCase, device: str) -> dict[str, Any]:
+    """The same run's estimate, and how long it took."""
     import time
 
     from lowtide.planning import estimate
 
     with tempfile.TemporaryDirectory() as folder:
         inputs = data(case)
-        options = config_of(case, folder)
+        options = config_of(case, device, folder)
         options.model_init_kwargs = {"dtype": case.dtype}
         began = time.perf_counter()
         found = estimate(
@@ -119,8 +127,11 @@ def foretold(case: EstimateCase) -> dict[str, Any]:
             processing_class=inputs["processing_class"],
             peft_config=adapters(case),
             quantization_config=four_bits() if case.four_bit else None,
+            device=device,
         )
-        return {"estimate": found.to_dict(), "seconds": time.perf_counter() - began}
+        seconds = time.perf_counter() - began
+    peak = found.peak_bytes if device == "cpu" else found.reserved_bytes
+    return {"peak_bytes": peak, "allocated_bytes": found.tensor_bytes, "phase": found.phase, "seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -101,11 +101,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options = parser.parse_args(argv)
     options.batch = QUICK_BATCH if options.quick else BATCH
-    options.device = _device()
+    options.device = device_here()
     return options
 
 
-def _device() -> str:
+def device_here() -> str:
+    """ "cuda" where there is a GPU, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

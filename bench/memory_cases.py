@@ -48,15 +48,19 @@ class MemoryCase:
 
 
 TARGETS_GB = {"compressed AdamW": 7.3}
+LOW_RANK = {"optim_target_modules": "all-linear"}
+MORE: dict[str, dict[str, Any]] = {
+    "tiled MLP": {"mlp_tile_tokens": TILE},  # the table's own value is for tests
+    "GaLore": LOW_RANK,
+    "APOLLO": LOW_RANK,
+}
+"""What a technique is given here beside, or in place of, its own options."""
 
 
 def _alone(technique: Technique) -> MemoryCase:
-    options = dict(technique.options)
-    if "mlp_tile_tokens" in options:
-        options["mlp_tile_tokens"] = TILE  # the table's own value is for tests
     return MemoryCase(
         technique.name,
-        options,
+        {**technique.options, **MORE.get(technique.name, {})},
         exact=technique.changes is None,
         target_gb=TARGETS_GB.get(technique.name),
         needs=technique.needs,

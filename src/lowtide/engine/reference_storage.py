@@ -27,14 +27,14 @@ def in_8_bits(model: nn.Module, device: torch.device) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model.to(device)
-    for layers in _layers(model):
+    for layers in layer_lists(model):
         quantize_(layers, Int8WeightOnlyConfig())
 
 
 def in_4_bits(model: nn.Module, device: torch.device) -> None:
     """The layers' weights as NF4. Not exact: the reference's log-probabilities move."""
     _needs("bitsandbytes", "bnb", "4bit")
-    for layers in _layers(model):
+    for layers in layer_lists(model):
         _replace_linears(layers, device)
     model.to(device)
 
@@ -48,12 +48,12 @@ def in_host_memory(model: nn.Module, device: torch.device) -> None:
             "ref_model_storage='cpu' keeps the reference in host memory, where the policy is too: leave it at 'same', "
             "or take precompute_ref_log_probs=True, after which no reference is resident"
         )
-    offloaded = {id(module) for layers in _layers(model) for module in layers.modules()}
+    offloaded = {id(module) for layers in layer_lists(model) for module in layers.modules()}
     for module in model.modules():
         if id(module) not in offloaded:
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 tensor.data = tensor.data.to(device)
-    for layers in _layers(model):
+    for layers in layer_lists(model):
         for layer in layers:
             cpu_offload(layer, execution_device=device)
 
@@ -67,7 +67,7 @@ STORAGES: dict[str, Callable[[nn.Module, torch.device], None]] = {
 """The variants of `ref_model_storage`."""
 
 
-def _layers(model: nn.Module) -> list[nn.ModuleList]:
+def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
     """The lists of layers of a model; not those inside of layers."""
     found: list[nn.ModuleList] = []
     for module in causal_model(model).modules():
@@ -77,17 +77,18 @@ def _layers(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def _replace_linears(module: nn.Module, device: torch.device) -> None:
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes import nn as bitsandbytes
 
+    layers: Any = bitsandbytes
     for name, child in list(module.named_children()):
         if type(child) is not nn.Linear:
             _replace_linears(child, device)
             continue
         bias = child.bias is not None
-        linear: Any = Linear4bit(
+        linear: Any = layers.Linear4bit(
             child.in_features, child.out_features, bias, compute_dtype=child.weight.dtype, quant_type="nf4"
         )
-        linear.weight = Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
+        linear.weight = layers.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
         if bias:
             linear.bias = child.bias
         setattr(module, name, linear.to(device))

@@ -26,11 +26,12 @@ from lowtide.memory.narrow_step import (
     step_alone,
     unwrap_optimizer,
 )
+from lowtide.ops.target import kind_of
 
 
 def on_a_device(parameter: Tensor) -> bool:
     """Whether a parameter lies elsewhere than in host memory."""
-    return parameter.device.type != "cpu"
+    return kind_of(parameter.device) != "cpu"
 
 
 def check_host_states(optimizer: torch.optim.Optimizer) -> None:

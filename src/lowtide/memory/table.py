@@ -14,6 +14,7 @@ from lowtide.memory.offloading import ActivationOffload
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.technique import Site, Technique
 from lowtide.memory.tiled_mlp import install_tiled_mlp
+from lowtide.ops.target import kind_of
 
 PACKAGES = {
     "torchao": "'lowtide[ao]'",
@@ -88,8 +89,13 @@ def _compiled(site: Site) -> Callable[[], None]:
     return lambda: remove_compilation(site.model)
 
 
-def _no_gpu(what: str) -> Callable[[Site], str | None]:
-    return lambda site: None if site.device.type == "cuda" else what
+def _states_at_home(site: Site) -> str | None:
+    at_home = kind_of(site.device) == "cpu"
+    return "the states of a model on the CPU are in host memory anyway" if at_home else None
+
+
+def _no_liger(site: Site) -> str | None:
+    return None if site.device.type == "cuda" else "liger's kernels are Triton's, for a GPU"
 
 
 def _no_vocabulary(site: Site) -> str | None:
@@ -238,7 +244,7 @@ TECHNIQUES: dict[str, Technique] = {
             {"optimizer_states_on_host": True},
             option_is("optimizer_states_on_host"),
             lowers=("optimizer",),
-            idle=_no_gpu("the states of a model on the CPU are in host memory anyway"),
+            idle=_states_at_home,
         ),
         Technique(
             "bfloat16 mixed precision",
@@ -255,7 +261,7 @@ TECHNIQUES: dict[str, Technique] = {
             option_is("use_liger_kernel"),
             lowers=("activations",),
             refused=_compiled_or_tiled("use_liger_kernel"),
-            idle=_no_gpu("liger's kernels are Triton's, for a GPU"),
+            idle=_no_liger,
             begin=lambda site: liger_kernels(site.model).undo,
             needs=("liger_kernel",),
         ),

@@ -40,6 +40,12 @@ def planning_for(kind: str, capability: tuple[int, int] | None = None) -> Iterat
         _planned.reset(token)
 
 
+def kind_of(device: torch.device) -> str:
+    """The kind of device that a computation on a device is for."""
+    planned = _planned.get()
+    return device.type if planned is None else planned.kind
+
+
 def target_of(tensor: Tensor) -> Target:
     """The device that a computation on a tensor is for."""
     planned = _planned.get()

@@ -18,6 +18,7 @@ from lowtide.planner.cuda_allocator import CudaAllocator
 from lowtide.planner.devices import Device
 from lowtide.planner.fake_run import FakeRun
 from lowtide.planner.glibc_heap import GlibcHeap
+from lowtide.planner.host_memory import host_bytes
 from lowtide.planner.moment import Traced as OnOneDevice
 from lowtide.planner.process import process_bytes
 from lowtide.planner.replay import Allocator, peaks, run_of
@@ -101,8 +102,9 @@ def estimate_run(
         workspaces = (_packed(run),)
     for number, size in enumerate(workspaces):
         allocator.born(("workspace", number), size)
-    phases = peaks(run_of(traced.events, rehearsal=run.rehearsal), allocator)
-    return _estimate(phases, device, traced.tokens_per_second(device), beside, traced.notes)
+    events = list(run_of(traced.events, rehearsal=run.rehearsal))
+    found = _estimate(peaks(events, allocator), device, traced.tokens_per_second(device), beside, traced.notes)
+    return replace(found, host_bytes=host_bytes(events))
 
 
 def _packed(run: FakeRun) -> int:

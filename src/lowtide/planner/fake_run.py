@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from lowtide.engine.forward import causal_model
+from lowtide.engine.reference_storage import STORAGES
 from lowtide.memory import host_heap, offloading
 from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.metrics import Totals
@@ -27,8 +28,14 @@ from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.devices import Device
 from lowtide.planner.faked import faked
 from lowtide.planner.following import follow_layers, follow_phases, label, stack_of
-from lowtide.planner.four_bit import check_four_bit, materialized, store_in_four_bits
+from lowtide.planner.four_bit import (
+    check_four_bit,
+    materialized,
+    reference_in_four_bits,
+    store_in_four_bits,
+)
 from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
+from lowtide.planner.host_memory import followed_to_the_host, with_transfers
 from lowtide.planner.layout import Layout
 from lowtide.planner.package_optimizers import as_stepped
 from lowtide.planner.speed import OperationCosts
@@ -131,6 +138,10 @@ class FakeRun:
         Raises:
             ValueError: an operation cannot be traced; names it.
         """
+        traced = self._unrolled(device)
+        return replace(traced, costs=with_transfers(traced.costs, traced.events))
+
+    def _unrolled(self, device: Device) -> Traced:
         layers = self.described.get_text_config().num_hidden_layers
         if layers <= TRACED_LAYERS:
             return self._traced(layers, device)
@@ -146,8 +157,15 @@ class FakeRun:
         trace = StorageTrace()
         costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
         trace.watchers.append(_counting(trace, costs))
-        stepped = as_stepped(optimizer_name(self.config), device)
-        with faked() as fake, trace, patch.object(offloading, "trim_heap", trace.trimmed), as_on(device), stepped:
+        with (
+            faked() as fake,
+            trace,
+            patch.object(offloading, "trim_heap", trace.trimmed),
+            patch.dict(STORAGES, {"4bit": reference_in_four_bits}),
+            as_on(device),
+            as_stepped(optimizer_name(self.config), device),
+            followed_to_the_host(trace, device),
+        ):
             batch, traced_scores, micro_batches = self._run(trace, fake, layers, device)
         share = batch.scores / max(traced_scores, 1)
         return Traced(list(trace.events), costs, batch.tokens, micro_batches, head_share=share)
@@ -269,7 +287,9 @@ class FakeRun:
         label(trainer, layers, trace)
         trained = [p for p in model.parameters() if p.requires_grad]
         trace.part("room")
-        room = [] if unwrap_optimizer(trainer.optimizer).state else self._room(trained, trace)
+        optimizer = unwrap_optimizer(trainer.optimizer)
+        held = not optimizer.state and not hasattr(optimizer, "host_states")
+        room = self._room(trained, trace) if held else []
         trace.part("gradients")
         if several:
             trainer._gradients(model, batch)  # those of the micro-batches before, made between their activations

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.head import body
-from lowtide.planner.trace import PHASES, StorageTrace
+from lowtide.planner.trace import PHASES, PINNED, StorageTrace
 
 
 def follow_phases(trainer: Any, trace: StorageTrace) -> None:
@@ -85,7 +85,10 @@ def label(trainer: Any, layers: int, trace: StorageTrace, optimizer: Any = None)
     policy = set(model.parameters())
     trace.belongs((*policy, *model.buffers()), "weights")
     trace.belongs([tensor.grad for tensor in policy if tensor.grad is not None], "gradients")
-    trace.belongs([state for tensor in policy for state in states_of(tensor)], "optimizer")
+    states = [state for tensor in policy for state in states_of(tensor)]
+    if hasattr(optimizer, "host_states"):
+        trace.belongs([state for state in states if state.dim()], PINNED)  # counts of steps stay
+    trace.belongs(states, "optimizer")
     if reference is not None:
         theirs = [tensor for tensor in (*reference.parameters(), *reference.buffers()) if tensor not in policy]
         trace.belongs(theirs, "reference")

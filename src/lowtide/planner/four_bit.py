@@ -83,15 +83,26 @@ def check_four_bit(quantization_config: Any, adapters: Any) -> None:
         raise ValueError("quantized weights cannot be trained themselves: give adapters (peft_config, --use_peft)")
 
 
-def store_in_four_bits(model: nn.Module, quantization_config: Any) -> None:
-    """Has the linear layers of a model's layers stand for 4-bit ones; embeddings and head stay as they are."""
-    options: Any = quantization_config
-    double = bool(options.bnb_4bit_use_double_quant)
+def reference_in_four_bits(model: nn.Module, _device: torch.device) -> None:
+    """A reference with `ref_model_storage="4bit"`."""
+    store_in_four_bits(model)
+
+
+def store_in_four_bits(model: nn.Module, quantization_config: Any = None) -> None:
+    """Has the linear layers of a model's layers stand for 4-bit ones; embeddings and head stay as they are.
+
+    Args:
+        quantization_config: a `BitsAndBytesConfig`; by default scales are not quantized, and products are in the
+            dtype of the weights.
+    """
+    double = bool(getattr(quantization_config, "bnb_4bit_use_double_quant", False))
+    compute_dtype = getattr(quantization_config, "bnb_4bit_compute_dtype", None)
     for stack in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for parent in list(stack.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear:
-                    quantized = FourBitLinear(child, double=double, compute_dtype=options.bnb_4bit_compute_dtype)
+                    dtype = compute_dtype or child.weight.dtype
+                    quantized = FourBitLinear(child, double=double, compute_dtype=dtype)
                     setattr(parent, name, quantized)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from lowtide.planner.trace import Block, Event
+from lowtide.planner.trace import ON_HOST, Block, Event
 
 REST = ("states", "clear", "evaluation", "gradients", "step", "optimizer", "clear", "saving")
 RUN = ("loading", "gradients", "step", *REST)
@@ -55,7 +55,7 @@ def peaks(events: Iterable[Event], allocator: Allocator | None = None) -> dict[s
             if allocator is not None:
                 allocator.trim()
             continue
-        if born == (block in alive):
+        if born == (block in alive) or block.category in ON_HOST:
             continue
         (alive.add if born else alive.discard)(block)
         if allocator is not None and born:

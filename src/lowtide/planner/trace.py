@@ -32,6 +32,8 @@ BORN_IN = {
     "saving": "activations",
 }
 """The category of what is made in a phase; gradients and references are told by what they become."""
+HOST, PINNED = ON_HOST = ("host", "pinned")
+"""The categories of what lies in host memory and not on the device: in pinned memory, or not."""
 FOR_ALL = ("aten::_foreach", "aten::_fused_ad", "aten::_fused_sgd")
 """How the names of an optimizer's operations begin that are given lists of all parameters."""
 
@@ -109,8 +111,19 @@ class StorageTrace(TorchDispatchMode):
         for tensor in (part for each in tensors for part in _parts(each)):
             block = self._blocks.get(tensor.untyped_storage()._cdata)
             if block is not None:
-                block.category = category or block.category
+                if block.category not in ON_HOST:
+                    block.category = category or block.category
                 block.layer = block.layer if layer is None else layer
+
+    def leaves(self, size: int) -> Block:
+        """Some bytes go to pinned host memory."""
+        block = Block(size, PINNED, self.layer)
+        self.events.append(Event(block, True, self.phase, self.layer))
+        return block
+
+    def returned(self, block: Block) -> None:
+        """They are not wanted there any more."""
+        self.events.append(Event(block, False, self.phase, self.layer))
 
     def trimmed(self) -> None:
         """The heap was asked to give its holes back."""

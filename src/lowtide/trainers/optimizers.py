@@ -14,6 +14,7 @@ from lowtide.memory.compressed_adamw import CompressedAdamW
 from lowtide.memory.host_states import HostStates, check_host_states
 from lowtide.memory.narrow_step import check_separable, unwrap_optimizer
 from lowtide.memory.optimizer_in_backward import OptimizerInBackward
+from lowtide.ops.target import kind_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw_compressed": {"remainder": "exact"},
@@ -64,17 +65,22 @@ def check_one_by_one(optimizer: torch.optim.Optimizer, args: Any) -> None:
     Raises:
         ValueError: says why.
     """
-    if args.optimizer_states_on_host and args.device.type == "cuda":
+    if _on_host(args):
         check_host_states(optimizer)
     elif args.optimizer_in_backward:
         check_separable(optimizer)
+
+
+def _on_host(args: Any) -> bool:
+    """Whether states live in host memory, and their parameters elsewhere."""
+    return args.optimizer_states_on_host and kind_of(args.device) == "cuda"
 
 
 def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any) -> None:
     """What happens to an optimizer before a scheduler is made for it."""
     if isinstance(optimizer, CompressedAdamW):
         optimizer.compress_()
-    if args.optimizer_states_on_host and args.device.type == "cuda":
+    if _on_host(args):
         optimizer.host_states = HostStates(optimizer)  # type: ignore[attr-defined]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from lowtide.engine.forward import causal_model, embedding_weight
@@ -108,7 +109,8 @@ class ReferenceTrainer(CompletionTrainer):
                     f"{name}={getattr(args, name)!r} is of a reference of its own, and with adapters the reference "
                     f"is the policy with its adapters off: pass a `ref_model`, or leave it at {off!r}"
                 )
-        came_trained = [name for name, p in model.named_parameters() if "lora_B" in name and p.detach().any()]
+        known = [(name, p) for name, p in model.named_parameters() if not isinstance(p, FakeTensor)]
+        came_trained = [name for name, p in known if "lora_B" in name and p.detach().any()]
         if came_trained:
             logger.warning(
                 f"the adapters that came with the model are trained already ({came_trained[0]}): the reference is the "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.memory.measure import bytes_text, peak_bytes
+from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.memory.out_of_memory import free_caches
 from lowtide.metrics import Totals
 from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
@@ -83,9 +84,10 @@ def room_for_states(trainer: LowtideTrainer) -> list[Tensor]:
     """Memory of the size that the optimizer's states will take, if they are not there yet and their size is known.
 
     In pieces of the size of the states, which take their places when the optimizer makes them: so the first step has
-    the memory of all others, and its activations leave no holes below the states.
+    the memory of all others, and its activations leave no holes below the states. States that live in host memory take
+    none.
     """
-    if len(trainer.optimizer.state):
+    if len(trainer.optimizer.state) or hasattr(unwrap_optimizer(trainer.optimizer), "host_states"):
         return []
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     optimizer = optimizer_name(trainer.args)

@@ -1,0 +1,111 @@
+"""What leaves the device for host memory, as a trace sees it: activations, optimizer states, a reference's weights.
+
+Where it goes has no memory either, so blocks of the category "host" or "pinned" stand for it. They are no part of what
+the device holds, and their transfers take time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.engine.reference_storage import STORAGES, layer_lists
+from lowtide.memory import offloading
+from lowtide.planner.devices import Device
+from lowtide.planner.speed import OperationCosts
+from lowtide.planner.trace import HOST, ON_HOST, PINNED, Block, Event, StorageTrace
+
+
+@contextlib.contextmanager
+def followed_to_the_host(trace: StorageTrace, device: Device) -> Iterator[None]:
+    """While it lasts, a trace notes what goes to the memory of a GPU's host; a CPU's own offloading is to a file."""
+    if device.kind != "cuda":
+        yield
+        return
+    in_host_memory = {"cpu": partial(_brought_for_each_forward, trace)}
+    with patch.object(offloading, "Nowhere", partial(_Away, trace)), patch.dict(STORAGES, in_host_memory):
+        yield
+
+
+class _Away(offloading.Nowhere):
+    """Where offloaded activations wait."""
+
+    class Stored(NamedTuple):
+        bytes: int
+        block: Block
+
+    def __init__(self, trace: StorageTrace) -> None:
+        self.trace = trace
+
+    def needs(self, size: int) -> int:
+        return pinned_bytes(size)
+
+    def put(self, tensor: Tensor) -> Any:
+        size = tensor.untyped_storage().nbytes()
+        return self.Stored(size, self.trace.leaves(size))
+
+    def free(self, stored: Any) -> None:
+        self.trace.returned(stored.block)
+
+
+def _brought_for_each_forward(trace: StorageTrace, model: nn.Module, _device: torch.device) -> None:
+    """A reference whose layers' weights are in host memory, and on the device while their module runs."""
+
+    def bring(module: nn.Module, _inputs: Any) -> None:
+        with trace.owned_by("reference"):
+            visiting[module] = [torch.empty_like(each) for each in module.parameters(recurse=False)]
+
+    def drop(module: nn.Module, _inputs: Any, _output: Any) -> None:
+        visiting.pop(module).clear()
+
+    visiting: dict[nn.Module, list[Tensor]] = {}
+    for layers in layer_lists(model):
+        trace.belongs(layers.parameters(), HOST)
+        for module in layers.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(bring)
+                module.register_forward_hook(drop)
+
+
+def pinned_bytes(size: int) -> int:
+    """What torch's pool of pinned memory takes for so many bytes: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def host_bytes(events: Iterable[Event]) -> int:
+    """The most that lies in host memory during a run."""
+    alive: set[Block] = set()
+    total = most = 0
+    for block, born, *_ in events:
+        if block is None or block.category not in ON_HOST or born == (block in alive):
+            continue
+        (alive.add if born else alive.discard)(block)
+        size = pinned_bytes(block.size) if block.category == PINNED else block.size
+        total += size if born else -size
+        most = max(most, total)
+    return most
+
+
+def with_transfers(costs: Mapping[str, OperationCosts], events: Iterable[Event]) -> dict[str, OperationCosts]:
+    """The costs of a micro-batch and of a step, and the bytes that they move between host and device.
+
+    What a micro-batch makes goes out and comes back; so do states, once a step. A reference's weights come, and stay as
+    they are.
+    """
+    left = Counter[str]()
+    part = "loading"
+    for block, born, phase, _ in events:
+        if block is None and born:
+            part = phase
+        elif block is not None and born and block.category in ON_HOST:
+            left[part] += block.size
+    moved = {"layers": 2 * left["step"] + left["loading"], "optimizer": 2 * left["states"]}
+    return {name: replace(each, host_bytes=moved.get(name, 0)) for name, each in costs.items()}

@@ -1,0 +1,97 @@
+"""What a plan for a GPU knows to be in host memory, and no more on the device."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import lowtide
+from lowtide.memory.host_states import HostStates
+from lowtide.planner.estimate import Estimate
+from lowtide.planning import estimate
+from lowtide.trainers.rehearsal import room_for_states
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 8_000,
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+ROWS, TOKENS = 4, 500
+
+
+def foretold(folder: Path, kind: str = "SFT", peft_config: Any = None, **options: Any) -> Estimate:
+    args = getattr(lowtide, f"{kind}Config")(
+        str(folder), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=ROWS, **options
+    )
+    lengths = [(100, 200, 200) if kind == "DPO" else TOKENS] * ROWS
+    return estimate(args, LlamaConfig(**SIZES), lengths=lengths, device="H100-80GB", peft_config=peft_config)
+
+
+def sizes() -> list[int]:
+    """Bytes of each parameter."""
+    return [p.nbytes for p in AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).parameters()]
+
+
+def power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def test_an_optimizers_states_leave_the_device(tmp_path):
+    plain, away = foretold(tmp_path), foretold(tmp_path, optimizer_states_on_host=True)
+    assert plain.host_bytes == 0
+    assert plain.phases["backward"]["optimizer"] >= 2 * sum(sizes())
+    assert away.phases["backward"].get("optimizer", 0) < 1_000  # the counts of steps
+    assert away.host_bytes == 2 * sum(map(power_of_two, sizes()))
+    assert away.peak_bytes < plain.peak_bytes - sum(sizes())
+    assert away.tokens_per_second < plain.tokens_per_second
+
+
+def test_offloaded_activations_are_the_inputs_of_layers(tmp_path):
+    found = foretold(tmp_path, activation_offloading=True)
+    each = power_of_two(ROWS * TOKENS * SIZES["hidden_size"] * 4)
+    assert found.host_bytes % each == 0
+    assert 0 <= found.host_bytes // each - SIZES["num_hidden_layers"] <= 2  # and what comes before and after them
+
+
+def test_a_reference_is_brought_a_module_at_a_time(tmp_path):
+    same, away = foretold(tmp_path, "DPO"), foretold(tmp_path, "DPO", ref_model_storage="cpu")
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    layers = sum(p.nbytes for p in model.model.layers.parameters())
+    assert away.host_bytes == layers
+    whole, rest = same.phases["backward"]["reference"], away.phases["backward"]["reference"]
+    assert whole - rest == layers
+    assert away.peak_bytes < same.peak_bytes
+
+
+def test_a_reference_in_four_bits(tmp_path):
+    same, small = foretold(tmp_path, "DPO"), foretold(tmp_path, "DPO", ref_model_storage="4bit")
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    weights = [m.weight for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
+    saved = sum(w.nbytes - w.numel() // 2 - 4 * -(-w.numel() // 64) for w in weights)
+    assert same.phases["backward"]["reference"] - small.phases["backward"]["reference"] == saved
+
+
+def test_new_adapters_are_not_said_to_be_trained(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        foretold(tmp_path, "DPO", LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert "trained already" not in caplog.text
+
+
+def test_a_rehearsal_holds_no_room_for_states_in_host_memory():
+
+    model = nn.Linear(4, 4)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    trainer: Any = SimpleNamespace(optimizer=optimizer, model=model, args=SimpleNamespace(optim="adamw_torch"))
+    assert sum(piece.nbytes for piece in room_for_states(trainer)) == 2 * 4 * 20
+    optimizer.host_states = HostStates(optimizer)
+    assert room_for_states(trainer) == []

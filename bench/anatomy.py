@@ -21,8 +21,8 @@ from bench.shapes import QWEN_05B
 from lowtide import SFTConfig
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate
-from lowtide.planner.fake_run import FakeRun
-from lowtide.planner.profile_plot import COLORS, SHADES
+from lowtide.planner.profiling.profile_plot import COLORS, SHADES
+from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planning import estimate, rows_of, trainer_of
 
 PAGE = ROOT / "docs" / "how-much-memory.md"

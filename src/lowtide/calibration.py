@@ -55,7 +55,7 @@ def main(adapters: bool) -> int:
     from lowtide.memory.measure import peak_resident_bytes
     from lowtide.planner.devices import device_named
     from lowtide.planner.estimate import estimate_run
-    from lowtide.planner.fake_run import FakeRun
+    from lowtide.planner.tracing.fake_run import FakeRun
     from lowtide.trainers.sft import SFTTrainer
 
     host_heap.LARGE, host_heap.TRIM_ABOVE = 0, 1 << 20  # without holes, what is beside tensors is the process

@@ -15,9 +15,9 @@ from lowtide.methods import METHODS
 from lowtide.planner.candidate import Run, config_of_model, first_rows, measured, prepared_rows
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
-from lowtide.planner.fake_run import FakeRun
 from lowtide.planner.plan import Plan, make_plan
-from lowtide.planner.sharding import Sharding
+from lowtide.planner.sharding.sharding import Sharding
+from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.spelling import nearest
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.method import MethodTrainer

@@ -13,8 +13,8 @@ import pytest
 from lowtide.cli import profile as cli_profile
 from lowtide.cli.main import main
 from lowtide.planner.advice import Advice
-from lowtide.planner.profile import Profile, Run, Span, Tensors, ticks
-from lowtide.planner.profile_page import html_of
+from lowtide.planner.profiling.profile import Profile, Run, Span, Tensors, ticks
+from lowtide.planner.profiling.profile_page import html_of
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from lowtide.memory.allocator import NAME, OLDER_NAMES
-from lowtide.planner.cuda_allocator import replay
+from lowtide.planner.allocators.cuda_allocator import replay
 
 RECORD = """
 import json, torch

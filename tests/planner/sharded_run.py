@@ -22,8 +22,8 @@ from planner.living import LivingBytes
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowtide.planner.moment import Traced
-from lowtide.planner.tensor_parallel import one_rank
+from lowtide.planner.sharding.moment import Traced
+from lowtide.planner.sharding.tensor_parallel import one_rank
 
 RANKS, LAYERS = 2, 3
 ZERO = {

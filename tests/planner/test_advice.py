@@ -14,7 +14,7 @@ from lowtide.memory.options import MemoryOptions
 from lowtide.memory.table import TECHNIQUES
 from lowtide.memory.technique import Site
 from lowtide.planner.advice import advise, with_settings
-from lowtide.planner.recording import CATEGORIES
+from lowtide.planner.profiling.recording import CATEGORIES
 
 ROWS = (400, 300, 200, 100)
 

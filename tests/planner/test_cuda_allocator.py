@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.planner.cuda_allocator import MIB, CudaAllocator, replay
+from lowtide.planner.allocators.cuda_allocator import MIB, CudaAllocator, replay
 
 SIZES = st.one_of(
     st.integers(1, 4096), st.integers(1, 2 * MIB), st.integers(MIB, 12 * MIB), st.integers(10 * MIB, 70 * MIB)

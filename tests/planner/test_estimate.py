@@ -18,12 +18,12 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 import lowtide
+from lowtide.planner.allocators.replay import peaks, run_of
 from lowtide.planner.devices import device_named
-from lowtide.planner.fake_run import FakeRun
 from lowtide.planner.heaviest import heaviest_rows, row_lengths
-from lowtide.planner.replay import peaks, run_of
-from lowtide.planner.trace import Event
-from lowtide.planner.unroll import TRACED_LAYERS, unrolled
+from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.planner.tracing.trace import Event
+from lowtide.planner.tracing.unroll import TRACED_LAYERS, unrolled
 from lowtide.planning import estimate, rows_of, trainer_of
 
 SIZES = {

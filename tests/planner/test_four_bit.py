@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 import lowtide
-from lowtide.planner.four_bit import FourBitLinear, materialized
+from lowtide.planner.tracing.four_bit import FourBitLinear, materialized
 from lowtide.planning import estimate
 
 SIZES = {

@@ -12,13 +12,13 @@ import torch
 from planner import sharded_run
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from lowtide.planner.fully_shard import chunk_elements
-from lowtide.planner.layout import Layout, Parameter
-from lowtide.planner.moment import Traced
-from lowtide.planner.sharded import shard
-from lowtide.planner.sharding import AUTO, Sharding
-from lowtide.planner.tensor_parallel import local_layout, one_rank
-from lowtide.planner.zero import gathered_elements, wanted_again
+from lowtide.planner.sharding.fully_shard import chunk_elements
+from lowtide.planner.sharding.layout import Layout, Parameter
+from lowtide.planner.sharding.moment import Traced
+from lowtide.planner.sharding.sharded import shard
+from lowtide.planner.sharding.sharding import AUTO, Sharding
+from lowtide.planner.sharding.tensor_parallel import local_layout, one_rank
+from lowtide.planner.sharding.zero import gathered_elements, wanted_again
 
 EMPTY = Traced(phases={phase: {} for phase in ("loading", "forward", "head", "backward", "optimizer")})
 MIXED: dict[str, Any] = {"compute_width": 2, "reduce_bucket": 2, "prefetch": 0, "persistence": 0, "max_reuse": 0}

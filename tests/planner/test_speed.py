@@ -14,7 +14,7 @@ from lowtide.ops.varlen_attention import varlen_attention
 from lowtide.planner import speed
 from lowtide.planner.devices import DEVICES, Device, Rates
 from lowtide.planner.speed import OperationCosts
-from lowtide.planner.stand_ins import as_on
+from lowtide.planner.tracing.stand_ins import as_on
 from lowtide.ragged import RaggedBatch
 
 FLOAT, HALF = torch.float32, torch.bfloat16

@@ -17,8 +17,8 @@ from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.linear_logprobs import CHUNK_BYTES, Term, Want, linear_logprobs
 from lowtide.ops.varlen_attention import BACKENDS, varlen_attention
 from lowtide.planner.devices import DEVICES, Device, device_named
-from lowtide.planner.stand_ins import as_on
-from lowtide.planner.trace import StorageTrace
+from lowtide.planner.tracing.stand_ins import as_on
+from lowtide.planner.tracing.trace import StorageTrace
 from lowtide.ragged import RaggedBatch
 
 AMPERE, TURING, CPU = DEVICES["A100-40GB"], DEVICES["T4-16GB"], device_named("cpu")

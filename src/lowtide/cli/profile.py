@@ -18,7 +18,7 @@ from lowtide.cli import train
 from lowtide.cli.adapters import AdapterOptions
 
 if TYPE_CHECKING:
-    from lowtide.planner.profile import Profile
+    from lowtide.planner.profiling.profile import Profile
 
 WITHOUT = {
     "save_strategy": "no",
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from lowtide.memory.measure import bytes_text, peak_bytes
-    from lowtide.planner.profile import Run, profile_of
+    from lowtide.planner.profiling.profile import Run, profile_of
     from lowtide.trainers.profiling import record
 
     trainer = given.trainer(given.config())
@@ -104,8 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(profile: Profile, folder: Path) -> None:
-    from lowtide.planner.profile_page import write_html
-    from lowtide.planner.profile_plot import write_png
+    from lowtide.planner.profiling.profile_page import write_html
+    from lowtide.planner.profiling.profile_plot import write_png
 
     profile.write_json(folder / "profile.json")
     write_png(profile, folder / "profile.png")

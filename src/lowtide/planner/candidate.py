@@ -12,9 +12,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import estimate_run
-from lowtide.planner.fake_run import FakeRun
 from lowtide.planner.heaviest import heaviest_rows, row_lengths
 from lowtide.planner.search import Measured, Refused, Sizes
+from lowtide.planner.tracing.fake_run import FakeRun
 
 RUN_OPTIONS = ("dtype", "use_peft")
 """Settings of a plan that are of the model, and not of the method's config."""

@@ -14,17 +14,17 @@ from typing import Any
 from lowtide.memory import host_heap
 from lowtide.memory.allocator import has_thread_cache
 from lowtide.memory.measure import bytes_text
-from lowtide.planner.cuda_allocator import CudaAllocator
+from lowtide.planner.allocators.cuda_allocator import CudaAllocator
+from lowtide.planner.allocators.glibc_heap import GlibcHeap
+from lowtide.planner.allocators.replay import Allocator, peaks, run_of
 from lowtide.planner.devices import Device
-from lowtide.planner.fake_run import FakeRun
-from lowtide.planner.glibc_heap import GlibcHeap
-from lowtide.planner.host_memory import host_bytes
-from lowtide.planner.moment import Traced as OnOneDevice
 from lowtide.planner.process import process_bytes
-from lowtide.planner.replay import Allocator, peaks, run_of
-from lowtide.planner.sharded import shard
-from lowtide.planner.sharding import Sharding
-from lowtide.planner.tensor_parallel import one_rank
+from lowtide.planner.sharding.moment import Traced as OnOneDevice
+from lowtide.planner.sharding.sharded import shard
+from lowtide.planner.sharding.sharding import Sharding
+from lowtide.planner.sharding.tensor_parallel import one_rank
+from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.planner.tracing.host_memory import host_bytes
 
 PACKED = 32 << 20
 """Bytes at most into which a CPU's library packs the head's weight for its products; and into which it converts numbers

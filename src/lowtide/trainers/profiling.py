@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from lowtide.memory.narrow_step import unwrap_optimizer
-from lowtide.planner.cuda_history import CudaHistory
-from lowtide.planner.live_storages import LiveStorages
 from lowtide.planner.phases import BETWEEN
-from lowtide.planner.recording import Recording
+from lowtide.planner.profiling.cuda_history import CudaHistory
+from lowtide.planner.profiling.live_storages import LiveStorages
+from lowtide.planner.profiling.recording import Recording
 from lowtide.trainers.method import MethodTrainer
 from lowtide.trainers.rehearsal import heaviest_rows, row_lengths
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.head import body
-from lowtide.planner.trace import PHASES, PINNED, StorageTrace
+from lowtide.planner.tracing.trace import PHASES, PINNED, StorageTrace
 
 
 def follow_phases(trainer: Any, trace: StorageTrace) -> None:

@@ -41,7 +41,7 @@ BOUNDLESS = 1 << 50
 
 
 class Event(Protocol):
-    """A storage is born, or dies: what `planner.trace` records."""
+    """A storage is born, or dies: what `planner.tracing.trace` records."""
 
     @property
     def block(self) -> Hashable:

@@ -15,9 +15,9 @@ from pathlib import Path
 from lowtide.memory.measure import bytes_text
 from lowtide.page import facts, page
 from lowtide.planner.advice import Advice
-from lowtide.planner.profile import Profile, Span, Tensors, ticks
-from lowtide.planner.profile_assets import SCRIPT, STYLE
-from lowtide.planner.recording import CATEGORIES
+from lowtide.planner.profiling.profile import Profile, Span, Tensors, ticks
+from lowtide.planner.profiling.profile_assets import SCRIPT, STYLE
+from lowtide.planner.profiling.recording import CATEGORIES
 
 NARROW = 0.004
 """The share of the timeline below which a step has no room for its name."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.planner.layout import Layout, Parameter, byte_sum
-from lowtide.planner.moment import Moment, Traced
-from lowtide.planner.sharding import Sharding
+from lowtide.planner.sharding.layout import Layout, Parameter, byte_sum
+from lowtide.planner.sharding.moment import Moment, Traced
+from lowtide.planner.sharding.sharding import Sharding
 
 Found = tuple[Mapping[str, Sequence[Moment]], int]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from lowtide.planner.trace import Block, Event
+from lowtide.planner.tracing.trace import Block, Event
 
 TRACED_LAYERS = 5
 MIDDLE = 2

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from lowtide.planner import fully_shard, zero
-from lowtide.planner.layout import Layout, byte_sum
-from lowtide.planner.moment import Moment, Traced
-from lowtide.planner.sharding import Sharding
-from lowtide.planner.tensor_parallel import local_layout
-from lowtide.planner.traffic import Traffic, traffic_of
+from lowtide.planner.sharding import fully_shard, zero
+from lowtide.planner.sharding.layout import Layout, byte_sum
+from lowtide.planner.sharding.moment import Moment, Traced
+from lowtide.planner.sharding.sharding import Sharding
+from lowtide.planner.sharding.tensor_parallel import local_layout
+from lowtide.planner.sharding.traffic import Traffic, traffic_of
 from lowtide.replicas import BUCKET_BYTES
 
 Moments = Mapping[str, Iterable[Moment]]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lowtide.planner.layout import Layout, Parameter
+from lowtide.planner.sharding.layout import Layout, Parameter
 
 SPLIT: dict[str, int] = {
     "colwise": -2,

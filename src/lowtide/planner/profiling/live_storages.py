@@ -19,7 +19,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lowtide.planner.phases import BETWEEN
-from lowtide.planner.recording import BORN_IN, Block, Recording, is_internal, short_file
+from lowtide.planner.profiling.recording import BORN_IN, Block, Recording, is_internal, short_file
 
 
 class LiveStorages(TorchDispatchMode):

@@ -31,9 +31,9 @@ from lowtide.ops.attention_flex import why_not_flex
 from lowtide.ops.target import planning_for
 from lowtide.ops.triton_rows import TritonRows
 from lowtide.ops.varlen_attention import BACKENDS, Backend
-from lowtide.planner.cuda_attention import flex, sdpa
-from lowtide.planner.cuda_autocast import cuda_autocast
 from lowtide.planner.devices import Device
+from lowtide.planner.tracing.cuda_attention import flex, sdpa
+from lowtide.planner.tracing.cuda_autocast import cuda_autocast
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from lowtide.planner.layout import MASTER, Layout, byte_sum
-from lowtide.planner.moment import Moment, Traced
-from lowtide.planner.sharding import Sharding
+from lowtide.planner.sharding.layout import MASTER, Layout, byte_sum
+from lowtide.planner.sharding.moment import Moment, Traced
+from lowtide.planner.sharding.sharding import Sharding
 
 Found = tuple[Mapping[str, Sequence[Moment]], int]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.planner.layout import Layout, byte_sum
-from lowtide.planner.moment import Traced
-from lowtide.planner.sharding import Sharding
-from lowtide.planner.tensor_parallel import style_of
-from lowtide.planner.zero import wanted_again
+from lowtide.planner.sharding.layout import Layout, byte_sum
+from lowtide.planner.sharding.moment import Traced
+from lowtide.planner.sharding.sharding import Sharding
+from lowtide.planner.sharding.tensor_parallel import style_of
+from lowtide.planner.sharding.zero import wanted_again
 
 
 @dataclass(frozen=True)

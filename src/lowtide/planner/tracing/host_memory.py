@@ -21,7 +21,7 @@ from lowtide.engine.reference_storage import STORAGES, layer_lists
 from lowtide.memory import offloading
 from lowtide.planner.devices import Device
 from lowtide.planner.speed import OperationCosts
-from lowtide.planner.trace import HOST, ON_HOST, PINNED, Block, Event, StorageTrace
+from lowtide.planner.tracing.trace import HOST, ON_HOST, PINNED, Block, Event, StorageTrace
 
 
 @contextlib.contextmanager

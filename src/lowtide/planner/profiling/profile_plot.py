@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from lowtide.data.lengths_plot import shorten
 from lowtide.memory.measure import bytes_text
-from lowtide.planner.profile import Profile, ticks
+from lowtide.planner.profiling.profile import Profile, ticks
 
 COLORS = {
     "weights": "#4c78a8",

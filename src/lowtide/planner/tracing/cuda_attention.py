@@ -14,7 +14,7 @@ from torch import Tensor, library
 
 from lowtide.ops.attention_flex import BLOCK
 from lowtide.ops.attention_plan import AttentionPlan, Rules
-from lowtide.planner.cuda_autocast import HALF
+from lowtide.planner.tracing.cuda_autocast import HALF
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:

@@ -26,23 +26,23 @@ from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.metrics import Totals
 from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.devices import Device
-from lowtide.planner.faked import faked
-from lowtide.planner.following import follow_layers, follow_phases, label, stack_of
-from lowtide.planner.four_bit import (
+from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
+from lowtide.planner.sharding.layout import Layout
+from lowtide.planner.speed import OperationCosts
+from lowtide.planner.states import IN_BFLOAT16, optimizer_name, state_sizes
+from lowtide.planner.tracing.faked import faked
+from lowtide.planner.tracing.following import follow_layers, follow_phases, label, stack_of
+from lowtide.planner.tracing.four_bit import (
     check_four_bit,
     materialized,
     reference_in_four_bits,
     store_in_four_bits,
 )
-from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
-from lowtide.planner.host_memory import followed_to_the_host, with_transfers
-from lowtide.planner.layout import Layout
-from lowtide.planner.package_optimizers import as_stepped
-from lowtide.planner.speed import OperationCosts
-from lowtide.planner.stand_ins import as_on
-from lowtide.planner.states import IN_BFLOAT16, optimizer_name, state_sizes
-from lowtide.planner.trace import Event, StorageTrace
-from lowtide.planner.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
+from lowtide.planner.tracing.host_memory import followed_to_the_host, with_transfers
+from lowtide.planner.tracing.package_optimizers import as_stepped
+from lowtide.planner.tracing.stand_ins import as_on
+from lowtide.planner.tracing.trace import Event, StorageTrace
+from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
 from lowtide.step import evaluate_batch
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.planner.advice import Advice
-from lowtide.planner.recording import CATEGORIES, Recording
+from lowtide.planner.profiling.recording import CATEGORIES, Recording
 
 POINTS = 600
 """Spans of the timeline that is kept."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lowtide.planner.layout import Layout, byte_sum
+from lowtide.planner.sharding.layout import Layout, byte_sum
 
 STATES = ("weights", "gradients", "optimizer")
 """Categories that sharding splits; the others are taken from the trace as they are."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from lowtide.planner.trace import ON_HOST, Block, Event
+from lowtide.planner.tracing.trace import ON_HOST, Block, Event
 
 REST = ("states", "clear", "evaluation", "gradients", "step", "optimizer", "clear", "saving")
 RUN = ("loading", "gradients", "step", *REST)

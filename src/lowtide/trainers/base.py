@@ -219,7 +219,8 @@ class LowtideTrainer(Trainer):
     def _check_optimizer(self) -> None:
         """Makes the optimizer once, without states, so that one that cannot be made or used is refused now."""
         given = self.optimizer
-        check_one_by_one(unwrap_optimizer(super().create_optimizer()), self.args)
+        with torch.random.fork_rng(devices=[]):  # some draw seeds
+            check_one_by_one(unwrap_optimizer(super().create_optimizer()), self.args)
         self.optimizer = given
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

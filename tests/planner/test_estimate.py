@@ -260,3 +260,11 @@ def test_several_micro_batches_keep_their_gradients_with_the_optimizer_in_backwa
     )
     assert not one.get("gradients")
     assert several["gradients"] == pytest.approx(several["weights"], rel=1e-3)
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    for module in ("lowtide.memory.table", "lowtide.planner.tracing.package_optimizers"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+    args = config_of("SFTConfig", {"optim": "adamw_torch_8bit"}, str(tmp_path))
+    with pytest.raises(ValueError, match=r"pip install 'lowtide\[ao\]'"):
+        estimate(args, LlamaConfig(**SIZES), lengths=[64])

@@ -268,3 +268,13 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     args = config_of("SFTConfig", {"optim": "adamw_torch_8bit"}, str(tmp_path))
     with pytest.raises(ValueError, match=r"pip install 'lowtide\[ao\]'"):
         estimate(args, LlamaConfig(**SIZES), lengths=[64])
+
+
+def test_torchao_keeps_tables_with_values(tmp_path):
+    """They are made once in a process; made in a trace, all steps after it were wrong."""
+    tables = pytest.importorskip("torchao.optim.subclass_8bit")
+    tables.get_qmap_signed.cache_clear()
+    estimate(config_of("SFTConfig", {"optim": "adamw_torch_8bit"}, str(tmp_path)), LlamaConfig(**SIZES), lengths=[64])
+    found = tables.get_qmap_signed()
+    assert len(set(found)) == 256
+    assert (min(found), max(found)) == pytest.approx((-0.993, 1.0), abs=0.01)

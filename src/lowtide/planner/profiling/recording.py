@@ -150,7 +150,7 @@ def short_file(file: str) -> str:
         if folder in file:
             return file.rpartition(folder)[2]
     path = Path(file)
-    for root in (Path(__file__).parents[2], Path.cwd()):
+    for root in (Path(__file__).parents[3], Path.cwd()):
         if path.is_relative_to(root):
             return path.relative_to(root).as_posix()
     return file

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowtide.planner.devices import Device
 
@@ -38,12 +38,22 @@ def as_stepped(optimizer: str, device: Device) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if optimizer in COMPILED and find_spec("torchao") is not None:  # without it the trainer says what it needs
+            _make_tables()
             step = _CompiledStep(COMPILED[optimizer])
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(patch.object(importlib.import_module("torchao.optim.adam"), "single_param_adam", step))
         if device.kind == "cpu":
             stack.enter_context(_PythonKernels())
         yield
+
+
+def _make_tables() -> None:
+    """torchao keeps the tables of its codes for the whole process: they are made with values, before a trace asks."""
+    with _disable_current_modes():
+        for name, kind in (("subclass_8bit", "OptimState8bit"), ("subclass_4bit", "OptimState4bit")):
+            state = getattr(importlib.import_module(f"torchao.optim.{name}"), kind)
+            for signed in (True, False):
+                state.zeros((4096,), signed=signed)
 
 
 class _CompiledStep:

@@ -27,6 +27,11 @@ AHEAD = 2
 """Storages that set out before they are asked for."""
 
 
+def pinned_bytes(size: int) -> int:
+    """What torch's pool of pinned memory takes for so many bytes: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 class Pinned:
     """A storage in host memory, or on its way there or back."""
 
@@ -58,8 +63,8 @@ class PinnedHost:
         self._count = 0
 
     def needs(self, size: int) -> int:
-        """What the pool of pinned memory takes for so many bytes."""
-        return 1 << (size - 1).bit_length()
+        """What a copy of so many bytes takes."""
+        return pinned_bytes(size)
 
     def put(self, tensor: Tensor) -> Pinned:
         """Begins to copy the storage of a tensor out."""

@@ -16,10 +16,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.planner.phases import BETWEEN
 from lowtide.planner.profiling.recording import BORN_IN, Block, Recording, is_internal, short_file
+from lowtide.planner.tracing.trace import parts_of
 
 
 class LiveStorages(TorchDispatchMode):
@@ -60,7 +61,7 @@ class LiveStorages(TorchDispatchMode):
     def belongs(self, tensors: Iterable[tuple[str, Tensor]], category: str) -> None:
         """Says what some tensors are, by name; those that were not seen being born have been there before."""
         for name, tensor in tensors:
-            for part in _parts(tensor):
+            for part in parts_of(tensor):
                 block = self._see(part, name, "")
                 if block.category != category:
                     block.category, block.made = category, name
@@ -80,7 +81,7 @@ class LiveStorages(TorchDispatchMode):
         name = func.name().removeprefix("aten::").partition(".")[0]
         for each in out if isinstance(out, tuple | list) else (out,):
             if isinstance(each, Tensor):
-                for part in _parts(each):
+                for part in parts_of(each):
                     self._see(part, name, line)
         return out
 
@@ -124,11 +125,3 @@ class LiveStorages(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         forward = self._lines.get(node._sequence_nr()) if node is not None else None
         return f"backward of {forward}" if forward else ""
-
-
-def _parts(tensor: Tensor) -> Iterable[Tensor]:
-    """The tensors that hold a tensor's bytes: itself, unless it is a wrapper of others."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return (tensor,)
-    names, _ = tensor.__tensor_flatten__()
-    return (part for name in names for part in _parts(getattr(tensor, name)))

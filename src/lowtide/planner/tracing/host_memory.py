@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.reference_storage import STORAGES, layer_lists
 from lowtide.memory import offloading
+from lowtide.memory.pinned_host import pinned_bytes
 from lowtide.planner.devices import Device
 from lowtide.planner.speed import OperationCosts
 from lowtide.planner.tracing.trace import HOST, ON_HOST, PINNED, Block, Event, StorageTrace
@@ -73,11 +74,6 @@ def _brought_for_each_forward(trace: StorageTrace, model: nn.Module, _device: to
             if next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(bring)
                 module.register_forward_hook(drop)
-
-
-def pinned_bytes(size: int) -> int:
-    """What torch's pool of pinned memory takes for so many bytes: the next power of two."""
-    return 1 << (size - 1).bit_length() if size else 0
 
 
 def host_bytes(events: Iterable[Event]) -> int:

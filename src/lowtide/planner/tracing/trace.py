@@ -108,7 +108,7 @@ class StorageTrace(TorchDispatchMode):
 
     def belongs(self, tensors: Iterable[Tensor], category: str | None = None, layer: int | None = None) -> None:
         """Says what some tensors are, or of which layer."""
-        for tensor in (part for each in tensors for part in _parts(each)):
+        for tensor in (part for each in tensors for part in parts_of(each)):
             block = self._blocks.get(tensor.untyped_storage()._cdata)
             if block is not None:
                 if block.category not in ON_HOST:
@@ -185,10 +185,10 @@ class _FollowedStates(defaultdict):
         return super().__getitem__(parameter)
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold the bytes of one."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
+        yield from parts_of(getattr(tensor, name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,12 +74,15 @@ class Totals:
 
     def read(self, device: torch.device) -> dict[str, float]:
         """Sums, means, smallest and largest values over all ranks, by name; a mean of nothing is left out."""
-        sums = _reduced(self.sums, device, dist.ReduceOp.SUM)
-        means = _reduced(self.means, device, dist.ReduceOp.SUM)
-        lows = _reduced(self.lows, device, dist.ReduceOp.MIN)
-        highs = _reduced(self.highs, device, dist.ReduceOp.MAX)
-        found = {name: value for name, (value,) in (sums | lows | highs).items()}
-        return found | {name: total / count for name, (total, count) in means.items() if count}
+        joined = Totals()
+        for each in _of_all_ranks(self._on_host(device)):
+            joined.take_over(each)
+        found = {name: value.item() for name, value in (joined.sums | joined.lows | joined.highs).items()}
+        pairs = {name: mean.tolist() for name, mean in joined.means.items()}
+        return found | {name: total / count for name, (total, count) in pairs.items() if count}
+
+    def _on_host(self, device: torch.device) -> Totals:
+        return Totals(*(_moved(held, device) for held in (self.sums, self.means, self.lows, self.highs)))
 
 
 def _number(value: Tensor | float) -> Tensor:
@@ -91,12 +95,19 @@ def _fold(held: dict[str, Tensor], name: str, value: Tensor, join: Callable[[Ten
     held[name] = value if before is None else join(before, value.to(before.device))
 
 
-def _reduced(values: dict[str, Tensor], device: torch.device, operation: dist.ReduceOp.RedOpType) -> dict[str, list]:
+def _moved(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The same in host memory, at once."""
     if not values:
         return {}
     names = sorted(values)
-    stacked = torch.stack([torch.atleast_1d(values[name].to(device)) for name in names])
-    stacked = stacked.float() if device.type == "mps" else stacked
-    if distributed():
-        dist.all_reduce(stacked, operation)
-    return dict(zip(names, stacked.tolist(), strict=True))
+    stacked = torch.stack([values[name].to(device) for name in names])
+    return dict(zip(names, stacked.cpu().unbind(), strict=True))
+
+
+def _of_all_ranks(mine: Totals) -> list[Totals]:
+    """One each; ranks need not have added to the same names, as one that had no row to evaluate has to none."""
+    if not distributed():
+        return [mine]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones

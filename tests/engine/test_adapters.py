@@ -18,9 +18,9 @@ ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]]
 
 def build(model_type: str = "llama", dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2, **changes}
     config = AutoConfig.for_model(
-        model_type, **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2, **changes
+        model_type, **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2
     )
     return AutoModelForCausalLM.from_config(config).to(dtype)
 
@@ -137,12 +137,28 @@ def bitsandbytes_nested():
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32)
 
 
-def torchao_int8():
+def bitsandbytes_8bit():
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def torchao(kind: str, **options):
+    return TorchAoConfig(getattr(pytest.importorskip("torchao.quantization"), kind)(**options))
+
+
+def torchao_4bit():
     quantization = pytest.importorskip("torchao.quantization")
-    return TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    return torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=quantization.PerGroup(32))
 
 
-QUANTIZED = {"nf4": bitsandbytes_4bit, "nf4 nested": bitsandbytes_nested, "int8": torchao_int8}
+QUANTIZED = {
+    "nf4": bitsandbytes_4bit,
+    "nf4 nested": bitsandbytes_nested,
+    "LLM.int8": bitsandbytes_8bit,
+    "int8": lambda: torchao("Int8WeightOnlyConfig"),
+    "float8": lambda: torchao("Float8WeightOnlyConfig"),
+    "int4 in bytes": torchao_4bit,
+}
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +207,55 @@ def test_adapters_on_a_quantized_base_get_the_dequantized_models_gradients(make,
     assert_close(engine_gradients(model), wanted)
 
 
+@pytest.mark.parametrize("make", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_quantized_layers_compute_alike_in_training_and_evaluation_and_beside_other_rows(make, folder):
+    model = adapted(quantized(folder, make()))
+    install(model)
+    batch = RaggedBatch.from_segments(ROWS)
+    loud = RaggedBatch.from_segments([ROWS[0], *[[n] * 9 for n in range(40)]])  # neighbours of other magnitudes
+    together = score(model.train(), batch).logprobs
+    torch.testing.assert_close(score(model.eval(), batch).logprobs, together, rtol=0, atol=0)
+    first = len(ROWS[0]) - 1
+    torch.testing.assert_close(score(model, loud).logprobs[:first], together[:first], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_no_dequantized_weight_waits_for_backward(make, folder):
+    model = adapted(quantized(folder, make()))
+    install(model)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        score(model.train(), RaggedBatch.from_segments(ROWS))
+    shapes = {p.shape for name, p in build().named_parameters() if "_proj" in name}
+    shapes |= {shape[::-1] for shape in shapes}
+    assert not [t for t in kept if t.is_floating_point() and t.shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("Int4WeightOnlyConfig", r"torchao cannot quantize float32 weights on cpu as its Int4WeightOnlyConfig says \("),
+        ("Int8DynamicActivationInt8WeightConfig", "made for inference, and no gradient passes through them"),
+    ],
+)
+def test_torchao_formats_without_gradients_are_refused_before_the_model_is_loaded(kind, reason):
+    with pytest.raises(ValueError, match=f"{reason}.*as the base of adapters take bitsandbytes"):
+        load_model("nowhere", quantization_config=torchao(kind))
+
+
+def test_a_loaded_model_in_a_format_without_gradients_is_refused():
+    model = build()
+    for layer in model.model.layers:
+        quantize_in_place(layer, "Int8DynamicActivationInt8WeightConfig")
+    with pytest.raises(ValueError, match=r"weight of model.layers.0.self_attn.q_proj is a Int8Tensor of torchao"):
+        install(model)
+
+
+def quantize_in_place(module, kind: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(module, getattr(quantization, kind)())
+
+
 def test_weights_repacked_for_inference_are_refused(folder):
     model = quantized(folder, bitsandbytes_4bit())
     layer = model.model.layers[0].self_attn.q_proj
@@ -204,9 +269,8 @@ def test_weights_repacked_for_inference_are_refused(folder):
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_quantized_head_is_refused(folder, adapter):
-    quantization = pytest.importorskip("torchao.quantization")
     model = build()
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    quantize_in_place(model, "Int8WeightOnlyConfig")
     assert type(model.lm_head.weight) is not torch.nn.Parameter
     model = adapted(model, target_modules=["lm_head"]) if adapter else model
     with pytest.raises(ValueError, match="keep the head in full precision"):

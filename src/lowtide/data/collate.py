@@ -57,6 +57,11 @@ class CompletionCollator:
     values: tuple[str, ...] = ()
     """Columns that become row values."""
 
+    @property
+    def prompts_per_row(self) -> int:
+        """How often a row's prompt is computed."""
+        return 1 if self.sharing else len(self.completions)
+
     def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
         token_ids, labels, prefix, owner, flags = [], [], [], [], []
 

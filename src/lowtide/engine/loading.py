@@ -15,6 +15,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lowtide.engine.quantized import check_torchao
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 
@@ -25,13 +27,18 @@ def load_model(name: str, *, trust_remote_code: bool = False, rewards: bool = Fa
         rewards: a model of one value a row in its place, whose head is new where the weights have none.
 
     Raises:
-        ValueError: the dtype is unknown, or there is no such model; names what was asked for.
+        ValueError: the dtype is unknown, there is no such model, or it cannot be quantized so; names what was
+            asked for.
     """
     dtype = init.pop("dtype", init.pop("torch_dtype", "float32"))
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise ValueError(f"model_init_kwargs: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         dtype = DTYPES[dtype]
+    if hasattr(init.get("quantization_config"), "get_apply_tensor_subclass"):
+        placed = torch.cuda.is_available() and init.get("device_map") not in (None, "cpu")
+        trial_dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        check_torchao(init["quantization_config"], trial_dtype, torch.device("cuda" if placed else "cpu"))
     try:
         kind: Any = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
         init = {"num_labels": 1, **init} if rewards else init

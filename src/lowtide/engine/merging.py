@@ -55,7 +55,7 @@ def save_merged(
     """
     base = causal_model(model)
     dense = embedding_weight(model).dtype if dtype is None else dtype
-    parts = list(_walk(base, "", dtype, dense))
+    parts = list(effective_weights(base, "", dtype, dense))
     known = {name: what for part in parts for name, what in part.names.items()}
     sources: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
     tied = {name for name, source in sources.items() if name != source and name in known}
@@ -82,8 +82,16 @@ def _save_configs(model: PreTrainedModel, folder: Path, dtype: torch.dtype, *, u
 # -- the weights of the model, module by module ------------------------------------------------------------------
 
 
-def _walk(module: nn.Module, prefix: str, dtype: torch.dtype | None, dense: torch.dtype) -> Iterator[Weights]:
-    """All weights of a module and those below it; `dense` is the dtype of dequantized ones."""
+def effective_weights(
+    module: nn.Module, prefix: str, dtype: torch.dtype | None, dense: torch.dtype
+) -> Iterator[Weights]:
+    """All weights of a module and those below it, with its adapters in them, module by module.
+
+    Args:
+        prefix: of their names.
+        dtype: of all in floating point; by default each in its own.
+        dense: the dtype of dequantized ones otherwise.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
@@ -106,7 +114,7 @@ def _walk(module: nn.Module, prefix: str, dtype: torch.dtype | None, dense: torc
 
         yield Weights(names, make)
     for name, child in module.named_children():
-        yield from _walk(child, f"{prefix}{name}.", dtype, dense)
+        yield from effective_weights(child, f"{prefix}{name}.", dtype, dense)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:

@@ -1,36 +1,116 @@
 """What quantized bases need so that adapters on them train with the right gradients.
 
 A weight is quantized where it is not the tensor that its layer multiplies by: bitsandbytes stores bytes beside a state,
-torchao a tensor subclass. Their own layers know how to multiply, and carry gradients to their inputs. Two things have
-to be kept from them: the fused head, which multiplies by the weight itself; and, on a CPU, a repacking of 4-bit weights
-in the first evaluation, after which bitsandbytes has no gradient any more and says so in a warning alone.
+torchao a tensor subclass. The fused head, which multiplies by the weight itself, is kept from them. Their layers are
+made to compute in training, evaluation and as a reference alike, and with every cut of a batch:
+
+- bitsandbytes in 4 bits has its own layer, which a CPU would repack in the first evaluation: after that there is no
+  gradient any more, and a warning alone says so;
+- bitsandbytes in 8 bits would round activations too, to a scale on which the other tokens of the batch have a say
+  (LLM.int8, arXiv 2208.07339), on a CPU in evaluation alone. Torchao's layers keep a dequantized weight each until
+  backward. Both dequantize here, for one product at a time, in forward and once more in backward.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import types
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+INSTEAD = (
+    "as the base of adapters take bitsandbytes (load_in_4bit, load_in_8bit), or torchao's Int8WeightOnlyConfig, "
+    "Float8WeightOnlyConfig or IntxWeightOnlyConfig"
+)
 
 
 def is_quantized(weight: Tensor) -> bool:
     """Whether a weight is stored otherwise than as the numbers that it stands for."""
-    return not weight.is_floating_point() or type(weight).__module__.startswith("torchao.")
+    return not weight.is_floating_point() or _is_torchao(weight)
 
 
 def keep_trainable(model: nn.Module) -> None:
-    """Has 4-bit layers of bitsandbytes on a CPU keep the form that gradients pass through.
+    """Has quantized layers pass on the gradients of the dequantized model.
 
     Raises:
-        ValueError: a layer was repacked for inference already.
+        ValueError: a layer was repacked for inference already, or is of a kind that has no gradients.
     """
     for name, module in model.named_modules():
-        if not hasattr(module, "support_avx512bf16_for_cpu"):
-            continue
         layer: Any = module
-        if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
-            raise ValueError(
-                f"the 4-bit weight of {name} was repacked for inference, as bitsandbytes does on a CPU when a model is "
-                "called in eval mode; no gradient passes through it. Load the model anew, and hand it over uncalled"
-            )
-        layer.support_avx512bf16_for_cpu = False
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+                raise ValueError(
+                    f"the 4-bit weight of {name} was repacked for inference, as bitsandbytes does on a CPU when a "
+                    "model is called in eval mode; no gradient passes through it. Load the model anew, and hand it "
+                    "over uncalled"
+                )
+            layer.support_avx512bf16_for_cpu = False
+        elif isinstance(layer, nn.Linear) and (_is_8_bit(layer) or _is_torchao(layer.weight)):
+            if _is_torchao(layer.weight) and not _is_weight_only(layer.weight):
+                raise ValueError(
+                    f"the weight of {name} is a {type(layer.weight).__name__} of torchao, whose products are made for "
+                    f"inference, and no gradient passes through them: {INSTEAD}"
+                )
+            layer.forward = types.MethodType(_forward, layer)
+
+
+def check_torchao(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Quantizes a small layer as a `TorchAoConfig` says, before a whole model is loaded so.
+
+    Raises:
+        ValueError: torchao cannot do it here, or no gradients would pass through; says why, and what to take instead.
+    """
+    from torchao.quantization import quantize_
+
+    kind = config.get_apply_tensor_subclass()
+    trial = nn.ModuleDict({"a trial layer": nn.Linear(1024, 1024, bias=False, dtype=dtype, device=device)})
+    try:
+        quantize_(trial, kind)
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"torchao cannot quantize {str(dtype).removeprefix('torch.')} weights on {device.type} as its "
+            f"{type(kind).__name__} says ({error}): {INSTEAD}"
+        ) from error
+    keep_trainable(trial)
+
+
+def _is_torchao(weight: Any) -> bool:
+    return type(weight).__module__.startswith("torchao.")
+
+
+def _is_weight_only(weight: Any) -> bool:
+    """Whether a weight of torchao is multiplied by activations as they are, and can be dequantized."""
+    of_activations = ("act_quant_kwargs", "act_pre_scale", "activation_quantization")
+    known = type(weight).dequantize is not Tensor.dequantize
+    return known and all(getattr(weight, name, None) is None for name in of_activations)
+
+
+def _is_8_bit(layer: Any) -> bool:
+    return type(layer).__name__ == "Linear8bitLt" and layer.weight.dtype == torch.int8
+
+
+def _forward(self: Any, x: Tensor) -> Tensor:
+    out = cast(Tensor, _Product.apply(x, self))
+    return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """Activations times a frozen quantized weight, which is all that is kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, _dequantized(layer, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] @ _dequantized(ctx.layer, grads[0].dtype), None
+
+
+def _dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
+    if _is_torchao(layer.weight):
+        return layer.weight.dequantize().to(dtype)
+    scale = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
+    return layer.weight.data.to(dtype).mul_(scale[:, None] / 127)

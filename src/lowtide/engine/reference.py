@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.engine.forward import install, score_shared
+from lowtide.engine.forward import causal_model, embedding_weight, install, score_shared
+from lowtide.engine.merging import Weights, effective_weights
+from lowtide.engine.quantized import is_quantized
 from lowtide.ragged import RaggedBatch
 
 
@@ -49,12 +51,44 @@ class FrozenModel:
     def __call__(self, batch: RaggedBatch) -> Tensor:
         return logprobs(self.model, batch, padding_free=self.padding_free)
 
+    def check_follows(self, policy: nn.Module) -> None:
+        """Refuses a policy whose weights, with its adapters in them, are not one for one those of this model.
+
+        Raises:
+            ValueError: naming a weight, and what to pass instead.
+        """
+        theirs = {name: what for part in self._weights_of(policy) for name, what in part.names.items()}
+        seen: dict[int, object] = {}
+        for name, ours in causal_model(self.model).named_parameters(remove_duplicate=False):
+            other = theirs.get(name)
+            dense = isinstance(other, Tensor) and not is_quantized(other)
+            if other is None or is_quantized(ours) or (dense and cast(Tensor, other).shape != ours.shape):
+                raise ValueError(
+                    f"a reference that follows the policy needs its weights, as plain numbers, and {name} is not one "
+                    "that both have: pass the model that the policy started from, without adapters and not quantized"
+                )
+            if seen.setdefault(id(ours), other) is not other:
+                raise ValueError(
+                    f"{name} is tied in the reference and adapted by itself in the policy, which no reference with "
+                    "tied weights can follow: leave embedding and head out of `target_modules`"
+                )
+
     @torch.no_grad()
     def follow(self, policy: nn.Module, share: float) -> None:
-        """Moves the weights towards the policy's: `share` of the policy's and the rest of its own."""
-        theirs = dict(policy.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            parameter.lerp_(theirs[name].detach().to(parameter), share)
+        """Moves the weights towards the policy's: `share` of the policy's and the rest of its own.
+
+        Adapters are merged into them, and quantized ones dequantized, one module at a time; the policy stays as it is.
+        """
+        ours = dict(causal_model(self.model).named_parameters())
+        for part in self._weights_of(policy):
+            if not ours.keys().isdisjoint(part.names):
+                for name, theirs in part.make().items():
+                    if name in ours:  # tied weights once, buffers never
+                        ours[name].lerp_(theirs.detach().to(ours[name]), share)
+
+    def _weights_of(self, policy: nn.Module) -> Iterator[Weights]:
+        dtype = embedding_weight(self.model).dtype
+        return effective_weights(causal_model(policy), "", dtype, dtype)
 
 
 @torch.no_grad()

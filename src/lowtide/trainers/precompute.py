@@ -26,12 +26,15 @@ from lowtide.data.fingerprint import cache_file, combine
 from lowtide.metrics import distributed
 from lowtide.ragged import RaggedBatch
 from lowtide.step import Limits, score_in_parts
+from lowtide.watch import Watch, worst_of_ranks
 
 if TYPE_CHECKING:
     from lowtide.trainers.reference import ReferenceTrainer
 
 NUMBER = "number"
 """Row value: the row's number in its dataset."""
+LAYOUT = 2
+"""Goes up when the same run gets other numbers than an earlier version gave it, which are not read then."""
 
 
 class Precomputed:
@@ -74,15 +77,18 @@ def _with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: st
     )
     limits = Limits(rows, args.tokens_per_microbatch)
     order = (args.seed, args.data_seed, args.world_size, args.gradient_accumulation_steps, args.train_batch_size)
-    precision = (args.bf16, args.fp16, str(args.device), torch.__version__)
+    precision = (args.bf16, args.fp16, trainer.padding_free, str(args.device), torch.__version__, LAYOUT)
     path = cache_file(
         combine(weights, dataset._fingerprint, limits, training and order, precision, trainer.data_collator)
     )
-    if not (Path(path).exists() and is_caching_enabled()):
+    known = Path(path).exists() and is_caching_enabled()
+    if worst_of_ranks(not known, args.device):  # all compute where one has to
         values = _compute(trainer, dataset, limits, training, name)
-        if args.process_index == 0:
-            _write(values, path)
-        trainer.accelerator.wait_for_everyone()
+        watch = Watch("reference")
+        with watch.local():
+            if args.local_process_index == 0:
+                _write(values, path)
+        watch.meet(args.device)
     return concatenate_datasets([dataset, Dataset.from_file(path)], axis=1)
 
 
@@ -106,8 +112,11 @@ def _compute(trainer: ReferenceTrainer, dataset: Dataset, limits: Limits, traini
         for _ in track(steps, f"reference log-probs of {name}", console=console, disable=quiet):
             batches = [trainer.as_ragged(inputs) for _, inputs in zip(range(size), iterator, strict=False)]
             batch = RaggedBatch.concat(batches)
-            values = score_in_parts(batch, limits, trainer.reference).float().cpu().numpy()
-            for number, value in _by_row(batch, values):
+            watch, mine = Watch("reference", part=batch), []
+            with watch.local():
+                mine = _by_row(batch, score_in_parts(batch, limits, trainer.reference).float().cpu().numpy())
+            watch.meet(trainer.args.device)
+            for number, value in gather_object(mine) if distributed() else mine:
                 found[number] = value
     torch.set_rng_state(random_state)
     assert all(value is not None for value in found)
@@ -125,13 +134,12 @@ def _loader(trainer: ReferenceTrainer, dataset: Dataset, training: bool) -> Any:
 
 
 def _by_row(batch: RaggedBatch, values: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(number in the dataset, values of its scores) of each row, on all ranks."""
+    """(number in the dataset, values of its scores) of each row."""
     numbers = batch.row_values[NUMBER].tolist()
     spans = [
         (batch.segments[of_row[0]].score_start, batch.segments[of_row[-1]].score_stop) for of_row in batch.row_segments
     ]
-    mine = [(number, values[start:stop]) for number, (start, stop) in zip(numbers, spans, strict=True)]
-    return gather_object(mine) if distributed() else mine
+    return [(number, values[start:stop]) for number, (start, stop) in zip(numbers, spans, strict=True)]
 
 
 def _write(values: list[np.ndarray], path: str) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import torch
 from datasets import Dataset, IterableDataset
+from safetensors.torch import load_model as load_weights
+from safetensors.torch import save_model as save_weights
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
-from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.forward import causal_model, compute_in, embedding_weight
 from lowtide.engine.loading import load_model, load_tokenizer
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.reference_storage import STORAGES
@@ -21,10 +25,14 @@ from lowtide.methods.method import Scorer
 from lowtide.trainers.completions import CompletionTrainer
 from lowtide.trainers.inputs import model_name
 from lowtide.trainers.method import disable_dropout
+from lowtide.trainers.optimizers import OPTIMIZERS
 from lowtide.trainers.precompute import Precomputed, precompute
 from lowtide.trainers.setup import Engine
 
 logger = logging.getLogger(__name__)
+
+MOVED = "reference.safetensors"
+"""The file of a checkpoint for the weights of a reference that follows the policy."""
 
 
 class ReferenceTrainer(CompletionTrainer):
@@ -73,6 +81,7 @@ class ReferenceTrainer(CompletionTrainer):
             self.reference, self._ref_model = Precomputed(), None
         if options.sync_ref_model:
             assert isinstance(self.reference, FrozenModel)
+            self.reference.check_follows(self.site.model)
             self.add_callback(
                 _FollowPolicy(self.reference, options.ref_model_mixup_alpha, options.ref_model_sync_steps)
             )
@@ -85,18 +94,25 @@ class ReferenceTrainer(CompletionTrainer):
             self._check_adapters(model)
             self._reference_text = "the policy with its adapters off; it costs nothing"
             return AdapterOff(model, padding_free=engine.padding_free)
-        if given is None and args.precompute_ref_log_probs:
+        narrowed = args.optim in OPTIMIZERS
+        if given is None and args.precompute_ref_log_probs and not narrowed:
             self._reference_text = "log-probabilities computed before training; no reference is resident"
             return FrozenModel(model, padding_free=engine.padding_free)
         frozen = copy.deepcopy(model) if given is None else self._given(given, model)
         if args.disable_dropout:
             disable_dropout(frozen)
+        if narrowed:
+            for parameter in frozen.parameters():  # as the policy's will be; buffers stay
+                parameter.data = parameter.data.to(torch.bfloat16)
         reference = FrozenModel.of(frozen, padding_free=engine.padding_free)
+        compute_in(frozen, engine.computed_in)
         STORAGES[args.ref_model_storage](reference.model, args.device)
         whose = "a frozen copy of the model" if given is None else "the ref_model that was passed"
         exact = "" if args.ref_model_storage in ("same", "cpu") else ", not exact"
         self._reference_text = f"{whose}, {_size(reference.model)}{exact}"
-        if given is None:
+        if args.precompute_ref_log_probs:
+            self._reference_text += "; let go once its log-probabilities are computed, before training"
+        elif given is None:
             self._reference_text += "; precompute_ref_log_probs=True does without"
         return reference
 
@@ -152,6 +168,24 @@ class ReferenceTrainer(CompletionTrainer):
 
     def report_lines(self) -> list[tuple[str, str]]:
         return [("reference", self._reference_text)]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if cast(Any, self.args).sync_ref_model and self.args.should_save:
+            save_weights(cast(FrozenModel, self.reference).model, str(Path(output_dir, MOVED)))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or not cast(Any, self.args).sync_ref_model:
+            return
+        moved = Path(checkpoint, MOVED)
+        if not moved.exists():
+            raise ValueError(
+                f"{checkpoint} has no {MOVED}: with sync_ref_model=True the reference has moved since the run began, "
+                "and where to is not known. Resume from a checkpoint that was saved with sync_ref_model=True and "
+                "save_only_model=False, or start a new run from this model"
+            )
+        load_weights(cast(FrozenModel, self.reference).model, moved)
 
 
 class _FollowPolicy(TrainerCallback):

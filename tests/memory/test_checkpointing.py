@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from storages import Storages
 from tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared, with_adapters
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,26 +83,6 @@ def test_what_is_computed_again(policy, every, products, attentions, batch):
     assert found["aten::rsqrt"] == 2 * len(range(0, LAYERS, every))  # the norms, always
 
 
-class Storages(TorchDispatchMode):
-    """All storages that are made, and how many bytes of them are still there."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
-        return out
-
-    @property
-    def live(self):
-        return sum(size for ref, size in self.sizes.items() if not ref.expired())
-
-
 def held(model, batch):
     """Bytes that forward leaves for backward."""
     with Storages() as storages:
@@ -143,14 +124,27 @@ def test_full_with_offloading_keeps_the_inputs_of_layers_elsewhere():
     assert_same(gradients(model), run(plain, batch))
 
 
-@pytest.mark.parametrize("policy", ["attention", "matmul"])
-def test_offloading_beside_what_is_kept(policy):
-    model = checkpointed(MODELS["llama"](), policy)
-    offload = ActivationOffload(model, torch.device("cpu"), min_bytes=1)
-    with offload.around():
-        loss = loss_of(model, shared())
-    loss.backward()
-    assert_same(gradients(model), run(MODELS["llama"](), shared()))
+@pytest.mark.parametrize("batch", [separate, shared])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_what_a_policy_keeps_is_offloaded_too(make, batch):
+    wanted, away, left = run(make(), batch()), [], []
+    for policy in POLICIES:
+        model = checkpointed(make(), policy)
+        offload = ActivationOffload(model, torch.device("cpu"), min_bytes=1)
+        torch.manual_seed(4)
+        with offload.around(), Storages() as storages:
+            loss = loss_of(model, batch())
+        away.append(offload.offloaded_bytes)
+        left.append(storages.live)
+        loss.backward()
+        assert_same(gradients(model), wanted)
+        assert offload.offloaded_bytes == 0
+    hidden = batch().tokens * 32 * 4
+    open_attention = make is MODELS["soft_caps"]  # and nothing else is kept of it
+    assert away[1] - away[0] >= (0 if open_attention else LAYERS * hidden)
+    # of a layer: queries, keys and values, what follows attention, gates, what they gate, and their product
+    assert away[2] - away[1] >= LAYERS * (3 * hidden + 2 * hidden * 48 // 32)
+    assert max(left) - min(left) < hidden  # nothing more is left on the device
 
 
 @pytest.mark.parametrize("policy", POLICIES)

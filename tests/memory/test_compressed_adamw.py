@@ -161,23 +161,85 @@ def test_a_llama_trains_as_with_masters():
     assert_same(optimizer, model.parameters(), reference, masters)
 
 
+def half_way(optimizer: CompressedAdamW, parameter: nn.Parameter) -> None:
+    """Puts the masters of a parameter half way above even weights, which is what a sign says."""
+    with torch.no_grad():
+        parameter.view(torch.int16).bitwise_and_(-2)
+        optimizer.state[parameter]["remainder"].fill_(-compressed_adamw.TIE)
+        optimizer.state[parameter]["exp_avg_sq"].neg_()
+
+
 @pytest.mark.parametrize("remainder", compressed_adamw.REMAINDERS)
-def test_a_saved_run_goes_on_as_if_it_had_not_stopped(remainder, tmp_path):
-    compressed = parameters()
+@pytest.mark.parametrize("layout", ["ties", "signs"])
+def test_a_saved_run_goes_on_as_if_it_had_not_stopped(remainder, layout, tmp_path):
+    compressed, unsaved = parameters(), parameters()
     optimizer = CompressedAdamW(compressed, **OPTIONS, remainder=remainder)
+    uninterrupted = CompressedAdamW(unsaved, **OPTIONS, remainder=remainder)
     for step in range(7):
         take_step(optimizer, compressed, step)
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        take_step(uninterrupted, unsaved, step)
+    if remainder == "exact":
+        half_way(optimizer, compressed[0])
+        half_way(uninterrupted, unsaved[0])
+    if layout == "ties":
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    else:  # as it was saved before there were ties
+        torch.save(torch.optim.Optimizer.state_dict(optimizer), tmp_path / "optimizer.pt")
     resumed = [nn.Parameter(p.detach().clone()) for p in compressed]
-    other = CompressedAdamW(resumed, remainder=remainder)
+    other = CompressedAdamW(resumed, remainder=remainder, seed=1)
     other.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     for step in range(7, 14):
         take_step(optimizer, compressed, step)
+        take_step(uninterrupted, unsaved, step)
         take_step(other, resumed, step)
-    for left, right in zip(compressed, resumed, strict=True):
-        assert same_bits(left.data, right.data)
-        assert same_bits(optimizer.master(left), other.master(right))
-        assert same_bits(optimizer.state[left]["exp_avg_sq"], other.state[right]["exp_avg_sq"])
+    for trained, stepped in ((compressed, optimizer), (resumed, other)):
+        for left, right in zip(trained, unsaved, strict=True):
+            assert same_bits(left.data, right.data)
+            assert same_bits(stepped.master(left), uninterrupted.master(right))
+            ours, theirs = stepped.state[left], uninterrupted.state[right]
+            assert ours.keys() == theirs.keys()
+            assert same_bits(ours["exp_avg_sq"], theirs["exp_avg_sq"])
+
+
+def test_a_checkpoint_is_safe_for_torchs_adamw():
+    compressed = parameters()
+    optimizer = CompressedAdamW(compressed, **OPTIONS)
+    take_step(optimizer, compressed, 0)
+    half_way(optimizer, compressed[0])
+    masters = [optimizer.master(parameter).clone() for parameter in compressed]
+    saved = optimizer.state_dict()
+    assert not any(state["exp_avg_sq"].signbit().any() for state in saved["state"].values())
+    assert all(same_bits(optimizer.master(p), m) for p, m in zip(compressed, masters, strict=True))
+
+    saved = copy.deepcopy(optimizer.state_dict())
+    moments = [state["exp_avg_sq"].clone() for state in saved["state"].values()]
+    plain = [nn.Parameter(p.detach().float()) for p in compressed]
+    adamw = torch.optim.AdamW(plain, **OPTIONS)
+    adamw.load_state_dict(saved)
+    assert all(same_bits(adamw.state[p]["exp_avg_sq"], m) for p, m in zip(plain, moments, strict=True))
+    take_step(adamw, plain, 1)
+    assert all(p.isfinite().all() for p in plain)
+
+    for parameter, stepped in zip(compressed, plain, strict=True):
+        parameter.data.copy_(stepped.data)
+    back = CompressedAdamW(compressed, **OPTIONS)
+    back.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    assert all(torch.equal(back.master(p), p.float()) for p in compressed)  # remainders were of the weights before
+    take_step(back, compressed, 2)
+
+
+def test_a_state_dict_given_out_can_be_loaded_after_a_step():
+    """It holds the states themselves, as torch's does, and shows them as they are then."""
+    compressed = parameters()
+    optimizer = CompressedAdamW(compressed, **OPTIONS)
+    take_step(optimizer, compressed, 0)
+    half_way(optimizer, compressed[0])
+    given_out = optimizer.state_dict()
+    take_step(optimizer, compressed, 1)
+    masters = [optimizer.master(parameter).clone() for parameter in compressed]
+    other = CompressedAdamW(compressed, **OPTIONS)
+    other.load_state_dict(given_out)
+    assert all(same_bits(other.master(p), m) for p, m in zip(compressed, masters, strict=True))
 
 
 def test_a_state_of_torchs_adamw_is_taken():
@@ -275,11 +337,38 @@ def test_stochastic_rounding_does_not_depend_on_the_order_of_the_parameters_step
     assert all(same_bits(left.data, right.data) for left, right in zip(together, alone, strict=True))
 
 
-def seeded(trained: list[nn.Parameter]) -> CompressedAdamW:
-    torch.manual_seed(5)
-    optimizer = CompressedAdamW(trained, **OPTIONS, remainder="stochastic")
+def seeded(trained: list[nn.Parameter], seed: int = 5) -> CompressedAdamW:
+    optimizer = CompressedAdamW(trained, **OPTIONS, remainder="stochastic", seed=seed)
     optimizer.compress_()
     return optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["made", "compressed"])
+def test_stochastic_rounding_is_the_same_on_every_rank(dtype):
+    """Whatever each rank's generator has come to."""
+    ranks = [parameters(dtype) for _ in range(3)]
+    optimizers = []
+    for rank, (trained, seed) in enumerate(zip(ranks, (5, 5, 6), strict=True)):
+        torch.manual_seed(rank)
+        optimizers.append(seeded(trained, seed))
+    for step in range(3):
+        for trained, optimizer in zip(ranks, optimizers, strict=True):
+            take_step(optimizer, trained, step)
+    same, other = ([same_bits(a.data, b.data) for a, b in zip(ranks[0], rank, strict=True)] for rank in ranks[1:])
+    assert all(same)
+    assert not all(other)
+    seeds = [state["seed"] for state in optimizers[0].state.values()]
+    assert len(set(seeds)) == len(SHAPES)
+
+
+def test_a_resumed_run_has_the_seed_of_the_first():
+    fresh, resumed = parameters(), parameters()
+    first, second = seeded(fresh, 5), seeded(resumed, 6)
+    second.load_state_dict(CompressedAdamW(parameters(), **OPTIONS, seed=5).state_dict())
+    for step in range(2):
+        take_step(first, fresh, step)
+        take_step(second, resumed, step)
+    assert all(same_bits(left.data, right.data) for left, right in zip(fresh, resumed, strict=True))
 
 
 @pytest.mark.parametrize(("remainder", "state_bytes"), [("exact", 10), ("stochastic", 8)])

@@ -2,16 +2,20 @@
 
 import inspect
 import sys
-from types import MethodType, ModuleType
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import build, gradients, loss_of, prepared, separate, with_adapters
+from tiny_models import assert_same, build, gradients, loss_of, prepared, separate, with_adapters
 from transformers.models.llama import modeling_llama as llama
 
-from lowtide.memory import liger
+from lowtide.memory import liger, table
+from lowtide.memory.checkpointing import POLICIES, set_checkpointing
 from lowtide.memory.liger import liger_kernels
+from lowtide.memory.offloading import ActivationOffload
+from lowtide.memory.table import TECHNIQUES
+from lowtide.memory.technique import Site
 
 modeling_llama: Any = llama
 
@@ -26,9 +30,26 @@ class FusedNorm(torch.nn.Module):
         return (self.offset + self.weight) * normed.to(hidden.dtype)
 
 
+class FusedGate(torch.autograd.Function):
+    """Writes its gradients over what it has saved, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads):
+        gate, up = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [each.detach().clone().requires_grad_() for each in (gate, up)]
+            found = torch.autograd.grad(torch.nn.functional.silu(inputs[0]) * inputs[1], inputs, grads)
+        return tuple(saved.detach().copy_(each) for saved, each in zip((gate, up), found, strict=True))
+
+
 class FusedMLP(torch.nn.Module):
     def forward(self: Any, x):
-        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(FusedGate.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 def fused_rotary(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
@@ -129,7 +150,9 @@ def test_a_patch_that_takes_the_forward_is_undone(package):
 
 def test_why_there_are_none(package, monkeypatch):
     package.MODEL_TYPE_TO_APPLY_LIGER_FN.pop("llama")
-    assert liger_kernels(build()).reason == "no Liger kernels: liger-kernel has none for llama"
+    assert "none for model type llama" in liger_kernels(build()).reason
+    assert "this is a Linear" in liger_kernels(torch.nn.Linear(2, 2)).reason
+    package.MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] = patch_llama
     monkeypatch.setattr(liger, "_on_cuda", lambda model: False)
     found = liger_kernels(build())
     assert found.reason == "no Liger kernels: the model is not on a CUDA device"
@@ -137,4 +160,40 @@ def test_why_there_are_none(package, monkeypatch):
     found.undo()
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
     assert "pip install liger-kernel" in liger_kernels(build()).reason
-    assert "no transformers model" in liger_kernels(torch.nn.Linear(2, 2)).reason
+
+
+def site(model) -> Site:
+    """On a GPU, if it is to be believed."""
+    options = SimpleNamespace(use_liger_kernel=True, torch_compile=False, mlp_tile_tokens=None)
+    return Site(options, model, torch.device("cuda"))
+
+
+def test_a_model_type_without_kernels_is_refused_before_training(package, monkeypatch):
+    technique = TECHNIQUES["liger kernels"]
+    monkeypatch.setattr(table, "find_spec", lambda name: object())
+    table.prepare(site(build()), [technique])
+    with pytest.raises(ValueError, match=r"liger kernels \(use_liger_kernel=True\).*none for model type gpt_neox"):
+        table.prepare(site(build("gpt_neox")), [technique])
+    monkeypatch.setattr(liger, "_on_cuda", lambda model: False)
+    with pytest.raises(ValueError, match="the model is not on a CUDA device"):
+        table.begin(site(build()), [technique])
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'lowtide\[liger\]'"):
+        table.prepare(site(build("gpt_neox")), [technique])
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+def test_offloaded_activations_come_back_to_the_kernels(package, policy):
+    model: Any = prepared(build())
+    if policy is not None:
+        model.activation_checkpointing_enable()
+        set_checkpointing(model, policy)
+    kernels = liger_kernels(model)
+    wanted = run(model)
+    offload = ActivationOffload(model, torch.device("cpu"), min_bytes=1)
+    with offload.around():
+        loss, got = run(model)
+    kernels.undo()
+    assert torch.equal(loss, wanted[0])
+    assert_same(got, wanted[1])
+    assert offload.peak_offloaded_bytes > 0

@@ -3,7 +3,9 @@
 import contextlib
 import subprocess
 import sys
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tiny_models import assert_same, build, gradients, loss_of, prepared, separa
 from torch import nn
 
 from lowtide.memory.offloading import ActivationOffload
-from lowtide.memory.spill_file import FreeSpace, SpillFile
+from lowtide.memory.spill_file import FreeSpace, SpillFile, folder_on_a_disk, is_in_memory
 from lowtide.memory.tiled_mlp import install_tiled_mlp
 
 CPU = torch.device("cpu")
@@ -262,13 +264,13 @@ def test_a_graph_can_be_used_twice():
 
 
 RESIDENT = """
-import sys, torch
+import torch
 from lowtide.memory.measure import peak_resident_bytes
 from lowtide.memory.offloading import ActivationOffload
 
 def rise(offloaded):
     x = torch.randn(1 << 21, requires_grad=True)  # 8 MiB
-    offload = ActivationOffload(torch.nn.Module(), torch.device("cpu"), folder=sys.argv[1])
+    offload = ActivationOffload(torch.nn.Module(), torch.device("cpu"))
     before = peak_resident_bytes()
     with offload.around() if offloaded else torch.enable_grad():
         y = x
@@ -282,10 +284,8 @@ print(rise(True), rise(False))
 """
 
 
-def test_resident_memory_falls(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", RESIDENT, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
-    )
+def test_resident_memory_falls():
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     offloaded, plain = map(int, done.stdout.split())
     assert plain > 100  # 24 tensors of 8 MiB, and what was there before
@@ -314,6 +314,30 @@ def test_file_space_is_joined_and_used_again():
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere.*activation_offloading_dir"):
         SpillFile(tmp_path / "nowhere")
+
+
+SHM = Path("/dev/shm")
+with_shm = pytest.mark.skipif(not (SHM.exists() and is_in_memory(SHM)), reason="there is no folder in memory")
+
+
+@with_shm
+def test_a_folder_in_memory_is_refused():
+    with pytest.raises(ValueError, match=r"/dev/shm stay in memory.*activation_offloading_dir"):
+        EVERYTHING(nn.Module(), folder=SHM)
+
+
+@with_shm
+def test_where_temporary_files_are_in_memory_the_output_folder_is_taken(monkeypatch, tmp_path, caplog):
+    assert folder_on_a_disk(str(SHM)) is None  # temporary files are on a disk, or nothing is
+    monkeypatch.setattr(tempfile, "tempdir", str(SHM))
+    assert folder_on_a_disk(str(SHM / "not" / "yet")) is None
+    assert SpillFile(None).folder == SHM
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    if is_in_memory(tmp_path):
+        pytest.skip("the folder of the test is in memory too")
+    assert folder_on_a_disk(str(tmp_path / "not" / "yet")) == tmp_path
+    assert SpillFile(folder_on_a_disk(str(tmp_path))).folder == tmp_path
+    assert len(caplog.records) == 1
 
 
 def test_a_full_disk_is_named():

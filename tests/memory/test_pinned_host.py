@@ -4,13 +4,17 @@ A copy on a side stream runs only when somebody waits for it. A tensor let go to
 buffer read before it is written then shows as a wrong value or a failed assertion. The computation itself runs at once.
 """
 
+import functools
+
 import pytest
 import torch
 from tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from lowtide.memory.checkpointing import POLICIES, _contexts, set_checkpointing
 from lowtide.memory.offloading import ActivationOffload
 from lowtide.memory.pinned_host import PinnedHost
 
@@ -115,11 +119,15 @@ def offload_to(store, model, **options):
 
 
 @pytest.mark.parametrize("batch", [separate, shared])
-@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
-def test_gradients_are_the_same_bits(batch, checkpointing):
+@pytest.mark.parametrize(
+    ("checkpointing", "policy"),
+    [(None, "full"), ({"use_reentrant": True}, "full"), *(({"use_reentrant": False}, policy) for policy in POLICIES)],
+)
+def test_gradients_are_the_same_bits(batch, checkpointing, policy):
     model = prepared(build())
     if checkpointing is not None:
         model.activation_checkpointing_enable(checkpointing)
+        set_checkpointing(model, policy, kwargs=checkpointing)
     loss_of(model, batch()).backward()
     wanted = gradients(model)
     store = host()
@@ -152,6 +160,30 @@ def test_those_that_left_before_set_out_ahead():
     for n in (4, 3, 2, 1, 0):
         assert torch.empty(0).set_(store.get(stored[n])).tolist() == [float(n)] * 10
     assert all(each.back is None for each in stored)
+
+
+def test_what_a_layer_keeps_sets_out_in_the_order_of_its_leaving():
+    store = host()
+    stored = [store.put(torch.full((10,), float(n))) for n in range(8)]
+    store.get(stored[3])  # the input of a layer, which has kept the others
+    assert [n for n, each in enumerate(stored) if each.back is not None] == [4, 5]
+    for n in (4, 5, 6):
+        store.get(stored[n])
+    assert [n for n, each in enumerate(stored) if each.back is not None] == [2, 7]
+
+
+def test_a_change_while_what_is_kept_leaves_is_an_error():
+    offload = offload_to(host(), nn.Module())
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def changed(x):
+        return (x @ weight).mul_(2).sin()
+
+    with offload.around():
+        kept = functools.partial(_contexts, POLICIES["matmul"])
+        y = checkpoint(changed, torch.randn(4, 4), use_reentrant=False, context_fn=kept)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
 
 
 def test_what_set_out_and_is_not_asked_for_is_let_go_after_its_copy():

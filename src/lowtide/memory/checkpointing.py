@@ -3,7 +3,9 @@
 transformers checkpoints whole layers: `activation_checkpointing_enable` gives each of its layers a flag and a function
 that runs it. `set_checkpointing` sets both anew, after it, so that a layer keeps some of what is dear to compute again,
 or only some layers are checkpointed. What is kept is chosen by operation, as in selective activation checkpointing
-(arXiv 2205.05198) with PyTorch's `create_selective_checkpoint_contexts`.
+(arXiv 2205.05198). Deviations from PyTorch's `create_selective_checkpoint_contexts`: where activations are offloaded,
+what is kept goes where they go; and of what is not kept, the recomputation need not repeat the same operations, since a
+compiled layer may run another of its graphs by then.
 
 Exact: what is computed again comes out with the same bits, wherever the model's operations are deterministic. Under
 autocast the policies that keep something do without its cache of cast weights. That shows in the last bits only where
@@ -14,13 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
+from lowtide.memory.offloading import Held, hold
 from lowtide.memory.tiled_mlp import computing_tiles
 
 ATTENTION = frozenset(
@@ -100,14 +106,58 @@ def set_checkpointing(
 
 def _contexts(kept: frozenset[str]) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     """For the forward of a layer and for its recomputation."""
+    results: Results = defaultdict(deque)
+    return _without_cached_casts(_Keeping(kept, results)), _Giving(kept, results)
 
-    def choose(_context: object, op: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+
+Results = defaultdict[Any, deque[tuple[list[Any], TreeSpec]]]
+"""By operation, what its calls gave, one after the other."""
+
+
+class _Watching(TorchDispatchMode):
+    """Sees a layer's operations, around compiled graphs too."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: frozenset[str], results: Results) -> None:
+        super().__init__()
+        self.kept, self.results = kept, results
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def _is_kept(self, operation: Any) -> bool:
         # Tiles are computed again by their own backward, which asks for none of their products.
-        keep = op.name() in kept and not computing_tiles.get()
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        return operation.name() in self.kept and not computing_tiles.get()
 
-    forward, again = create_selective_checkpoint_contexts(choose)
-    return _without_cached_casts(forward), again
+
+class _Keeping(_Watching):
+    """Forward: what the policy says is kept."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._is_kept(func):
+            leaves, tree = tree_flatten(out)
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                held = [hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # sees changes in place
+            self.results[func].append((held, tree))
+        return out
+
+
+class _Giving(_Watching):
+    """Recomputation: what was kept takes the place of its computation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._is_kept(func):
+            return func(*args, **(kwargs or {}))
+        if not self.results[func]:
+            raise RuntimeError(
+                f"a layer has kept fewer results of {func} than its recomputation asks for: it was computed in another "
+                "way than in forward, or is gone through backward twice; use the checkpointing policy 'full'"
+            )
+        held, tree = self.results[func].popleft()
+        return tree_unflatten([leaf.tensor() if isinstance(leaf, Held) else leaf for leaf in held], tree)
 
 
 @contextlib.contextmanager

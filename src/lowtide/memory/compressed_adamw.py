@@ -7,7 +7,8 @@ instead of 14, and its gradient 2 instead of 4. The float32 masters exist for a 
 
 Exact, bit by bit. Rounding to the nearest even leaves 65,537 remainders: from -0x8000 to 0x8000, since a weight
 that is even attracts the ties on both of its sides. The one bit that 16 cannot hold is the sign of the second moment,
-which is never negative: where it is set, the remainder reads 0x8000 instead of -0x8000.
+which is never negative: where it is set, the remainder reads 0x8000 instead of -0x8000. Other AdamWs take its root, so
+`state_dict` takes the signs off and lists their places beside it; the next step puts them back.
 
 The same split is in NVIDIA's Apex (`DistributedFusedAdam`, `store_param_remainders`), which truncates where the passes
 would round. Stochastic rounding, the other option, keeps no remainder and is not exact: the float32 result is rounded
@@ -17,12 +18,14 @@ see `eight_bit`: 4 bytes a parameter in all.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from jaxtyping import BFloat16, Float32, Int16
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -48,14 +51,15 @@ class CompressedAdamW(Optimizer):
         lr, betas, eps, weight_decay: those of `torch.optim.AdamW`.
         remainder: of the master, beyond the bfloat16 weight. "exact" keeps it, as int16 in the state; a master starts
             at the weight's value, or see `compress_`. "stochastic" does not keep it and rounds stochastically; a
-            parameter's random numbers come from a seed in its state, drawn from torch's generator when the optimizer
-            is made, so neither the order of steps nor a resumed run changes them.
+            parameter's random numbers come from a seed in its state, so neither the order of steps nor a resumed run
+            changes them.
+        seed: of all random numbers; with it and its number a parameter has the same ones on every rank.
         moment_bits: 32, or 8 beside a stochastic remainder: the moments of large bfloat16 parameters are rounded to 8
             bits in blocks.
 
     State of a bfloat16 parameter: `step`, float32 `exp_avg` and `exp_avg_sq` (the sign of which belongs to the
-    remainder), and int16 `remainder` or the integer `seed`. Moments in 8 bits are uint8 codes with float32
-    `exp_avg_scale` and `exp_avg_sq_scale`.
+    remainder, until `state_dict` lists in `ties` where it is set), and int16 `remainder` or the integer `seed`. Moments
+    in 8 bits are uint8 codes with float32 `exp_avg_scale` and `exp_avg_sq_scale`.
 
     Raises:
         ValueError: a parameter of another dtype or not contiguous, an unknown `remainder` or number of bits.
@@ -71,8 +75,9 @@ class CompressedAdamW(Optimizer):
         *,
         remainder: str = "exact",
         moment_bits: int = 32,
+        seed: int = 0,
     ):
-        kept = {"remainder": remainder, "moment_bits": moment_bits}
+        kept = {"remainder": remainder, "moment_bits": moment_bits, "seed": seed}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **kept})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -93,8 +98,7 @@ class CompressedAdamW(Optimizer):
                     f"shape {tuple(parameter.shape)}, strides {parameter.stride()}: load the model in bfloat16, or "
                     "choose another optimizer"
                 )
-            if group["remainder"] == "stochastic" and parameter.dtype == torch.bfloat16:
-                self.state[parameter]["seed"] = _draw_seed()
+        self._seed_parameters()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -127,8 +131,7 @@ class CompressedAdamW(Optimizer):
                 if group["remainder"] == "exact":
                     state = self._start_state(parameter, group)
                     _encode_(master, parameter.data, state["remainder"], state["exp_avg_sq"])
-                else:
-                    self.state[parameter]["seed"] = _draw_seed()
+        self._seed_parameters()
 
     @torch.no_grad()
     def master(self, parameter: nn.Parameter) -> Tensor:
@@ -137,23 +140,42 @@ class CompressedAdamW(Optimizer):
         state = self.state.get(parameter, {})
         if "remainder" not in state:
             return parameter.detach().float()
+        _sign_ties(state)
         return _decode(parameter.detach(), state["remainder"], state["exp_avg_sq"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, and safe for any AdamW: no second moment has a sign, `ties` lists where they were."""
+        state_dict = super().state_dict()
+        for state in self.state.values():  # which are those in the dict
+            _list_ties(state)
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which would round the moments to the parameters' dtype; `remainder` and `moment_bits` stay what
         they are here, and moments have the bits that they come in. Takes the states of `torch.optim.AdamW` too: a
         master then starts at the weight's value."""
-        own = [{name: group[name] for name in ("remainder", "moment_bits")} for group in self.param_groups]
+        own = [{name: group[name] for name in ("remainder", "moment_bits", "seed")} for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})
         numbers = iter([number for group in state_dict["param_groups"] for number in group["params"]])
         for group, kept in zip(self.param_groups, own, strict=True):
-            group.update(kept)
+            group.update({**kept, "seed": group.get("seed", kept["seed"])})
             for parameter, number in zip(group["params"], numbers, strict=False):
-                for name, value in state_dict["state"].get(number, {}).items():
-                    if name != "remainder" or kept["remainder"] == "exact":
-                        self.state[parameter][name] = _loaded(name, value, parameter)
+                saved = state_dict["state"].get(number, {})
+                stepped_since = saved.get("remainder", parameter).is_floating_point()  # torch's AdamW took it along
+                if kept["remainder"] != "exact" or stepped_since:
+                    saved = {name: value for name, value in saved.items() if name not in ("remainder", "ties")}
+                for name, value in saved.items():
+                    self.state[parameter][name] = _loaded(name, value, parameter)
+        self._seed_parameters()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _seed_parameters(self) -> None:
+        every = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        for number, (group, parameter) in enumerate(every):
+            if group["remainder"] == "stochastic" and parameter.dtype == torch.bfloat16:
+                drawn = random.Random(f"{group['seed']} {number}").getrandbits(62)
+                self.state[parameter].setdefault("seed", drawn)
 
     def _start_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[parameter]
@@ -178,6 +200,7 @@ class CompressedAdamW(Optimizer):
 
     def _step_compressed(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
+        _sign_ties(state)
         remainder = state["remainder"] if group["remainder"] == "exact" else None
         generator = None if remainder is not None else _advance(state, parameter)
         size = BLOCK.get(target_of(parameter).kind, BLOCK["cuda"])
@@ -261,18 +284,30 @@ def _round_stochastically_(
     weight.masked_fill_(master.isnan(), torch.nan)
 
 
-def _draw_seed() -> int:
-    return int(torch.randint(1 << 62, ()))
+def _list_ties(state: dict[str, Any]) -> None:
+    """Takes the signs off the second moment, and keeps their places; they are few."""
+    if "remainder" in state and "ties" not in state and not isinstance(state["exp_avg_sq"], FakeTensor):
+        state["ties"] = state["exp_avg_sq"].view(-1).signbit().nonzero().view(-1)
+        state["exp_avg_sq"].abs_()
+
+
+def _sign_ties(state: dict[str, Any]) -> None:
+    """Undoes `_list_ties`."""
+    ties = state.pop("ties", None)
+    if ties is not None:
+        moment = state["exp_avg_sq"].view(-1)
+        moment[ties] = -moment[ties].abs()
+        ties.resize_(0)  # a dict that was given out holds it beside the signs
 
 
 def _advance(state: dict[str, Any], parameter: Tensor) -> torch.Generator:
     """The random numbers of this parameter's next step."""
-    state["seed"] = (state["seed"] if "seed" in state else _draw_seed()) + 1
+    state["seed"] += 1
     return torch.Generator(parameter.device).manual_seed(state["seed"])
 
 
 def _loaded(name: str, value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
-    kept = name == "remainder" or value.dtype == torch.uint8
+    kept = name in ("remainder", "ties") or value.dtype == torch.uint8
     return value.to(parameter.device, value.dtype if kept else torch.float32)

@@ -93,6 +93,11 @@ class HostStates:
         assert optimizer is self.optimizer
         self._step_visiting(group, parameter, self._bring(parameter))
 
+    def take_home(self, parameter: Tensor) -> None:
+        """Sends states that were made outside of a step to host memory."""
+        if self._offload(parameter) and parameter in self.optimizer.state:
+            self._send(parameter, self._lane(parameter), {})
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's, but what lives in host memory goes there directly, in the dtype that it was saved in."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -119,7 +124,7 @@ class HostStates:
         if not self._offload(parameter):
             return None
         home = {name: value for name, value in self.optimizer.state.get(parameter, {}).items() if _moves(value)}
-        lane = self._lanes.setdefault(parameter.device, _Lane(parameter.device))
+        lane = self._lane(parameter)
         with lane.copying():
             brought = {
                 name: value.to(parameter.device, non_blocking=lane.asynchronous, copy=True)
@@ -127,22 +132,34 @@ class HostStates:
             }
             return _Visit(lane, home, brought, lane.mark())
 
+    def _lane(self, parameter: Tensor) -> _Lane:
+        if parameter.device not in self._lanes:
+            self._lanes[parameter.device] = _Lane(parameter.device)
+        return self._lanes[parameter.device]
+
     def _step_visiting(self, group: dict[str, Any], parameter: Tensor, visit: _Visit | None) -> None:
         if visit is None:
             return step_alone(self.optimizer, group, parameter)
         visit.lane.arrive(visit.brought, visit.mark)
         if visit.brought:
             self.optimizer.state[parameter].update(visit.brought)
-        step_alone(self.optimizer, group, parameter)
+        try:
+            step_alone(self.optimizer, group, parameter)
+        except BaseException:
+            self.optimizer.state[parameter].update(visit.home)  # as they were: the step may be repeated
+            raise
+        self._send(parameter, visit.lane, visit.home)
+
+    def _send(self, parameter: Tensor, lane: _Lane, homes: dict[str, Tensor]) -> None:
         state = self.optimizer.state[parameter]
-        with visit.lane.copying(after_step=True):
+        with lane.copying(after_step=True):
             for name, value in state.items():
                 if _moves(value):
-                    home = visit.home.get(name)
+                    home = homes.get(name)
                     if home is None or home.device.type != "cpu" or home.shape != value.shape:
                         home = _host_like(value, parameter.device)
-                    visit.lane.leave(value)
-                    state[name] = home.copy_(value, non_blocking=visit.lane.asynchronous)
+                    lane.leave(value)
+                    state[name] = home.copy_(value, non_blocking=lane.asynchronous)
 
 
 class _Lane:

@@ -42,15 +42,12 @@ def liger_kernels(model: nn.Module) -> LigerKernels:
     Args:
         model: of transformers, wrapped or not, on its device.
     """
-    from transformers import PreTrainedModel
-
-    found: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)][:1]
-    reason = _why_not(found[0]) if found else "it is no transformers model"
+    reason = _not_installed() or why_no_kernels(model) or _elsewhere(model)
     if reason is not None:
         return LigerKernels((), f"no Liger kernels: {reason}", lambda: None)
     from liger_kernel.transformers import monkey_patch
 
-    (inner,) = found
+    inner = _of_transformers(model)
     kind = inner.config.model_type
     known = inspect.signature(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[kind]).parameters
     undo = _remember(inner)
@@ -66,15 +63,31 @@ def liger_kernels(model: nn.Module) -> LigerKernels:
     return LigerKernels(applied, f"Liger kernels: {', '.join(applied)}", undo)
 
 
-def _why_not(model: Any) -> str | None:
-    if find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed (pip install liger-kernel)"
-    if not _on_cuda(model):
-        return "the model is not on a CUDA device"
+def why_no_kernels(model: nn.Module) -> str | None:
+    """Why Liger, where it is installed, has no kernels for a model; None if it has."""
     from liger_kernel.transformers import monkey_patch
 
-    kind = model.config.model_type
-    return None if kind in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN else f"liger-kernel has none for {kind}"
+    inner = _of_transformers(model)
+    if inner is None:
+        return f"liger-kernel patches models of transformers, and this is a {type(model).__name__}"
+    kind = inner.config.model_type
+    if kind in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return None
+    return f"liger-kernel has none for model type {kind}: leave it out, or take torch_compile=True in its place"
+
+
+def _of_transformers(model: nn.Module) -> Any:
+    from transformers import PreTrainedModel
+
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+
+
+def _not_installed() -> str | None:
+    return "liger-kernel is not installed (pip install liger-kernel)" if find_spec("liger_kernel") is None else None
+
+
+def _elsewhere(model: nn.Module) -> str | None:
+    return None if _on_cuda(model) else "the model is not on a CUDA device"
 
 
 def _on_cuda(model: nn.Module) -> bool:

@@ -13,6 +13,8 @@ What stays, because somebody holds it through the step anyway and moving a copy 
 (token ids, positions and indices, which are the batch's own), and everything below a size, which covers the outputs
 of a model with the fused head, [scores]. What a backward itself saves (the recomputation of a reentrant checkpoint) is
 wanted at once and stays too.
+
+What a checkpointed layer keeps by a policy passes no hook: `memory.checkpointing` hands it to `hold`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +38,15 @@ from lowtide.memory.pinned_host import PinnedHost
 from lowtide.memory.spill_file import SpillFile
 
 MIN_BYTES = 1 << 16
+
+_around: ContextVar[ActivationOffload | None] = ContextVar("_around", default=None)
+"""The offload whose forward this is."""
+
+
+def hold(tensor: Tensor) -> Held:
+    """What stands for a tensor until backward: it is moved away, if activations are and it is one of those that go."""
+    offload = _around.get()
+    return Stayed.as_it_is(tensor) if offload is None else offload.hold(tensor)
 
 
 class Store(Protocol):
@@ -89,7 +101,7 @@ class ActivationOffload:
         max_host_bytes: so much may be away at a time, in the file or in host memory; beyond it, tensors stay.
 
     Raises:
-        ValueError: the folder cannot be written to, or the device is neither a CPU nor a CUDA device.
+        ValueError: the folder cannot be written to or is in memory, or the device is neither a CPU nor a CUDA device.
     """
 
     def __init__(
@@ -122,8 +134,19 @@ class ActivationOffload:
         """For the forward of a micro-batch; its backward may run inside or, with nothing to enter, after it."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         self._held = frozenset(storage for tensor in tensors for storage in _storages(tensor))
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-            yield
+        before = _around.set(self)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.hold, _unpack):
+                yield
+        finally:
+            _around.reset(before)
+
+    def hold(self, tensor: Tensor) -> Held:
+        """What stands for a tensor until backward."""
+        offloaded = self._offloaded(tensor) if self._is_worth_it(tensor) else None
+        if offloaded is None:
+            return Stayed.as_it_is(tensor)
+        return Away(offloaded, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     @property
     def offloaded_bytes(self) -> int:
@@ -135,12 +158,6 @@ class ActivationOffload:
     def peak_offloaded_bytes(self) -> int:
         """The most bytes that have been away at a time."""
         return self._peak
-
-    def _pack(self, tensor: Tensor) -> _Kept | _View:
-        offloaded = self._offloaded(tensor) if self._is_worth_it(tensor) else None
-        if offloaded is None:
-            return _Kept(tensor.detach(), tensor._version)
-        return _View(offloaded, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
         if type(tensor) not in (Tensor, FakeTensor) or tensor.device != self.device or tensor.layout != torch.strided:
@@ -202,8 +219,8 @@ class _Offloaded:
     __del__ = _forget
 
 
-class _View(NamedTuple):
-    """A saved tensor whose storage is away."""
+class Away(NamedTuple):
+    """A tensor whose storage is away."""
 
     offloaded: _Offloaded
     dtype: torch.dtype
@@ -212,6 +229,7 @@ class _View(NamedTuple):
     offset: int
 
     def tensor(self) -> Tensor:
+        """It, brought back."""
         storage = self.offloaded.storage()
         if isinstance(storage, Tensor):
             return storage.view(self.dtype).as_strided(self.size, self.stride, self.offset)
@@ -219,13 +237,18 @@ class _View(NamedTuple):
         return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
 
 
-class _Kept(NamedTuple):
+class Stayed(NamedTuple):
     """A saved tensor that stayed. The hooks take autograd's own check for changes in place away, so it is made here."""
 
     detached: Tensor
     version: int
 
+    @classmethod
+    def as_it_is(cls, tensor: Tensor) -> Stayed:
+        return cls(tensor.detach(), tensor._version)
+
     def tensor(self) -> Tensor:
+        """It, unless it was changed."""
         if self.detached._version != self.version:
             raise RuntimeError(
                 f"a tensor {list(self.detached.shape)} that backward needs was changed in place after forward "
@@ -234,8 +257,11 @@ class _Kept(NamedTuple):
         return self.detached
 
 
-def _unpack(packed: _Kept | _View) -> Tensor:
-    return packed.tensor()
+Held = Away | Stayed
+
+
+def _unpack(held: Held) -> Tensor:
+    return held.tensor()
 
 
 def _storages(tensor: Tensor) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lowtide.memory.checkpointing import POLICIES
 from lowtide.option import option
@@ -24,7 +25,7 @@ class MemoryOptions:
         False, "Keep what backward needs in host memory (from a GPU) or in a file (from a CPU) until it is needed."
     )
     activation_offloading_dir: str | None = option(
-        None, "Folder of that file; by default the system's for temporary files, which should be on a disk."
+        None, "Folder of that file, on a disk; by default the system's for temporary files, or the output folder."
     )
     activation_offloading_max_bytes: int | None = option(None, "The most that is away at a time. None: no limit.")
     mlp_tile_tokens: int | None = option(None, "Tokens that an MLP sees at a time, for long rows. None: all.")
@@ -39,11 +40,12 @@ class MemoryOptions:
     use_liger_loss: bool | None = option(None, "An older name of the fused head, which is always on.")
 
     def check_memory(self, max_grad_norm: float) -> None:
-        """Refuses what cannot work together.
+        """Refuses what cannot work together; what transformers has other words for is said in these from here on.
 
         Raises:
             ValueError: naming the options and the way out.
         """
+        self._take_checkpointing_kwargs()
         if self.checkpointing_policy not in POLICIES:
             raise ValueError(f"checkpointing_policy={self.checkpointing_policy!r} is not one of {', '.join(POLICIES)}")
         for name in ("checkpointing_every", "mlp_tile_tokens", "activation_offloading_max_bytes"):
@@ -68,3 +70,23 @@ class MemoryOptions:
                 f"optimizer_in_backward={TWO_PASS!r} takes a pass for the norm, which max_grad_norm=0 does not clip "
                 "by: set optimizer_in_backward=True"
             )
+
+    def _take_checkpointing_kwargs(self) -> None:
+        """transformers has `every_n_layers` and `offload` among what it passes on to torch."""
+        given: Any = getattr(self, "gradient_checkpointing_kwargs", None)
+        kwargs = dict(given or {})
+        every = kwargs.pop("every_n_layers", None)
+        if kwargs.pop("offload", False):
+            raise ValueError(
+                "`offload` in gradient_checkpointing_kwargs is activation_offloading=True here: set that in its place"
+            )
+        if every is None:
+            return
+        if self.checkpointing_every not in (1, every):
+            raise ValueError(
+                f"checkpointing_every={self.checkpointing_every} and every_n_layers={every} in "
+                "gradient_checkpointing_kwargs are two words for one thing: leave the latter out"
+            )
+        self.checkpointing_every = every
+        for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+            setattr(self, name, kwargs)

@@ -5,8 +5,10 @@ Two streams of their own carry the copies, so that they overlap with kernels:
 - *out*: a copy waits for the kernels before it, which wrote the tensor. Until it is done the device tensor is held
   here; the oldest of more than `IN_FLIGHT` is let go once the computation waits for its copy, so that whatever is
   written into that memory next comes after it.
-- *in*: storages are wanted in the opposite order of their leaving, so with each that is asked for the `AHEAD` before it
-  set out as well. A copy waits for the kernels that used its memory before, and the computation waits for the copy.
+- *in*: storages are wanted in the opposite order of their leaving, but for what a checkpointed layer keeps, which is
+  wanted in the same. So with each that is asked for `AHEAD` more set out: of those that left just after it and still
+  wait, which only such a layer leaves, and then of those before it. A copy waits for the kernels that used its memory
+  before, and the computation waits for the copy.
 
 Host buffers come from PyTorch's pool of pinned memory, which hands a freed one out again only after the copies that
 touch it are done. It rounds sizes up to powers of two, and so do the sizes counted here.
@@ -83,14 +85,16 @@ class PinnedHost:
         return stored
 
     def get(self, stored: Pinned) -> UntypedStorage:
-        """The storage on the device, for the current stream; those that left before it set out as well."""
+        """The storage on the device, for the current stream; those wanted next set out as well."""
         while self._leaving:  # forward is over, and its last tensors need not be held
             self._let_go()
         if stored.changed:
             raise RuntimeError("a tensor that backward needs was changed in place while it was being offloaded")
-        for number in range(stored.number, max(stored.number - AHEAD, 0) - 1, -1):
-            if (wanted := self._waiting.get(number)) is not None:
-                self._set_out(wanted)
+        self._set_out(stored)
+        after = range(stored.number + 1, stored.number + 1 + AHEAD)
+        before = sorted((number for number in self._waiting if number < stored.number), reverse=True)
+        for wanted in [self._waiting[number] for number in (*after, *before) if number in self._waiting][:AHEAD]:
+            self._set_out(wanted)
         self._waiting.pop(stored.number, None)
         back, stored.back = stored.back, None
         assert back is not None, "a storage is read back once"

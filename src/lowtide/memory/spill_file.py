@@ -2,15 +2,16 @@
 
 The file is written and read at given places (`pwrite`, `preadv`), never mapped: a mapped page that was touched counts
 as resident, a page of the system's file cache does not, and the system writes it out whenever it wants the memory.
-What a moved tensor leaves is mostly a hole in the heap, which the
-next tensor need not fit: with each that moves, holes are given back (`memory.host_heap`).
-The file has no name: nothing is left of it, however the process ends.
+What a moved tensor leaves is mostly a hole in the heap, which the next tensor need not fit: with each that moves, holes
+are given back (`memory.host_heap`). A file in a folder that is itself in memory (`tmpfs`) would save nothing. The file
+has no name: nothing is left of it, however the process ends.
 """
 
 from __future__ import annotations
 
 import bisect
 import errno
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -20,6 +21,30 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lowtide.memory.host_heap import trim_heap
+
+logger = logging.getLogger(__name__)
+
+IN_MEMORY = ("tmpfs", "ramfs")
+ON_A_DISK = "give a folder on a disk that can be written to as `activation_offloading_dir`"
+
+
+def is_in_memory(folder: str | Path) -> bool:
+    """Whether what is written to a folder stays in memory; on Linux, elsewhere it is taken for a disk."""
+    try:
+        device = os.stat(folder).st_dev
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return any(mount[2] == number and mount[mount.index("-") + 1] in IN_MEMORY for mount in mounts)
+
+
+def folder_on_a_disk(output_dir: str) -> Path | None:
+    """For a file that nobody has given a folder: None for the system's for temporary files, or, where that is in memory
+    and they are not, the output folder or the one that it will be made in."""
+    output = Path(output_dir).absolute()
+    there = next(folder for folder in (output, *output.parents) if folder.exists())
+    return there if is_in_memory(tempfile.gettempdir()) and not is_in_memory(there) else None
 
 
 class Extent(NamedTuple):
@@ -64,21 +89,27 @@ class SpillFile:
     """The bytes of storages in an unlinked temporary file (a `Store` of `memory.offloading`).
 
     Args:
-        folder: where the file lies; by default the system's folder for temporary files. One in memory (`tmpfs`) saves
-            nothing.
+        folder: where the file lies; by default the system's folder for temporary files, and a warning if that is in
+            memory.
 
     Raises:
-        ValueError: the folder cannot be written to.
+        ValueError: the folder cannot be written to, or is in memory.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = Path(folder or tempfile.gettempdir())
+        if is_in_memory(self.folder):
+            nothing = (
+                f"activations that are offloaded to {self.folder} stay in memory, so nothing is saved: {ON_A_DISK}"
+            )
+            if folder is not None:
+                raise ValueError(nothing)
+            logger.warning(nothing)
         try:
             self._file = tempfile.TemporaryFile(prefix="lowtide-", dir=self.folder, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ValueError(
-                f"activations cannot be offloaded to {self.folder}: {error.strerror}: "
-                "give a folder on a disk that can be written to as `activation_offloading_dir`"
+                f"activations cannot be offloaded to {self.folder}: {error.strerror}: {ON_A_DISK}"
             ) from error
         self.space = FreeSpace()
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from lowtide.memory.checkpointing import set_checkpointing
 from lowtide.memory.compiling import compile_layers, remove_compilation
-from lowtide.memory.liger import liger_kernels
+from lowtide.memory.liger import liger_kernels, why_no_kernels
 from lowtide.memory.offloading import ActivationOffload
 from lowtide.memory.options import TWO_PASS
+from lowtide.memory.spill_file import folder_on_a_disk
 from lowtide.memory.technique import Site, Technique
 from lowtide.memory.tiled_mlp import install_tiled_mlp
 from lowtide.ops.target import kind_of
@@ -58,7 +59,7 @@ def _offloading(site: Site) -> Callable[[], Any]:
     offload = ActivationOffload(
         site.model,
         site.device,
-        folder=options.activation_offloading_dir,
+        folder=options.activation_offloading_dir or folder_on_a_disk(options.output_dir),
         max_host_bytes=options.activation_offloading_max_bytes,
     )
     return offload.around
@@ -96,6 +97,17 @@ def _states_at_home(site: Site) -> str | None:
 
 def _no_liger(site: Site) -> str | None:
     return None if site.device.type == "cuda" else "liger's kernels are Triton's, for a GPU"
+
+
+def _liger_refused(site: Site) -> str | None:
+    return _compiled_or_tiled("use_liger_kernel")(site) or why_no_kernels(site.model)
+
+
+def _liger(site: Site) -> Callable[[], None]:
+    kernels = liger_kernels(site.model)
+    if not kernels.applied:
+        raise ValueError(f"liger kernels (use_liger_kernel=True) cannot work here: {kernels.reason}")
+    return kernels.undo
 
 
 def _no_vocabulary(site: Site) -> str | None:
@@ -260,9 +272,9 @@ TECHNIQUES: dict[str, Technique] = {
             {"use_liger_kernel": True},
             option_is("use_liger_kernel"),
             lowers=("activations",),
-            refused=_compiled_or_tiled("use_liger_kernel"),
+            refused=_liger_refused,
             idle=_no_liger,
-            begin=lambda site: liger_kernels(site.model).undo,
+            begin=_liger,
             needs=("liger_kernel",),
         ),
         Technique(
@@ -324,7 +336,7 @@ def prepare(site: Site, techniques: Iterable[Technique]) -> None:
     """
     techniques = [technique for technique in techniques if technique.idle(site) is None]
     for technique in techniques:
-        if reason := technique.refused(site) or _missing(technique):
+        if reason := _missing(technique) or technique.refused(site):
             settings = ", ".join(f"{name}={getattr(site.options, name)!r}" for name in technique.options)
             raise ValueError(f"{technique.name} ({settings}) cannot work here: {reason}")
     for technique in techniques:

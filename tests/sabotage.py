@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +14,33 @@ from torch import Tensor, nn
 from lowtide.ops import linear_logprobs
 
 PLACES = ("forward", "head", "backward")
+OPTIMIZER = "optimizer"
+"""A place of its own: the step alone is repeated, with the gradients that are there."""
+ERRORS = {
+    "CUDA": (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 3.00 GiB"),
+    "CPU": (RuntimeError, "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
+    "cuBLAS": (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+}
+"""How an exhausted memory shows, by who says so: type and text."""
+
+
+def _passing(function: Callable[..., Tensor], pass_by: Callable[[], None]) -> Callable[..., Tensor]:
+    """A function that makes tensors; `pass_by` is called where an optimizer of torch calls it."""
+
+    def passed(*args: Any, **kwargs: Any) -> Tensor:
+        if "/torch/optim/" in sys._getframe(1).f_code.co_filename:
+            pass_by()
+        return function(*args, **kwargs)
+
+    return passed
 
 
 @contextlib.contextmanager
-def out_of_memory(model: nn.Module, place: str, number: int) -> Iterator[list[str]]:
-    """While it lasts, the `number`-th passage (from 0) of a place raises as CUDA's allocator does.
+def out_of_memory(model: nn.Module, place: str, number: int, error: str = "CUDA") -> Iterator[list[str]]:
+    """While it lasts, the `number`-th passage (from 0) of a place raises an error of `ERRORS`.
+
+    The optimizer's place is where it makes the states of a parameter: the passages of the first step are as many as
+    parameters.
 
     Yields:
         the places where it did.
@@ -29,7 +53,8 @@ def out_of_memory(model: nn.Module, place: str, number: int) -> Iterator[list[st
         passed += 1
         if passed == number + 1:
             fired.append(place)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
+            kind, text = ERRORS[error]
+            raise kind(text)
 
     def in_forward(_module: nn.Module, _inputs: Any) -> None:
         pass_by()
@@ -45,6 +70,10 @@ def out_of_memory(model: nn.Module, place: str, number: int) -> Iterator[list[st
         pass_by()
         return chunks(self)
 
+    if place == OPTIMIZER:
+        with mock.patch.object(torch, "zeros_like", _passing(torch.zeros_like, pass_by)):
+            yield fired
+        return
     last = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[-1]
     handle = None
     if place == "forward":

@@ -23,7 +23,7 @@ from lowtide.metrics import Totals, distributed
 from lowtide.passes import Models
 from lowtide.ragged import RaggedBatch
 from lowtide.step import Limits, train_step
-from lowtide.watch import OutOfMemory, random_state, set_random_state
+from lowtide.watch import OutOfMemory, random_state, set_random_state, worst_of_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -102,17 +102,28 @@ def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..
     """An optimizer's step, done again after an out-of-memory that came before any weight was touched.
 
     The gradients are still there, so nothing else has to be repeated. Moments are made at the first step, which is
-    where an optimizer runs out of memory.
+    where an optimizer runs out of memory. Each rank repeats by itself, and they meet once it is over.
 
     Args:
         optimizer: whose states are looked at.
         step: runs it, through whatever wraps it.
 
     Raises:
-        OutOfMemory: it fails again, or failed half way.
+        OutOfMemory: it fails again, or failed half way, on this rank or on another.
     """
-    known = set(optimizer.state)
-    before = _versions(optimizer)
+    result, failed = None, None
+    try:
+        result = _step_or_repeat(optimizer, step, *args)
+    except OutOfMemory as error:
+        failed = error
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    if worst_of_ranks(failed is not None, device):
+        raise failed or OutOfMemory("another rank ran out of memory in the optimizer's step; this one has taken it")
+    return result
+
+
+def _step_or_repeat(optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any) -> Any:
+    known, before = set(optimizer.state), _counts(optimizer)
     try:
         return step(*args)
     except Exception as error:
@@ -120,8 +131,7 @@ def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..
             raise
         text = str(error).split("\n")[0]
         traceback.clear_frames(error.__traceback__)
-    now = _versions(optimizer)
-    if any(now[number] != version for number, version in before.items()):
+    if _counts(optimizer) != before:
         raise OutOfMemory(
             f"out of memory in the optimizer's step, when some weights were updated and others not: {text}. Resume "
             "from the last checkpoint with an optimizer that keeps less, optim='adamw_8bit' say"
@@ -141,8 +151,14 @@ def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..
         ) from None
 
 
-def _versions(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """How often each weight and moment was written to."""
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    return {id(tensor): tensor._version for tensor in (*weights, *moments)}
+def _counts(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], float]:
+    """What counts the steps that each parameter has taken: how often torch has written to it, and the optimizer's own
+    count, which is all that shows of fused kernels and of bitsandbytes'. Where that is a tensor, how often it was
+    written to: its value would have to be waited for."""
+    found = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            own = optimizer.state.get(parameter, {}).get("step", 0)
+            found[id(parameter), "written"] = parameter._version
+            found[id(parameter), "stepped"] = own._version if isinstance(own, Tensor) else own
+    return found

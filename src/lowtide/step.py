@@ -21,7 +21,7 @@ from lowtide.metrics import Totals, distributed
 from lowtide.objectives.outcome import Counts
 from lowtide.passes import Models, RowRun, Run, TokenRun, WholeRun, join_rows, scores_of
 from lowtide.ragged import RaggedBatch
-from lowtide.watch import Watch
+from lowtide.watch import Watch, check_finite
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ def train_step(
     backward: Callable[[Tensor], object] = Tensor.backward,
     grad_scale: float = 1.0,
     no_sync: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    exchange: Callable[[], None] | None = None,
+    exchange: Callable[[], Callable[[], None]] | None = None,
     around_last: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    finite: bool = False,
     totals: Totals | None = None,
 ) -> Tensor:
     """Adds the gradients of one optimizer step to the model's parameters.
@@ -69,9 +70,11 @@ def train_step(
         grad_scale: what `backward` multiplies the loss by, as a loss scaler for float16 does. The head forms its
             gradients in forward, and so much larger, so that they do not underflow before.
         no_sync: entered for all micro-batches but the last, so that ranks exchange gradients once.
-        exchange: exchanges the gradients once all ranks came through; `no_sync` is entered for the last too. Without
-            it the wrapper exchanges them in the last backward, where the failure of one rank leaves the others waiting.
+        exchange: makes ready, and returns, what exchanges the gradients once all ranks came through; `no_sync` is
+            entered for the last too. Without it the wrapper exchanges them in the last backward, where the failure of
+            one rank leaves the others waiting.
         around_last: entered for the last micro-batch, in whose backward every gradient is complete as it arrives.
+        finite: stops at a loss that is no number, before ranks exchange.
         totals: takes in the sums behind the metrics.
 
     Returns:
@@ -80,6 +83,7 @@ def train_step(
     Raises:
         ValueError: one row alone is above the token budget.
         OutOfMemory: this rank or another ran out of memory; gradients are half formed, nothing else has changed.
+        NotFinite: the loss of this rank or of another is not finite; likewise.
     """
     models = model if isinstance(model, Models) else Models(model)
     totals = Totals() if totals is None else totals
@@ -95,6 +99,7 @@ def train_step(
     else:
         run = RowRun(models, objective, counts, ranks, accumulate, totals)
     losses: list[Tensor] = []
+    loss, exchange_gradients = torch.zeros(()), _nothing
     alone = exchange is not None or ranks == 1
     with watch.local() if alone else contextlib.nullcontext():
         for number, part in enumerate(parts):
@@ -109,11 +114,20 @@ def train_step(
                 backward(loss)
             losses.append(loss.detach())
             totals.take_in(output, part)
+        loss = run.reported(torch.stack(losses).sum())
+        if finite:
+            check_finite(loss)
+        if exchange is not None:
+            watch.phase = "exchange"
+            exchange_gradients = exchange()
     if alone:
         watch.meet(batch.token_ids.device)
-    if exchange is not None:
-        exchange()
-    return run.reported(torch.stack(losses).sum())
+    exchange_gradients()
+    return loss
+
+
+def _nothing() -> None:
+    """What is exchanged where nothing is."""
 
 
 @torch.no_grad()

@@ -1,13 +1,16 @@
-"""Notices when a rank runs out of memory in a step, so that all ranks leave the step together.
+"""Notices when a rank fails in a step, so that all ranks leave the step together.
 
 A rank that raised in the middle of a step would leave the others waiting for it in their next exchange. So what a
 rank does by itself runs under a `Watch`, which keeps the failure; at the places where ranks meet anyway, each says
-whether it failed, and then all of them raise `OutOfMemory`, with nothing changed but gradients.
+whether and how it failed, and then all of them raise, with nothing changed but gradients: `OutOfMemory`, after which
+the step can be repeated, or else `NotFinite`, or the error that stopped one of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import math
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,7 +34,7 @@ class Failure:
     """Where a step ran out of memory; numbers and text alone, so that it holds nothing in memory."""
 
     phase: str
-    """"baseline", "forward", "head", "backward" or "optimizer"."""
+    """"baseline", "reference", "forward", "head", "backward", "exchange", "optimizer" or "evaluation"."""
     micro_batch: int
     row_tokens: tuple[int, ...]
     """Tokens of each row of the micro-batch."""
@@ -58,6 +61,34 @@ class OutOfMemory(RuntimeError):
         """None where it was another rank's."""
 
 
+class NotFinite(ValueError):
+    """The loss of a step is not finite, on this rank or on another; raised on all of them."""
+
+    def __init__(self, loss: float | None = None) -> None:
+        super().__init__("another rank's loss is not finite" if loss is None else f"the loss is {loss}")
+        self.loss = loss
+        """None where it was another rank's."""
+
+
+def check_finite(loss: Tensor) -> None:
+    """Refuses a loss that is no number.
+
+    Raises:
+        NotFinite: it is none.
+    """
+    if not math.isfinite(value := loss.item()):
+        raise NotFinite(value)
+
+
+class End(enum.IntEnum):
+    """How a rank came through; where several ranks did differently, the largest counts."""
+
+    WELL = 0
+    OUT_OF_MEMORY = 1
+    NOT_FINITE = 2
+    ERROR = 3
+
+
 @dataclass
 class Watch:
     """The failure of this rank in one attempt at a step, if there is one."""
@@ -66,15 +97,18 @@ class Watch:
     micro_batch: int = 0
     part: RaggedBatch | None = None
     failure: Failure | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    """Any other than an exhausted memory, or one that says by itself what to do about it."""
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Around what this rank does by itself: an exhausted memory ends it, and is kept."""
+        """Around what this rank does by itself: an error ends it, and is kept until ranks meet."""
         try:
             yield
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+            if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+                self.error = error
+                return
             rows = tuple(self.part.row_tokens) if self.part is not None else ()
             text = str(error).strip().split("\n")[0] or type(error).__name__
             device = torch.device("cpu") if self.part is None else self.part.token_ids.device
@@ -87,19 +121,43 @@ class Watch:
         files = [frame.filename for frame in traceback.extract_tb(trace)]
         return "head" if self.phase == "forward" and any(name.endswith(HEAD) for name in files) else self.phase
 
+    @property
+    def failed(self) -> bool:
+        return self.end != End.WELL
+
+    @property
+    def end(self) -> End:
+        """How this rank came through."""
+        if self.error is not None:
+            return End.NOT_FINITE if isinstance(self.error, NotFinite) else End.ERROR
+        return End.WELL if self.failure is None else End.OUT_OF_MEMORY
+
     def meet(self, device: torch.device) -> None:
         """Where ranks exchange.
 
         Raises:
-            OutOfMemory: one of them failed.
+            OutOfMemory: one of them ran out of memory.
+            NotFinite: the loss of one of them is not finite.
+            Exception: what else stopped this rank; a RuntimeError where it was another.
         """
-        failed = self.failure is not None
-        if distributed():
-            flag = torch.tensor([float(failed)], device=device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-            failed = bool(flag.item())
-        if failed:
+        worst = worst_of_ranks(self.end, device)
+        if self.error is not None:
+            raise self.error
+        if worst == End.ERROR:
+            raise RuntimeError("another rank stopped at an error, which it raises itself")
+        if worst == End.NOT_FINITE:
+            raise NotFinite
+        if worst == End.OUT_OF_MEMORY:
             raise OutOfMemory(str(self.failure or "another rank ran out of memory"), self.failure)
+
+
+def worst_of_ranks(end: int, device: torch.device) -> int:
+    """The largest number that a rank says; all ranks ask at the same place."""
+    if not distributed():
+        return end
+    flag = torch.tensor([float(end)], device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return int(flag.item())
 
 
 def random_state(device: torch.device) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from test_pair_methods import rows as pairs
 from test_unpaired_methods import rows as unpaired
 
 from lowtide.data.collate import CompletionCollator
+from lowtide.memory import host_states
 from lowtide.methods import TokenObjective
 from lowtide.methods.bco import BCO, BCOOptions
 from lowtide.methods.dpo import DPO, DPOOptions
@@ -23,7 +25,7 @@ from lowtide.objectives.sft import LOSSES
 from lowtide.passes import Models
 from lowtide.ragged import RaggedBatch
 from lowtide.recovery import surviving_optimizer_step, surviving_step
-from lowtide.replicas import average_gradients
+from lowtide.replicas import averaging
 from lowtide.step import Limits
 from lowtide.watch import OutOfMemory
 
@@ -159,6 +161,74 @@ class TestOptimizer:
     def test_a_step_that_failed_before_it_changed_anything_is_repeated(self):
         assert torch.equal(self.run("0 before"), self.run(None))
 
+    @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "PagedAdamW32bit"])
+    def test_kernels_that_torch_does_not_see_are_not_repeated_half_way(self, name):
+        """bitsandbytes makes the states of a parameter just before it steps it, and torch counts none of its writes."""
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        weights = [torch.nn.Parameter(torch.ones(64, 128)) for _ in range(2)]
+        optimizer = getattr(bitsandbytes.optim, name)(weights, lr=0.1)
+        make, calls = optimizer.init_state, itertools.count()
+
+        def failing(*args):
+            if next(calls) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return make(*args)
+
+        optimizer.init_state = failing
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        with pytest.raises(OutOfMemory, match="others not"):
+            surviving_optimizer_step(optimizer, optimizer.step)
+        assert not torch.equal(weights[0], weights[1])
+
+    @pytest.mark.parametrize("on_host", [False, True], ids=["at once", "one by one"])
+    def test_nor_are_fused_kernels(self, on_host, monkeypatch):
+        weights = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2)]
+        optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=0.1, fused=True)
+        if on_host:
+            host_states.HostStates(optimizer, offload=lambda parameter: True)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        make, calls = torch.zeros_like, itertools.count()
+
+        def failing(*args, **kwargs):
+            if next(calls) == 2:  # two moments a parameter
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return make(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "zeros_like", failing)
+        with pytest.raises(OutOfMemory, match="others not"):
+            surviving_optimizer_step(optimizer, optimizer.step)
+        assert not torch.equal(weights[0], weights[1])
+
+    def test_states_in_host_memory_are_where_they_were_when_the_step_is_repeated(self, monkeypatch):
+        def run(failures: int):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 4)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            host_states.HostStates(optimizer, offload=lambda parameter: True)
+            step_alone = host_states.step_alone
+
+            def failing(*args):
+                nonlocal failures
+                if failures:
+                    failures -= 1
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                step_alone(*args)
+
+            for number in range(3):
+                model(torch.ones(2, 4)).square().sum().backward()
+                with monkeypatch.context() as patched:
+                    if number == 1:
+                        patched.setattr(host_states, "step_alone", failing)
+                    surviving_optimizer_step(optimizer, optimizer.step)
+                optimizer.zero_grad()
+            return model.weight
+
+        assert torch.equal(run(1), run(0))
+        with pytest.raises(OutOfMemory, match="do not fit"):
+            run(2)
+
     @pytest.mark.parametrize(("place", "message"), [("1 half way", "half way|others not"), ("2 always", "do not fit")])
     def test_otherwise_it_stops_and_says_what_to_change(self, place, message):
         with pytest.raises(OutOfMemory, match=message):
@@ -172,7 +242,7 @@ def rank_main(rank: int, rendezvous: str, path: str) -> None:
     for name in ("sft", "aot", "kto"):
         for place in (*PLACES, None):
             model = dropping(build())
-            ways = {"exchange": functools.partial(average_gradients, model)}
+            ways = {"exchange": functools.partial(averaging, model)}
             number = random.Random(f"{name} {place}").randrange(3)
             # The second rank alone fails; the first learns of it where they meet.
             limits = Limits(rows=2) if place else taken  # noqa: F821

@@ -212,8 +212,8 @@ def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(method, tmp_path
 def test_bcos_running_mean_is_in_the_checkpoint(tmp_path):
     made = trainer("bco", tmp_path, save_strategy="steps", save_steps=2)
     made.train()
-    saved = json.loads((tmp_path / "checkpoint-2" / "running_mean.json").read_text())
-    assert saved["count"] == 8
+    saved = json.loads((tmp_path / "checkpoint-2" / "run_state.json").read_text())
+    assert saved["running"]["count"] == 8
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -244,6 +244,20 @@ def test_a_moving_reference_goes_to_the_policy(tmp_path):
     made.train()
     theirs = dict(made.reference.model.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in model.named_parameters())
+
+
+def test_a_moving_reference_goes_to_a_policy_with_its_adapters(tmp_path):
+    config = LoraConfig(r=4, target_modules="all-linear")
+    model = build()
+    arguments = {"peft_config": config, "ref_model": build()}
+    options = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0, "max_steps": 2}
+    made = trainer("dpo", tmp_path, model=model, arguments=arguments, **options)
+    made.train()
+    ours = dict(made.reference.model.named_parameters())
+    theirs = dict(made.model.merge_and_unload().named_parameters())
+    assert any(not torch.equal(p, ours[name]) for name, p in build().named_parameters())
+    for name, p in theirs.items():
+        torch.testing.assert_close(ours[name], p)
 
 
 def test_a_frozen_copy_stays_as_it_was(tmp_path):
@@ -286,6 +300,11 @@ BAD = {
         "dpo",
         {"sync_ref_model": True, "arguments": {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}},
         r"sync_ref_model=True is of a reference of its own.* pass a `ref_model`",
+    ),
+    "a moving reference that is another model": (
+        "dpo",
+        {"sync_ref_model": True, "arguments": {"ref_model": build(hidden=16)}},
+        "is not one that both have: pass the model that the policy started from",
     ),
     "a quantized reference that is not resident": (
         "dpo",

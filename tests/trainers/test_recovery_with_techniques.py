@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from exactness.matrix import TECHNIQUES, check_equal, make, watched, with_it, young_heap
-from sabotage import PLACES, out_of_memory
+from exactness.matrix import TECHNIQUES, TRAINERS, check_equal, make, watched, with_it, young_heap
+from sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
 
 IN_BACKWARD = "optimizer in backward"
 BUDGET = 80
@@ -43,12 +43,25 @@ def test_before_anything_is_stepped_in_backward_the_step_is_repeated(kind, place
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_after_something_was_stepped_in_backward_the_run_stops(kind):
+@pytest.mark.parametrize("error", ERRORS)
+def test_after_something_was_stepped_in_backward_the_run_stops(kind, error):
     failing = trainer(kind, IN_BACKWARD, None)
     message = "some parameters were stepped and others not.*Resume from the last checkpoint"
-    with out_of_memory(failing.model, "backward", 1), pytest.raises(ValueError, match=message):
+    with out_of_memory(failing.model, "backward", 1, error), pytest.raises(ValueError, match=message):
         failing.train()
     assert failing.state.global_step == 1
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("number", [0, 5])
+def test_an_optimizer_that_could_not_make_its_states_makes_them_again(kind, number):
+    """In the first step, at a random parameter; nothing was stepped yet, so the whole step is taken once."""
+    failing = make(kind, max_steps=3, optim="adamw_torch")
+    with out_of_memory(failing.model, OPTIMIZER, number, "CPU") as fired:
+        found = watched(failing)
+    assert fired == [OPTIMIZER]
+    check_equal(found, watched(make(kind, max_steps=3, optim="adamw_torch")), bits=True)
+    assert failing.limits.tokens is None
 
 
 def check_recovery(kind: str, technique: str, place: str, number: int, budget: int | None) -> None:

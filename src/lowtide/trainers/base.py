@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import os
 import shutil
@@ -17,35 +18,50 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
-from accelerate.utils import AutocastKwargs, DynamoBackend
+from accelerate.utils import DynamoBackend
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, denumpify_detensorize, rotate_checkpoints
 
 from lowtide.data.collate import ragged_from_collated
 from lowtide.engine.diagnose import find_nonfinite
+from lowtide.memory.low_rank import loading_projectors
 from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.methods import Objective
 from lowtide.methods.method import Scorer
 from lowtide.metrics import Totals, distributed
 from lowtide.passes import Models
+from lowtide.planner.heaviest import row_lengths
 from lowtide.planner.phases import HighWater, Phases
 from lowtide.ragged import RaggedBatch
 from lowtide.recovery import Before, surviving_optimizer_step, surviving_step
-from lowtide.replicas import average_gradients, broadcast_weights
+from lowtide.replicas import averaging, broadcast_weights
 from lowtide.step import Limits, evaluate_batch
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
-from lowtide.trainers.optimizers import OPTIMIZERS, InBackward, check_one_by_one, own_optimizer, settle_optimizer
+from lowtide.trainers.optimizers import (
+    OPTIMIZERS,
+    InBackward,
+    check_given,
+    check_one_by_one,
+    own_optimizer,
+    settle_optimizer,
+)
 from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
+from lowtide.watch import NotFinite, Watch, check_finite
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """How a full disk shows: in Python, in torch.save, in safetensors."""
+
+RUN_STATE = "run_state.json"
+"""The file of a checkpoint for what a run carries from step to step, and transformers knows nothing of."""
 
 
 class LowtideTrainer(Trainer):
@@ -78,7 +94,12 @@ class LowtideTrainer(Trainer):
         """Held by a rehearsal in the place of the optimizer's states, until these are made."""
         self.predicted_bytes: int | None = None
         self.phases = Phases()
-        self._guarded: Any = None
+        self._begun = False
+        """Whether this training has come to its first step."""
+        self._undo: list[Callable[[], object]] = []
+        """What gives back, after training, what was changed for it."""
+        self._settled: Any = None
+        """The optimizer whose states are where they belong."""
         self._in_backward: InBackward | None = None
         self._around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.seconds_in_steps = 0.0
@@ -110,6 +131,15 @@ class LowtideTrainer(Trainer):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; what is changed for the time of training is undone afterwards."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._begun = False
+            while self._undo:
+                self._undo.pop()()
+
     @property
     def limits(self) -> Limits:
         """The caps on a micro-batch; the token budget is smaller than the option's after an out-of-memory."""
@@ -124,6 +154,10 @@ class LowtideTrainer(Trainer):
         longest = min(max(batch.row_tokens), self.args.tokens_per_microbatch or math.inf)
         return Limits(limits.rows, int(max(self._token_budget, longest)))
 
+    def row_lengths(self) -> np.ndarray | None:
+        """[rows]: the tokens of each row of the training set, as its batches have them; None for a stream."""
+        return row_lengths(self.train_dataset, getattr(self.data_collator, "prompts_per_row", 1))
+
     def models(self, model: nn.Module) -> Models:
         """What a step runs."""
         return Models(model, self.reference, self.padding_free, self._forward)
@@ -137,6 +171,11 @@ class LowtideTrainer(Trainer):
         with self.phases.during("backward"):
             self.accelerator.backward(loss)
 
+    def _backward_of_finite(self, loss: Tensor) -> None:
+        """For a backward that steps: once it has run, the weights no longer tell where a NaN came from."""
+        check_finite(loss)
+        self._backward(loss)
+
     def ways(self, model: nn.Module) -> dict[str, Any]:
         """How a step goes backward and meets the other ranks: arguments of `train_step`."""
         scaler = self.accelerator.scaler
@@ -144,13 +183,14 @@ class LowtideTrainer(Trainer):
             "accumulate": True,
             "grad_scale": 1.0 if scaler is None else scaler.get_scale(),
             "backward": self._backward,
-            "exchange": functools.partial(average_gradients, model) if distributed() else None,
+            "exchange": functools.partial(averaging, model) if distributed() else None,
+            "finite": True,
         }
 
     def rehearsal_ways(self, model: nn.Module) -> dict[str, Any]:
         """The same for a rehearsal, in which nothing is stepped."""
         freed = {} if self._in_backward is None else {"around_last": self._in_backward.steps.norm_pass}
-        return {**self.ways(model), **freed}
+        return {**self.ways(model), "finite": False, **freed}
 
     def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
@@ -158,15 +198,18 @@ class LowtideTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         start = time.perf_counter()
         model.train()  # a loaded model is not yet, and neither checkpoints nor drops anything
-        if self.optimizer is not self._guarded:
+        if not self._begun:
             self._before_first_step(model)
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
-        with self.compute_loss_context_manager():
-            loss = self._gradients(model, inputs)
+        try:
+            with self.compute_loss_context_manager():
+                loss = self._gradients(model, inputs)
+        except NotFinite as error:
+            raise self._nonfinite(model, inputs, str(error), own=error.loss is not None) from None
         scaler = self.accelerator.scaler
-        if not math.isfinite(loss.item()) or (scaler is not None and scaler.get_scale() < 1):
-            self._stop_at_nonfinite(model, inputs, loss.item())
+        if scaler is not None and scaler.get_scale() < 1:
+            raise self._nonfinite(model, inputs, "gradients overflow at a loss scale below 1")
         every = self.args.torch_empty_cache_steps
         if every and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -185,8 +228,7 @@ class LowtideTrainer(Trainer):
                 self.objective,
                 limits=given,
                 totals=totals,
-                **self.ways(model),
-                **more,
+                **{**self.ways(model), **more},
             )
             if limits != given:
                 self._token_budget = limits.tokens
@@ -197,19 +239,26 @@ class LowtideTrainer(Trainer):
             return step(self._train_totals)
         if in_backward.max_grad_norm:
             before = Before(self.objective, self.args.device)
-            step(Totals(), around_last=in_backward.steps.norm_pass)
+            step(Totals(), around_last=in_backward.steps.norm_pass, backward=self._backward_of_finite)
             before.put_back()
-        return step(self._train_totals, around_last=in_backward.stepping)
+        return step(self._train_totals, around_last=in_backward.stepping, backward=self._backward_of_finite)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; ranks that hold the same weights are not wrapped (see `lowtide.replicas`)."""
+        """As the Trainer's; ranks that hold the same weights are not wrapped (see `lowtide.replicas`), and a model's
+        forward stays its own: `engine.forward` has autocast around it."""
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
-        accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+        prepare_model = accelerator.prepare_model
+
+        def prepared(model: nn.Module, **options: Any) -> nn.Module:
+            mixed, accelerator.native_amp = accelerator.native_amp, False
+            try:
+                return prepare_model(model, **{**options, "evaluation_mode": True})
+            finally:
+                accelerator.native_amp = mixed
+
+        accelerator.prepare_model = prepared
         accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # layers are compiled, not the model
-        # With its cache, autocast holds a cast of every weight to the end of forward, 2 bytes a parameter, to spare
-        # those a second cast that are used twice: none but the tiled MLP's, which has a cache of its own.
-        accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
@@ -219,16 +268,31 @@ class LowtideTrainer(Trainer):
     def _check_optimizer(self) -> None:
         """Makes the optimizer once, without states, so that one that cannot be made or used is refused now."""
         given = self.optimizer
+        check_given(given, self.args)
         with torch.random.fork_rng(devices=[]):  # some draw seeds
-            check_one_by_one(unwrap_optimizer(super().create_optimizer()), self.args)
+            check_one_by_one(unwrap_optimizer(self._made_optimizer(None)), self.args)
         self.optimizer = given
+
+    def _made_optimizer(self, model: Any) -> torch.optim.Optimizer:
+        """As the Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""
+        if self.optimizer_cls_and_kwargs is None:
+            return super().create_optimizer(model)
+        kind, options = self.optimizer_cls_and_kwargs
+        given = {name: list(value) if name == "params" else value for name, value in options.items()}
+        groups = [dict(each) if isinstance(each, dict) else each for each in given.get("params", ())]
+        self.optimizer_cls_and_kwargs = kind, given | ({"params": groups} if groups else {})
+        try:
+            return super().create_optimizer(model)
+        finally:
+            self.optimizer_cls_and_kwargs = kind, given
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the Trainer's, with its states where they belong."""
-        made = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if made:
-            settle_optimizer(optimizer, self.args)
+        optimizer = self._made_optimizer(model)
+        inner = unwrap_optimizer(optimizer)
+        if inner is not self._settled:
+            settle_optimizer(inner, self.args)
+            self._settled = inner
         return optimizer
 
     def _before_first_step(self, model: nn.Module) -> None:
@@ -246,7 +310,8 @@ class LowtideTrainer(Trainer):
                 return surviving_optimizer_step(inner, step, *args)
 
         self.optimizer.step = surviving
-        self._guarded = self.optimizer
+        self._undo.append(functools.partial(setattr, self.optimizer, "step", step))
+        self._begun = True
         if self.args.optimizer_in_backward:
             self._in_backward = InBackward(self.optimizer, model, self.args.max_grad_norm)
         if self.args.rehearsal:
@@ -264,17 +329,22 @@ class LowtideTrainer(Trainer):
         gone = self._in_backward is not None and all(p.grad is None for p in model.parameters())
         return grad_norm if gone else super()._get_grad_norm(model, grad_norm=grad_norm)
 
-    def _stop_at_nonfinite(self, model: nn.Module, batch: RaggedBatch, loss: float) -> None:
-        what = "gradients overflow at a loss scale below 1" if math.isfinite(loss) else f"the loss is {loss}"
+    def _nonfinite(self, model: nn.Module, batch: RaggedBatch, what: str, own: bool = True) -> ValueError:
+        """What stops a run: this rank says where it comes from, unless it is another's."""
         model.zero_grad()
+        found = self._find_nonfinite(model, batch) if own else "That rank says where it comes from"
+        return ValueError(
+            f"step {self.state.global_step + 1}: {what}. {found}. "
+            "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
+        )
+
+    def _find_nonfinite(self, model: nn.Module, batch: RaggedBatch) -> str:
         limits = self.limits_of(batch)
         parts = batch.split(limits.tokens, limits.rows)
         findings = (find_nonfinite(model, part, padding_free=self.padding_free) for part in parts)
-        number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, "a second forward of it is finite"))
-        raise ValueError(
-            f"step {self.state.global_step + 1}: {what}. Micro-batch {number}: {found}. "
-            "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
-        )
+        nothing = "a second forward of it is finite" + (", and another rank's may not be" if distributed() else "")
+        number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, nothing))
+        return f"Micro-batch {number}: {found}"
 
     def floating_point_ops(self, inputs: RaggedBatch | None) -> int:
         """6 FLOPs a parameter a real token."""
@@ -329,19 +399,23 @@ class LowtideTrainer(Trainer):
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
         models = Models(self._evaluation_model(), self.reference, self.padding_free, self._around)
-        totals, kept, rows = Totals(), Predictions(), 0
-        for inputs in dataloader:
+        totals, kept, rows, watch = Totals(), Predictions(), 0, Watch("evaluation")
+        for number, inputs in enumerate(dataloader):
             batch = self.as_ragged(inputs)
             count = real_rows(self.accelerator, batch.rows, self.args.eval_batch_size)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-            if count == 0:
+            if count == 0 or watch.failed:  # ranks take equally many batches, and meet after the last
                 continue
             batch = batch if count == batch.rows else batch.select_rows(range(count))
-            with self.phases.during("evaluation"), self.compute_loss_context_manager():
+            watch.micro_batch, watch.part = number, batch
+            with watch.local(), self.phases.during("evaluation"), self.compute_loss_context_manager():
                 results = evaluate_batch(models, batch, self.objective, totals, limits=self._eval_limits)
-            rows += batch.rows
-            if self.compute_metrics is not None:
-                kept.take_in(results)
+                rows += batch.rows
+                if self.compute_metrics is not None:
+                    kept.take_in(results)
+            if not distributed():
+                watch.meet(self.args.device)
+        watch.meet(self.args.device)
         totals.add(rows=rows)
         sums = totals.read(self.args.device)
         metrics: dict[str, Any] = self.metrics_of(sums)
@@ -378,6 +452,7 @@ class LowtideTrainer(Trainer):
         try:
             with self.phases.during("saving"), self._output_dir_is(str(staging)):
                 super()._save_checkpoint(model, trial)
+                self._name_best(staging, run)
         except WRITE_ERRORS as error:
             shutil.rmtree(staging, ignore_errors=True)
             raise ValueError(
@@ -396,6 +471,45 @@ class LowtideTrainer(Trainer):
                 use_mtime=True,
             )
         self.accelerator.wait_for_everyone()
+
+    def _name_best(self, staging: Path, run: Path) -> None:
+        """The best checkpoint, if it is the one that is written, is known by the name that it is about to get."""
+        best = Path(self.state.best_model_checkpoint or "")
+        if best.parent == staging:
+            self.state.best_model_checkpoint = str(run / best.name)
+            if self.args.should_save:
+                self.state.save_to_json(str(best / TRAINER_STATE_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        state = self._run_state()
+        if self.args.should_save:
+            Path(output_dir, RUN_STATE).write_text(json.dumps(state))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with loading_projectors(unwrap_optimizer(self.optimizer)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and Path(checkpoint, RUN_STATE).exists():
+            self._set_run_state(json.loads(Path(checkpoint, RUN_STATE).read_text()))
+
+    def _run_state(self) -> dict[str, Any]:
+        """What steps leave behind beside weights, optimizer and random state; asked of all ranks together."""
+        unlogged = self._train_totals.read(self.args.device).get("tokens", 0)
+        smaller = self._token_budget != self.args.tokens_per_microbatch
+        running = getattr(self.objective, "running", None)
+        return {
+            "num_tokens": self._tokens_seen + unlogged,
+            "token_budget": self._token_budget if smaller else None,
+            "running": {} if running is None else vars(running),
+        }
+
+    def _set_run_state(self, state: dict[str, Any]) -> None:
+        """Goes on from there; an option that is smaller than the budget by now is the cap."""
+        self._train_totals, self._tokens_seen = Totals(), state["num_tokens"]
+        if state["token_budget"] is not None:
+            self._token_budget = int(min(state["token_budget"], self.args.tokens_per_microbatch or math.inf))
+        if state["running"]:
+            vars(cast(Any, self.objective).running).update(state["running"])
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; what could not be written is said of the folder that it was meant for."""

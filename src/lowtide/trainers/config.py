@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -29,6 +30,8 @@ REFUSED: dict[str, str] = {
     "pad_token": "there is no padding; leave it out",
 }
 """Options that would be without effect or wrong, and why; refused when they are set."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -132,6 +135,12 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             self.optim = "adamw_torch_fused"  # transformers knows its own names alone
         super().__post_init__()
         self.optim = own or self.optim
+        if self.n_gpu > 1:
+            logger.warning(
+                f"this process sees {self.n_gpu} GPUs and trains on the first of them: start with "
+                f"`torchrun --nproc_per_node {self.n_gpu}` to train on all"
+            )
+            self._n_gpu = 1  # or the Trainer would put a copy of the model on each in each step
         self.check_memory(self.max_grad_norm)
         if not self.average_tokens_across_devices:
             raise ValueError(

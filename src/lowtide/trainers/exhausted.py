@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.measure import bytes_text, peak_bytes
 from lowtide.memory.out_of_memory import free_caches
+from lowtide.metrics import distributed
 from lowtide.planner.advice import Advice, advise
 from lowtide.planner.states import optimizer_name, predict_states
 from lowtide.trainers.foretelling import foretold
@@ -27,12 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 def explained(trainer: MethodTrainer, error: OutOfMemory) -> OutOfMemory:
-    """The same error with what was held and what to change."""
+    """The same error with what was held and what to change.
+
+    What a change would save is foretold on one process only: it takes making a trainer, which ranks do together.
+    """
     free_caches()
     rows = error.failure.row_tokens if error.failure is not None else ()
     held = _held(trainer)
 
     def predict(settings: Mapping[str, Any]) -> int | None:
+        if distributed():
+            return None
         try:
             return foretold(trainer, settings)
         except (ValueError, RuntimeError, TypeError) as reason:  # the report is of another error

@@ -174,12 +174,11 @@ class MethodTrainer(LowtideTrainer):
         return []
 
     def _before_first_step(self, model: nn.Module) -> None:
-        self._undo = [self.phases.split_forward(body(causal_model(model))), *begin(self.site, self.techniques)]
+        self._undo += [self.phases.split_forward(body(causal_model(model))), *begin(self.site, self.techniques)]
         super()._before_first_step(model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; what techniques change for the time of training is undone afterwards."""
-        self._undo: list[Callable[[], None]] = []
+        """As the Trainer's; a run that stops for want of memory says what would have helped."""
         liger, self.args.use_liger_kernel = self.args.use_liger_kernel, False  # the table has it, without its losses
         try:
             return super().train(*args, **kwargs)
@@ -187,8 +186,6 @@ class MethodTrainer(LowtideTrainer):
             raise explained(self, error) from None
         finally:
             self.args.use_liger_kernel = liger
-            for undo in self._undo:
-                undo()
 
     # -- data --------------------------------------------------------------------------------------------------------
 

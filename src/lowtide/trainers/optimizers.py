@@ -14,7 +14,9 @@ from lowtide.memory.compressed_adamw import CompressedAdamW
 from lowtide.memory.host_states import HostStates, check_host_states
 from lowtide.memory.narrow_step import check_separable, unwrap_optimizer
 from lowtide.memory.optimizer_in_backward import OptimizerInBackward
+from lowtide.memory.out_of_memory import is_out_of_memory
 from lowtide.ops.target import kind_of
+from lowtide.planner.states import optimizer_name
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw_compressed": {"remainder": "exact"},
@@ -25,10 +27,19 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def own_optimizer(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Class and arguments of one of `OPTIMIZERS`."""
+    """Class and arguments of one of `OPTIMIZERS`.
+
+    Raises:
+        ValueError: there are `optim_args`, of which it has none.
+    """
+    if args.optim_args:
+        raise ValueError(
+            f"optim_args={args.optim_args!r}: {args.optim} takes none beyond learning_rate, adam_beta1, adam_beta2, "
+            "adam_epsilon and weight_decay; leave it out"
+        )
     betas = (args.adam_beta1, args.adam_beta2)
     options = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
-    return CompressedAdamW, {**options, **OPTIMIZERS[args.optim]}
+    return CompressedAdamW, {**options, **OPTIMIZERS[args.optim], "seed": args.seed}
 
 
 def check_optimizer_name(name: str) -> None:
@@ -42,6 +53,19 @@ def check_optimizer_name(name: str) -> None:
         raise ValueError(
             f"optim={name!r} steps by itself in each backward, of which a step may have several: take {usual} with "
             "optimizer_in_backward=True, which frees each gradient as it arrives too"
+        )
+
+
+def check_given(optimizer: Any, args: Any) -> None:
+    """Refuses an optimizer that was passed beside a name for one.
+
+    Raises:
+        ValueError: says what to leave out.
+    """
+    if optimizer is not None and "optim" in args.given:
+        raise ValueError(
+            f"optim={optimizer_name(args)!r} names an optimizer, and `optimizers` has one, "
+            f"{type(unwrap_optimizer(optimizer)).__name__}, which would be used: leave one of them out"
         )
 
 
@@ -78,10 +102,15 @@ def _on_host(args: Any) -> bool:
 
 def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any) -> None:
     """What happens to an optimizer before a scheduler is made for it."""
+    host = HostStates(optimizer) if _on_host(args) else None
+    if host is not None:
+        optimizer.host_states = host  # type: ignore[attr-defined]
     if isinstance(optimizer, CompressedAdamW):
-        optimizer.compress_()
-    if _on_host(args):
-        optimizer.host_states = HostStates(optimizer)  # type: ignore[attr-defined]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.compress_([parameter])
+                if host is not None:
+                    host.take_home(parameter)
 
 
 class InBackward:
@@ -110,8 +139,8 @@ class InBackward:
         try:
             with self.steps.armed(scale):
                 yield
-        except torch.OutOfMemoryError as error:
-            if self.steps.started:
+        except Exception as error:
+            if self.steps.started and is_out_of_memory(error):
                 raise ValueError(
                     f"out of memory in backward, when some parameters were stepped and others not: {error}. Resume "
                     "from the last checkpoint with a smaller tokens_per_microbatch"

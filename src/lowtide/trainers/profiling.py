@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from lowtide.memory.narrow_step import unwrap_optimizer
+from lowtide.planner.heaviest import heaviest_rows, row_lengths
 from lowtide.planner.phases import BETWEEN
 from lowtide.planner.profiling.cuda_history import CudaHistory
 from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.planner.profiling.recording import Recording
 from lowtide.trainers.method import MethodTrainer
-from lowtide.trainers.rehearsal import heaviest_rows, row_lengths
 
 COLUMNS = (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids", "completion_ids"), ("input_ids",))
 """Of prepared rows of pairs, of single completions, of texts."""
@@ -101,7 +101,7 @@ class _Steps(TrainerCallback):
 
 def heaviest_micro_batch(trainer: MethodTrainer) -> tuple[int, ...]:
     """The tokens of each row of the heaviest micro-batch; none where that is not known beforehand."""
-    lengths, limits = row_lengths(trainer.train_dataset), trainer.limits
+    lengths, limits = trainer.row_lengths(), trainer.limits
     if lengths is None or limits.rows is None:
         return ()
     *_, rows = heaviest_rows(lengths, limits.rows, limits.tokens)

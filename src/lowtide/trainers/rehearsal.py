@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from lowtide.memory.measure import bytes_text, peak_bytes
 from lowtide.memory.narrow_step import unwrap_optimizer
-from lowtide.memory.out_of_memory import free_caches
+from lowtide.memory.out_of_memory import free_caches, is_out_of_memory
 from lowtide.metrics import Totals
-from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
-from lowtide.planner.states import optimizer_name, state_sizes
+from lowtide.planner.heaviest import heaviest_rows, rows_in_a_step
+from lowtide.planner.states import optimizer_name, state_sizes, wants_room
 from lowtide.ragged import RaggedBatch
 from lowtide.recovery import Before, surviving_step
 from lowtide.step import Limits
+from lowtide.watch import OutOfMemory, Watch
 
 if TYPE_CHECKING:
     from lowtide.trainers.base import LowtideTrainer
@@ -40,15 +41,17 @@ def rehearse(trainer: LowtideTrainer, model: nn.Module) -> Limits:
     Raises:
         OutOfMemory: the longest row alone does not fit; says what to change.
     """
-    limits, dataset = trainer.limits, trainer.train_dataset
-    lengths = row_lengths(dataset)
+    limits, lengths = trainer.limits, trainer.row_lengths()
     if lengths is None:
         logger.info("no rehearsal: the lengths of the rows are not known beforehand")
         return limits
     assert limits.rows is not None
     before = Before(trainer.objective, trainer.args.device)
+    watch = Watch("rehearsal")
     with trainer.phases.during("rehearsal"):
-        trainer.room = room_for_states(trainer)
+        with watch.local():
+            trainer.room = room_for_states(trainer)
+        watch.meet(trainer.args.device)
         for rows in heaviest_rows(lengths, limits.rows, limits.tokens):
             several = len(rows) < min(rows_in_a_step(trainer.args), len(lengths))
             limits = _run(trainer, model, rows, limits, several)
@@ -87,12 +90,23 @@ def room_for_states(trainer: LowtideTrainer) -> list[Tensor]:
     the memory of all others, and its activations leave no holes below the states. States that live in host memory take
     none.
     """
-    if len(trainer.optimizer.state) or hasattr(unwrap_optimizer(trainer.optimizer), "host_states"):
+    if not wants_room(unwrap_optimizer(trainer.optimizer)):
         return []
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
     optimizer = optimizer_name(trainer.args)
-    return [
-        torch.zeros(size, dtype=torch.uint8, device=parameter.device)
-        for parameter in trained
-        for size in state_sizes(parameter, optimizer)
-    ]
+    wanted = [(p.device, state_sizes(p, optimizer)) for p in trainer.model.parameters() if p.requires_grad]
+    room: list[Tensor] = []
+    try:
+        for device, sizes in wanted:
+            room += [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        held = sum(piece.nbytes for piece in room)
+        room.clear()
+        needed = sum(sum(sizes) for _, sizes in wanted)
+        raise OutOfMemory(
+            f"out of memory: the states of optim={optimizer!r} take {bytes_text(needed)}, and beside the weights there "
+            f"was room for {bytes_text(held)} of them. Train adapters, take an optimizer that keeps less "
+            "(optim='adamw_stochastic_8bit'), or optimizer_states_on_host=True on a GPU"
+        ) from None
+    return room

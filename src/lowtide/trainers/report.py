@@ -78,6 +78,11 @@ class StartReport(TrainerCallback):
                 f"{bytes_text(self.states.gradients)}{optimizer}",
             ),
             *self._technique_lines(),
+            *(
+                [("use_liger_loss", "an older name of the fused head, which is always on")]
+                if args.use_liger_loss
+                else []
+            ),
             *self.trainer.report_lines(),
         ]
 

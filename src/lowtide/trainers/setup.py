@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from lowtide.engine.forward import causal_model, install
+from lowtide.engine.forward import causal_model, compute_in, install
 from lowtide.engine.loading import release_file
 from lowtide.engine.probe import Probe, probe
 from lowtide.memory.host_heap import settle_heap
@@ -27,6 +27,8 @@ class Engine:
     padding_free: bool
     reason: str
     found: Probe
+    computed_in: torch.dtype | None = None
+    """What autocast takes products in; None for the dtype of the weights."""
 
 
 def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
@@ -45,6 +47,14 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
         )
     if args.optim in OPTIMIZERS:
         check_own_optimizer(model)
+    mixed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    engine = replace(_proved(model, args), computed_in=mixed)
+    compute_in(model, mixed)
+    return engine
+
+
+def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
+    """The engine in a model, and what running two tiny segments through it says."""
     if isinstance(next(model.parameters()), FakeTensor):
         install(model, padding_free=args.padding_free)
         return Engine(args.padding_free, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))

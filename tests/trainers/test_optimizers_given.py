@@ -1,0 +1,135 @@
+"""Optimizers that a user passes, or their arguments, are the ones that step; a second training is like the first."""
+
+import pytest
+import torch
+from exactness.matrix import TECHNIQUES, build, classes, folder, make, rows, tokenizer, watched, with_it
+from transformers import PrinterCallback
+
+from lowtide.memory import checkpointing
+from lowtide.memory.compressed_adamw import CompressedAdamW
+from lowtide.memory.host_states import HostStates
+from lowtide.planner.states import state_sizes, wants_room
+from lowtide.trainers import optimizers as trainers_optimizers
+from lowtide.trainers.rehearsal import room_for_states
+from lowtide.watch import OutOfMemory
+
+COMMON = {"per_device_train_batch_size": 8, "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
+COMMON |= {"save_strategy": "no", "disable_tqdm": True, "rehearsal": False, "lr_scheduler_type": "constant"}
+
+
+def trainer(model, options: dict | None = None, **arguments):
+    kind, config = classes("SFT")
+    args = config(str(folder()), **COMMON, **(options or {}))
+    made = kind(model=model, args=args, train_dataset=rows("SFT"), processing_class=tokenizer(), **arguments)
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def test_groups_in_the_arguments_of_an_optimizer_are_its_groups():
+    model = build("SFT", 64)
+    head = [p for n, p in model.named_parameters() if "lm_head" in n]
+    rest = [p for n, p in model.named_parameters() if "lm_head" not in n]
+    given = {"params": [{"params": head, "lr": 7e-3}, {"params": rest, "lr": 1e-3}]}
+    run = trainer(model, optimizer_cls_and_kwargs=(torch.optim.AdamW, given))
+    run.train()
+    assert [group["lr"] for group in run.optimizer.param_groups] == [7e-3, 1e-3]
+    assert given["params"][0] == {"params": head, "lr": 7e-3}
+
+
+def test_an_optimizer_beside_a_name_for_one_is_refused():
+    model = build("SFT", 64)
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"optim='adamw_compressed' .* `optimizers` has one, SGD.*leave one of them"):
+        trainer(model, {"optim": "adamw_compressed"}, optimizers=(mine, None))
+
+
+def test_an_optimizer_that_is_given_steps_and_its_states_are_where_the_options_say(monkeypatch):
+    model = build("SFT", 64)
+    mine = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = trainer(model, optimizers=(mine, None))
+    run.train()
+    assert run.optimizer.optimizer is mine
+    monkeypatch.setattr(trainers_optimizers, "_on_host", lambda args: True)
+    again = trainer(model, optimizers=(torch.optim.AdamW(model.parameters()), None))
+    again.train()
+    assert isinstance(again.optimizer.optimizer.host_states, HostStates)
+
+
+def test_arguments_of_an_optimizer_that_it_does_not_know_are_refused():
+    with pytest.raises(ValueError, match="optim_args"):
+        make("SFT", optim="adamw_compressed", optim_args="betas=0.5")
+
+
+def test_a_compressed_optimizer_sends_each_state_to_the_host_before_it_makes_the_next(monkeypatch):
+    model = build("SFT", 64)
+    optimizer = CompressedAdamW(model.parameters(), lr=0.1)
+    there = []
+
+    class Watched(HostStates):
+        def __init__(self, inner) -> None:
+            super().__init__(inner, offload=lambda parameter: True)
+
+        def take_home(self, parameter) -> None:
+            super().take_home(parameter)
+            there.append(len(optimizer.state))
+
+    monkeypatch.setattr(trainers_optimizers, "HostStates", Watched)
+    monkeypatch.setattr(trainers_optimizers, "_on_host", lambda args: True)
+    trainers_optimizers.settle_optimizer(optimizer, None)
+    assert there == list(range(1, len(list(model.parameters())) + 1))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_stochastic", "adamw_stochastic_8bit"])
+def test_a_rehearsal_holds_room_for_states_that_are_not_there_yet(optim):
+    run = make("SFT", optim=optim)
+    run.create_optimizer()
+    assert wants_room(run.optimizer)
+    wanted = sum(sum(state_sizes(p, optim)) for p in run.model.parameters())
+    assert sum(piece.nbytes for piece in room_for_states(run)) == wanted > 0
+
+
+def test_states_that_do_not_fit_are_reported_before_the_first_step(monkeypatch):
+    run = make("SFT", rehearsal=True)
+    zeros = torch.zeros
+
+    def full(*args, dtype=None, **kwargs):
+        if dtype is torch.uint8:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return zeros(*args, dtype=dtype, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(OutOfMemory, match=r"states of optim='adamw_torch_fused' take .*Train adapters"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+@pytest.mark.parametrize("name", ["checkpointing that keeps products", "activation offloading", "compiled layers"])
+def test_a_second_training_has_the_techniques_of_the_first(name):
+    technique = TECHNIQUES[name]
+    run = make("SFT", **with_it(technique), max_steps=2)
+    with torch.compiler.set_stance("force_eager"):
+        first = watched(run)
+        seen = [first.compiled, len(first.forwards), *first.layers]
+        kept = [layer._gradient_checkpointing_func for layer in run.model.model.layers] if "keeps" in name else []
+        run.run = type(first)(run, offload=first.offload)
+        second = watched(run)
+    assert [second.compiled, len(second.forwards), *second.layers] == seen
+    for function, layer in zip(kept, run.model.model.layers, strict=False):
+        assert function.keywords["context_fn"].args[0] == checkpointing.POLICIES["matmul"]
+        again = layer._gradient_checkpointing_func
+        assert again.keywords["context_fn"].args[0] == function.keywords["context_fn"].args[0]
+    assert second.offload is None or second.offload.peak_offloaded_bytes > 0
+    assert not any(hasattr(layer, "compiled_here") for layer in run.model.model.layers)
+    assert "surviving" not in run.optimizer.step.__code__.co_name
+
+
+def test_one_process_that_sees_several_gpus_trains_on_one(monkeypatch, caplog):
+    from transformers import TrainingArguments
+
+    from lowtide import SFTConfig
+
+    seen = TrainingArguments.n_gpu.fget
+    monkeypatch.setattr(SFTConfig, "n_gpu", property(lambda self: 4 if seen(self) == 0 else seen(self)))
+    args = SFTConfig(str(folder()), use_cpu=True)
+    assert args.n_gpu == 1
+    assert "sees 4 GPUs and trains on the first of them: start with `torchrun --nproc_per_node 4`" in caplog.text

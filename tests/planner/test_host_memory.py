@@ -63,6 +63,16 @@ def test_offloaded_activations_are_the_inputs_of_layers(tmp_path):
     assert 0 <= found.host_bytes // each - SIZES["num_hidden_layers"] <= 2  # and what comes before and after them
 
 
+def test_what_a_policy_keeps_of_layers_is_offloaded_too(tmp_path):
+    inputs = foretold(tmp_path, activation_offloading=True)
+    found = foretold(tmp_path, activation_offloading=True, checkpointing_policy="matmul")
+    inner = ROWS * TOKENS * SIZES["intermediate_size"] * 4
+    gates_and_what_they_gate = 2 * SIZES["num_hidden_layers"] * power_of_two(inner)
+    assert found.host_bytes - inputs.host_bytes > gates_and_what_they_gate
+    # on the device it is in backward alone, of one layer
+    assert found.peak_bytes - inputs.peak_bytes < 2 * inner
+
+
 def test_a_reference_is_brought_a_module_at_a_time(tmp_path):
     same, away = foretold(tmp_path, "DPO"), foretold(tmp_path, "DPO", ref_model_storage="cpu")
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))

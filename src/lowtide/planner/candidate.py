@@ -114,19 +114,19 @@ def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes]:
     )
     trainer = fake.trainer()
     prepared = cast(Dataset, trainer.train_dataset)
-    return prepared, sizes_of(run, prepared, trainer.bin_tokens(trainer.args))
+    return prepared, _sizes_of(run, trainer)
 
 
-def sizes_of(run: Run, prepared: Dataset, bin_tokens: int | None = None) -> Sizes:
-    """The tokens of a micro-batch of prepared rows.
+def _sizes_of(run: Run, trainer: Any) -> Sizes:
+    """The tokens of a micro-batch of a trainer's rows.
 
     Raises:
-        ValueError: a row is longer than the model has positions.
+        ValueError: there are none; one is longer than the model has positions.
     """
-    lengths = row_lengths(prepared)
+    lengths, bin_tokens = trainer.row_lengths(), trainer.bin_tokens(trainer.args)
     if lengths is None or not len(lengths):
         raise ValueError("the dataset has no rows to plan for: give rows of text, or their lengths")
-    _check_positions(run.described, prepared)
+    _check_positions(run.described, trainer.train_dataset)
     config = run.config({})
     (whole,) = heaviest_rows(lengths, config.per_device_train_batch_size, None)
     most = int(lengths[whole].sum())

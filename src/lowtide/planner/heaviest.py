@@ -13,8 +13,12 @@ STARTS = 256
 """Row lengths to begin with, in the search for rows that fill a budget."""
 
 
-def row_lengths(dataset: Any) -> np.ndarray | None:
-    """[rows]: the tokens of each prepared row; None for streams and for data of other kinds."""
+def row_lengths(dataset: Any, prompts: int = 1) -> np.ndarray | None:
+    """[rows]: the tokens of each prepared row; None for streams and for data of other kinds.
+
+    Args:
+        prompts: how often a row's prompt is computed.
+    """
     if not isinstance(dataset, Dataset):
         return None
     columns = [name for name in dataset.column_names if name.endswith("_ids") and name != "position_ids"]
@@ -26,7 +30,8 @@ def row_lengths(dataset: Any) -> np.ndarray | None:
         lists: Any = part
         if not all(pa.types.is_list(field.type) or pa.types.is_large_list(field.type) for field in lists.schema):
             return None
-        found.append(sum(lists[name].combine_chunks().value_lengths().to_numpy() for name in columns))
+        tokens = {name: lists[name].combine_chunks().value_lengths().to_numpy() for name in columns}
+        found.append(sum(each * (prompts if name == "prompt_ids" else 1) for name, each in tokens.items()))
     return np.concatenate(found) if found else None
 
 

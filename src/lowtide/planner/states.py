@@ -83,6 +83,12 @@ def state_sizes(parameter: Tensor, optimizer: str) -> list[int]:
     return sizes
 
 
+def wants_room(optimizer: Any) -> bool:
+    """Whether an optimizer has yet to make its states, and on the device of its parameters."""
+    made = any(isinstance(v, Tensor) and v.dim() > 0 for state in optimizer.state.values() for v in state.values())
+    return not made and not hasattr(optimizer, "host_states")
+
+
 def _unique(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers, each once."""
     return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values())

@@ -26,10 +26,10 @@ from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.metrics import Totals
 from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.devices import Device
-from lowtide.planner.heaviest import heaviest_rows, row_lengths, rows_in_a_step
+from lowtide.planner.heaviest import heaviest_rows, rows_in_a_step
 from lowtide.planner.sharding.layout import Layout
 from lowtide.planner.speed import OperationCosts
-from lowtide.planner.states import IN_BFLOAT16, optimizer_name, state_sizes
+from lowtide.planner.states import IN_BFLOAT16, optimizer_name, state_sizes, wants_room
 from lowtide.planner.tracing.faked import faked
 from lowtide.planner.tracing.following import follow_layers, follow_phases, label, stack_of
 from lowtide.planner.tracing.four_bit import (
@@ -177,7 +177,6 @@ class FakeRun:
         model = self._model(layers)
         follow_layers(model, layers, trace)
         trainer = self._trainer(model)
-        trainer.accelerator.prepare_model(trainer.model, device_placement=False)  # autocast is of the wrapper
         if self.config.gradient_checkpointing:
             inner: Any = causal_model(trainer.model)
             newer = getattr(inner, "activation_checkpointing_enable", None)  # older transformers have the other name
@@ -258,7 +257,7 @@ class FakeRun:
 
     def _heaviest(self, trainer: Any, most: int) -> list[dict]:
         dataset = trainer.train_dataset
-        lengths = row_lengths(dataset)
+        lengths = trainer.row_lengths()
         if lengths is None:
             raise ValueError("the lengths of the rows are not known beforehand: give a dataset that is no stream")
         *_, chosen = heaviest_rows(lengths, most, trainer.args.tokens_per_microbatch)
@@ -287,9 +286,7 @@ class FakeRun:
         label(trainer, layers, trace)
         trained = [p for p in model.parameters() if p.requires_grad]
         trace.part("room")
-        optimizer = unwrap_optimizer(trainer.optimizer)
-        held = not optimizer.state and not hasattr(optimizer, "host_states")
-        room = self._room(trained, trace) if held else []
+        room = self._room(trained, trace) if wants_room(unwrap_optimizer(trainer.optimizer)) else []
         trace.part("gradients")
         if several:
             trainer._gradients(model, batch)  # those of the micro-batches before, made between their activations

@@ -2,10 +2,9 @@
 
 docs/benchmarks.md, and the table in the README, are from the JSON in bench/results/: nothing in them is typed by hand,
 so they never say more than what was measured; models that nobody has measured yet are named as such. The table in
-docs/memory.md is lowtide's own table of memory techniques.
+docs/memory.md of what techniques are is lowtide's own; that of what they cost is measured.
 """
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,42 +14,30 @@ from bench.contestants import BATCH, PACKED_BATCH
 from bench.estimate import cells as estimate_cells
 from bench.estimate import summary as estimate_summary
 from bench.measure import GIGABYTE
-from bench.memory import BATCH as MEMORY_BATCH
-from bench.memory import cells
-from bench.memory_cases import CASES
+from bench.memory_docs import costs_table, longest_section, memory_section, techniques_table, write_measured
 from bench.methods import METHODS
 from bench.processes import ROOT
-from bench.results import ACCUMULATION, COMPARISON, ESTIMATE, MEMORY, VOCABULARY, ratios, recorded
+from bench.results import (
+    ACCUMULATION,
+    COMPARISON,
+    ESTIMATE,
+    LONGEST,
+    MEMORY,
+    VOCABULARY,
+    dated,
+    described,
+    ratios,
+    recorded,
+)
 from bench.shapes import SHAPES
 from bench.tables import COLUMNS, comparison_rows, verdict, vocabulary_verdict
-from lowtide.memory.table import PACKAGES, TECHNIQUES
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 RESULTS_MARK, RESULTS_END = "<!-- results: written by `make docs` from bench/results -->", "<!-- /results -->"
 MEMORY_PAGE = ROOT / "docs" / "memory.md"
+COSTS_MARK, COSTS_END = "<!-- written by `make docs` from bench/results -->", "<!-- /costs -->"
 TECHNIQUES_MARK, TECHNIQUES_END = "<!-- written by `make docs` from lowtide.memory.table -->", "<!-- /techniques -->"
-CHECKPOINTING, STATES = "memory/checkpointing.md", "memory/optimizer-states.md"
-PAGES = {
-    "gradient checkpointing": CHECKPOINTING,
-    "checkpointing that keeps attention": CHECKPOINTING,
-    "checkpointing that keeps products": CHECKPOINTING,
-    "checkpointing of every k-th layer": CHECKPOINTING,
-    "activation offloading": "memory/activation-offloading.md",
-    "fused head": "memory/fused-head.md",
-    "tiled MLP": "memory/tiled-mlp.md",
-    "optimizer in backward": "memory/optimizer-in-backward.md",
-    "optimizer in backward, two passes": "memory/optimizer-in-backward.md",
-    "bfloat16 mixed precision": "memory/precision.md",
-    "liger kernels": "memory/liger.md",
-    "padding-free batches": "padding-free.md",
-    "packing": "packing.md",
-    "prefix sharing": "prefix-sharing.md",
-    "token budget": "gradient-accumulation.md",
-    "gradient accumulation": "gradient-accumulation.md",
-    "rehearsal": "memory/out-of-memory.md",
-}
-"""Where a technique is explained; all others are optimizers."""
 
 OPENING = f"""# Benchmarks
 
@@ -92,10 +79,15 @@ def main() -> int:
     sections += [vocabulary_section(result) for result in results if result.get("kind") == VOCABULARY]
     sections += [accumulation_section(result) for result in results if result.get("kind") == ACCUMULATION]
     sections += [estimate_section(result) for result in results if result.get("kind") == ESTIMATE]
+    sections += [longest_section(result) for result in results if result.get("kind") == LONGEST]
     sections += [not_yet_section({(result["method"], result["shape"]) for result in comparisons})]
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(section for section in sections if section), encoding="utf-8")
     write_readme(comparisons)
+    memory = [result for result in results if result.get("kind") == MEMORY]
+    for page in sorted((ROOT / "docs" / "memory").glob("*.md")):
+        write_measured(page, memory)
+    write_between(MEMORY_PAGE, COSTS_MARK, costs_table(memory), COSTS_END)
     write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
     print(f"wrote {Path(PAGE).relative_to(ROOT)} from {len(results)} recorded results")
     return 0
@@ -127,17 +119,6 @@ def write_between(page: Path, mark: str, lines: list[str], end: str) -> None:
     before, rest = page.read_text(encoding="utf-8").split(mark)
     _, after = rest.split(end)
     page.write_text("\n".join([before + mark, *lines, end]) + after, encoding="utf-8")
-
-
-def techniques_table() -> list[str]:
-    """Returns a line for each memory technique, in the order of their table."""
-    lines = ["| technique | saves | numbers | switched on by |", "|---|---|---|---|"]
-    for technique in TECHNIQUES.values():
-        options = ", ".join(f"`{name}={value!r}`" for name, value in technique.options.items()) or "always on"
-        needs = "".join(f"; `pip install {PACKAGES[package]}`" for package in technique.needs)
-        name = f"[{technique.name}]({PAGES.get(technique.name, STATES)})"
-        lines.append(f"| {name} | {technique.saves} | {technique.changes or 'exact'} | {options}{needs} |")
-    return lines
 
 
 def contestants_list() -> str:
@@ -234,64 +215,6 @@ def estimate_section(results: dict[str, Any]) -> str:
     )
 
 
-def memory_section(results: dict[str, Any]) -> str:
-    """Returns a table of peaks by technique and length for each batch size that was measured."""
-    on_cuda = "gpu" in results["hardware"]
-    what = (
-        "the allocator's peak, bfloat16 mixed precision"
-        if on_cuda
-        else "the resident peak less what the imports hold, float32 unless the row says otherwise"
-    )
-    batches = sorted({run["batch"] for run in results["runs"]})
-    tables = [line for batch in batches for line in memory_table(results, batch)]
-    shared = any(run.get("load_before", math.inf) > BUSY for run in results["runs"] if "peak_bytes" in run)
-    command = "python -m bench.memory" + " --quick" * (MEMORY_BATCH not in batches)
-    return "\n".join(
-        [
-            "## What each memory technique saves: Qwen2.5-0.5B",
-            "",
-            f"Two steps of supervised fine-tuning with gradient checkpointing: {what}, and the seconds of the second "
-            "step. Loading the model is not counted. Weights, gradients and AdamW's two moments are 16 bytes a "
-            "parameter, 7.90 GB. Each technique is alone on top of the plain run, which has a token budget of one row, "
-            "as all have that do not step in backward. Rows in italics change the numbers, beyond rounding. Targets "
-            f"are for {MEMORY_BATCH} rows of 1,024 tokens on a CPU.",
-            "",
-            *tables,
-            f"{described(results['hardware'])}. The last run: {dated(results['runs'][-1]['versions'])}.",
-            f"Measured with `{command}`.",
-            *["The machine was shared in some of the runs: their times are rough."] * shared,
-            "",
-        ]
-    )
-
-
-def memory_table(results: dict[str, Any], batch: int) -> list[str]:
-    """Returns the lines of one batch size: a row for each technique, a column for each length, and the target."""
-    runs = {(run["case"], run["length"]): run for run in results["runs"] if run["batch"] == batch}
-    lengths = sorted({length for _, length in runs})
-    names = [name for name in CASES if any(case == name for case, _ in runs)]
-    lines = [
-        f"{batch} rows a step:",
-        "",
-        f"| tokens in a row | {' | '.join(f'{length:,}' for length in lengths)} | target at {MEMORY_BATCH} x 1,024 |",
-        f"| --- | {' ---: |' * (len(lengths) + 1)}",
-    ]
-    for name in names:
-        case = CASES[name]
-        title = name if case.exact else f"*{name}*"
-        target = f"{case.target_gb} GB" if case.target_gb else ""
-        measured = [memory_cell(runs.get((name, length))) for length in lengths]
-        lines.append(f"| {title} | {' | '.join(measured)} | {target} |")
-    return [*lines, ""]
-
-
-def memory_cell(run: dict[str, Any] | None) -> str:
-    if run is None:
-        return ""
-    _, peak, seconds = cells(run)
-    return f"{peak}, {seconds} s" if seconds else peak
-
-
 def vocabulary_section(results: dict[str, Any]) -> str:
     """Returns what a step takes beside weights, gradients and optimizer states, by vocabulary."""
     columns = ("states", "tensors_above_states", "resident_above_states")
@@ -336,16 +259,6 @@ def not_yet_section(measured: set[tuple[str, str]]) -> str:
     if not lines:
         return ""
     return "\n".join(["## Not measured yet", "", *lines, ""])
-
-
-def described(hardware: dict[str, Any]) -> str:
-    gpu = f"{hardware['gpu']} ({hardware['gpu_memory_gb']} GB), " if "gpu" in hardware else ""
-    return f"{gpu}{hardware['cpu']}, {hardware['threads']} threads, {hardware['memory_gb']} GB, {hardware['system']}"
-
-
-def dated(versions: dict[str, str]) -> str:
-    libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "trl"))
-    return f"{versions['date']}, lowtide {versions['lowtide']} at {versions['lowtide_commit']}, {libraries}"
 
 
 if __name__ == "__main__":

@@ -59,11 +59,15 @@ def measure(name: str, length: int, options: argparse.Namespace, console: Consol
     spec = run | {"device": options.device, "weights": saved_weights() if case.four_bit else ""}
     try:
         with console.status(f"{name}, {options.batch} rows of {length:,} tokens"):
-            heap = steady_malloc({})
-            return run | load | run_child(spec, lambda step: None, options.timeout, "bench.memory_child", heap)
+            return run | load | run_child(spec, lambda step: None, options.timeout, "bench.memory_child", environment())
     except ChildFailed as failure:
         console.print("\n".join(failure.last_lines), markup=False, highlight=False)
         return run | {"failed": failure.reason}
+
+
+def environment() -> dict[str, str]:
+    """Variables of a child: the heap of the `lowtide` command, and threads that wait without taking time."""
+    return {**steady_malloc({}), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def saved_weights() -> str:

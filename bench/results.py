@@ -12,12 +12,13 @@ from typing import Any
 from bench.processes import ROOT
 
 FOLDER = Path(__file__).parent / "results"
-COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE = (
+COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST = (
     "comparison",
     "memory",
     "vocabulary",
     "accumulation",
     "estimate",
+    "longest",
 )
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
@@ -106,6 +107,18 @@ def merged(
 def recorded() -> list[dict[str, Any]]:
     """Returns all recorded results, in the order of their file names."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
+
+
+def described(hardware: dict[str, Any]) -> str:
+    """Returns the hardware of a result in a line."""
+    gpu = f"{hardware['gpu']} ({hardware['gpu_memory_gb']} GB), " if "gpu" in hardware else ""
+    return f"{gpu}{hardware['cpu']}, {hardware['threads']} threads, {hardware['memory_gb']} GB, {hardware['system']}"
+
+
+def dated(versions: dict[str, str]) -> str:
+    """Returns when a result was measured, and of what."""
+    libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "trl"))
+    return f"{versions['date']}, lowtide {versions['lowtide']} at {versions['lowtide_commit']}, {libraries}"
 
 
 def _git(*arguments: str) -> str:

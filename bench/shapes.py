@@ -2,7 +2,8 @@
 
 Speed and memory depend on a model's shape, not on what it knows. `llama-22m` spends most of its parameters on
 the vocabulary, as small models do, so that two CPU cores show what the head costs. The Qwen2.5 shapes are the
-published ones (Qwen/Qwen2.5-0.5B and Qwen/Qwen2.5-7B, config.json).
+published ones (Qwen/Qwen2.5-0.5B and Qwen/Qwen2.5-7B, config.json), and so is Llama-3.1-8B's, without the scaling of
+its rotary embedding.
 """
 
 from dataclasses import dataclass
@@ -44,6 +45,19 @@ QWEN_7B = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32_768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "tie_word_embeddings": False,
+}
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     "tie_word_embeddings": False,
 }
 

@@ -5,10 +5,10 @@ import importlib
 import pytest
 
 from bench import results
-from bench.docs import memory_section
 from bench.memory import LENGTHS, cells, parse
 from bench.memory_cases import CASES, flags
 from bench.memory_child import common
+from bench.memory_docs import costs_table, memory_section
 from bench.shapes import QWEN_05B
 from lowtide.memory.table import TECHNIQUES
 
@@ -50,8 +50,13 @@ def run(case: str, length: int, **measured) -> dict:
     return {"case": case, **shared, **measured}
 
 
-def peak(gigabytes: float) -> dict:
-    return {"peak_bytes": int(gigabytes * 1e9), "reserved_bytes": None, "step_seconds": 2.0}
+def peak(gigabytes: float, seconds: float = 3.0) -> dict:
+    return {
+        "peak_bytes": int(gigabytes * 1e9),
+        "reserved_bytes": None,
+        "step_seconds": 2.0,
+        "step_cpu_seconds": seconds,
+    }
 
 
 def test_a_run_is_recorded_over_the_earlier_one_of_the_same_size(tmp_path, monkeypatch):
@@ -70,9 +75,23 @@ def test_the_page_has_a_line_for_each_row_that_was_measured():
         run("LoRA, offloaded and tiled", 32, failed="killed"),
     ]
     page = memory_section({"hardware": HARDWARE, "runs": runs})
-    assert "| plain | 7.50 GB, 2.0 s | 8.00 GB, 2.0 s |  |" in page
+    assert "| plain | 7.50 GB, 3 s | 8.00 GB, 3 s |  |" in page
     assert "| *LoRA, offloaded and tiled* |  | killed | 2.5 GB |" in page
     assert "compressed" not in page.split("8 rows a step:")[1]
+
+
+def test_costs_are_multiples_of_the_plain_run_of_the_same_size():
+    runs = [
+        run("plain", 32, **peak(8)),
+        run("Lion", 32, **peak(6, seconds=2.0)),
+        run("tiled MLP", 32, **peak(7.9, seconds=4.5)),
+        run("paged AdamW", 32, failed="killed"),
+        run("plain", 512, **peak(9)),
+    ]
+    lines = costs_table([{"hardware": HARDWARE, "runs": runs}])
+    assert "| Lion | yes | 0.75x | yes | 0.67x |" in lines
+    assert "| tiled MLP | the same | 0.99x | no | 1.50x |" in lines
+    assert not any("paged" in line or line.startswith("| plain") for line in lines)
 
 
 def test_a_run_that_gave_nothing_says_why():

@@ -1,0 +1,206 @@
+"""`python -m bench.longest`: the longest row that one GPU trains, by technique, with the shape of Llama-3.1-8B.
+
+The planner foretells it anywhere, for a GPU that need not be there. Where there is one, each row is trained on it too:
+two steps of one row, a process each, from what was foretold on, until the longest that fits and the shortest that does
+not are a sixteenth apart. There it is also measured what offloading costs: the seconds of a step with it over those
+without, both with checkpointing, at lengths where the copies should be hidden behind the products.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.measure import hardware
+from bench.memory import device_here
+from bench.processes import run_child
+from bench.results import LONGEST, merged, versions, write
+from bench.shapes import LLAMA_8B
+from lowtide.memory import allocator
+
+SUMMARY = "Show the longest row that one GPU trains, by technique."
+NAME = "longest-llama-8b"
+STEP = 1024
+"""Tokens by which lengths differ."""
+CLOSE = 16
+"""A search ends where what fits and what does not are this part of it apart."""
+OVERLAPPED = (8192, 16_384, 32_768)
+"""Lengths at which offloading is to cost no more than `HIDDEN`."""
+HIDDEN = 1.1
+HOST_BYTES = 512 << 30
+"""Of host memory a GPU, which offloaded activations may take."""
+POSITIONS = 1 << 24
+SECONDS = 3600
+"""After which a process is given up."""
+LEAN = {"activation_offloading": True, "mlp_tile_tokens": 8192}
+FULL = {"optimizer_in_backward": True, "max_grad_norm": 0.0, "optim": "adamw_stochastic_8bit"}
+
+
+@dataclass(frozen=True)
+class LongCase:
+    """One row of the table; weights are in bfloat16."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lora: bool = True
+    """Rank 16 on all linear layers; else all weights are trained."""
+
+
+CASES = {
+    "LoRA, no checkpointing": LongCase({"gradient_checkpointing": False}),
+    "LoRA, offloading, no checkpointing": LongCase({"gradient_checkpointing": False, "activation_offloading": True}),
+    "LoRA, checkpointing that keeps attention": LongCase({"checkpointing_policy": "attention"}),
+    "LoRA, checkpointing": LongCase(),
+    "LoRA, checkpointing and offloading": LongCase({"activation_offloading": True}),
+    "LoRA, checkpointing and tiled MLPs": LongCase({"mlp_tile_tokens": 8192}),
+    "LoRA, checkpointing, offloading and tiled MLPs": LongCase(LEAN),
+    "all weights, 8-bit moments, in backward, checkpointing": LongCase(FULL, lora=False),
+    "all weights, 8-bit moments, in backward, checkpointing, offloading and tiled MLPs": LongCase(
+        {**FULL, **LEAN}, lora=False
+    ),
+}
+"""By name."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Foretells, measures where there is a GPU, prints and records; returns 1 where offloading costs too much."""
+    options, console = parse(argv), Console()
+    table = Table("row", "foretold", "trained", "not trained", title=f"longest row on {options.device}, in tokens")
+    for name in options.only or CASES:
+        with console.status(name):
+            run = {"case": name, "layers": options.layers, "device": options.device, **searched(name, options)}
+        table.add_row(*cells(run))
+        console.print(*cells(run), sep="  ")
+        if options.record:
+            record(run, options.here)
+    console.print(table)
+    met = True
+    for length in OVERLAPPED if options.here == "cuda" else ():
+        run = {"case": f"offloading {length:,} tokens", "layers": options.layers, **overlap(length, options)}
+        met &= run["ratio"] <= HIDDEN
+        console.print(f"{length:,} tokens: {run['ratio']:.3f} times the seconds with offloading (at most {HIDDEN})")
+        if options.record:
+            record(run, options.here)
+    return 0 if met else 1
+
+
+def searched(name: str, options: argparse.Namespace) -> dict[str, int]:
+    """The longest row foretold; with a GPU also the longest that was trained and the shortest that was not; tokens."""
+    foretold, _ = longest(lambda length: foretold_fits(name, length, options), STEP, 2.0)
+    if options.here != "cuda":
+        return {"foretold": foretold}
+    trained, failed = longest(lambda length: trains(name, length, options), foretold or STEP, 1 + 1 / CLOSE)
+    return {"foretold": foretold, "trained": trained, "failed": failed}
+
+
+def longest(fits: Callable[[int], bool], start: int, factor: float) -> tuple[int, int]:
+    """The longest row for which `fits` was true, or 0, and the shortest for which it was not; multiples of `STEP`.
+
+    Args:
+        fits: true up to some length, and false from there on.
+        start: the first length that is tried.
+        factor: by which it then grows, or shrinks, until the other answer comes.
+    """
+    low = high = start
+    if fits(start):
+        while fits(high := max(high + STEP, _rounded(high * factor))):
+            low = high
+    else:
+        while (low := min(high - STEP, _rounded(high / factor))) and not fits(low):
+            high = low
+    while high - low > max(STEP, high // CLOSE):
+        middle = _rounded((low + high) / 2)
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, high
+
+
+def _rounded(length: float) -> int:
+    return round(length / STEP) * STEP
+
+
+def foretold_fits(name: str, length: int, options: argparse.Namespace) -> bool:
+    """Whether the planner has a step of one such row fit the device, and `HOST_BYTES`."""
+    from transformers import AutoConfig
+
+    import lowtide
+    from bench.memory_child import adapters
+    from lowtide.planner.devices import device_named
+
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        config = lowtide.SFTConfig(folder, model_init_kwargs={"dtype": "bfloat16"}, **flags(case, length))
+        estimate = lowtide.estimate(
+            config,
+            AutoConfig.for_model(**shape(options.layers)),
+            lengths=[length],
+            peft_config=adapters() if case.lora else None,
+            device=options.device,
+        )
+    device = device_named(options.device)
+    return estimate.reserved_bytes <= device.available_bytes and estimate.host_bytes <= HOST_BYTES
+
+
+def flags(case: LongCase, length: int) -> dict[str, Any]:
+    """What a row's trainer is given, here and in an estimate."""
+    return {"per_device_train_batch_size": 1, "max_length": length, "gradient_checkpointing": True, **case.options}
+
+
+def shape(layers: int) -> dict[str, Any]:
+    """The model's config, with so many layers and with positions for any row."""
+    return LLAMA_8B | {"num_hidden_layers": layers, "max_position_embeddings": POSITIONS}
+
+
+def trains(name: str, length: int, options: argparse.Namespace) -> bool:
+    """Whether two steps of one such row run on the GPU here."""
+    return trained(name, length, options)["fits"]
+
+
+def trained(name: str, length: int, options: argparse.Namespace, steps: int = 2) -> dict[str, Any]:
+    """What a process that trained such rows says: whether they fit, and the seconds of each step but the first."""
+    spec = {"case": name, "length": length, "layers": options.layers, "steps": steps, "device": options.here}
+    environment = {allocator.NAME: allocator.SETTING}
+    return run_child(spec, lambda step: None, SECONDS, "bench.longest_child", environment)
+
+
+def overlap(length: int, options: argparse.Namespace) -> dict[str, float]:
+    """The median seconds of a step with checkpointing, without and with offloading; each length fits any GPU that the
+    model does."""
+    plain, offloaded = (
+        statistics.median(trained(name, length, options, steps=5)["seconds"])
+        for name in ("LoRA, checkpointing", "LoRA, checkpointing and offloading")
+    )
+    return {"plain_seconds": plain, "offloaded_seconds": offloaded, "ratio": offloaded / plain}
+
+
+def record(run: dict[str, Any], device: str) -> None:
+    """Puts a run beside those that were recorded of this machine, over an earlier one of the same name."""
+    facts = {"kind": LONGEST, "hardware": hardware(device)}
+    key = ("case", "layers", "device")
+    runs = merged(NAME, facts["hardware"], {"device": device} | run | {"versions": versions()}, key=key)
+    write(NAME, facts | {"runs": runs})
+
+
+def cells(run: dict[str, Any]) -> list[str]:
+    """Name and lengths of a run, for a table."""
+    return [run["case"], *(f"{run[name]:,}" if name in run else "" for name in ("foretold", "trained", "failed"))]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.longest", description=SUMMARY)
+    parser.add_argument("--device", default=None, help="foretell for this GPU; default: the one here, or H100-80GB")
+    parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"], help="of the model")
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these rows of the table")
+    parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
+    options = parser.parse_args(argv)
+    options.here = device_here() if options.device is None else "cpu"
+    options.device = options.device or ("cuda" if options.here == "cuda" else "H100-80GB")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

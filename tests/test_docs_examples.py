@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.docs import MEMORY_PAGE, TECHNIQUES_END, TECHNIQUES_MARK, techniques_table
+from bench.docs import MEMORY_PAGE, TECHNIQUES_END, TECHNIQUES_MARK
+from bench.memory_docs import techniques_table
 from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
 

@@ -30,6 +30,29 @@ def test_the_first_module_that_gave_a_nan_is_named(kind: str, way: str):
     assert still == others
 
 
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("clipped", [{}, {"max_grad_norm": 0.0}], ids=["clipped", "not clipped"])
+def test_a_gradient_that_is_no_number_is_named_and_not_stepped_along(kind: str, clipped: dict):
+    run = make(kind, **clipped)
+    spoilt = run.model.get_submodule(CULPRIT).weight
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    spoilt.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
+    with pytest.raises(
+        ValueError, match=rf"step 1: the loss is finite, the gradient of {CULPRIT}.weight is not. Lower"
+    ):
+        run.train()
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+
+
+def test_in_two_passes_nothing_is_stepped_along_a_norm_that_is_no_number():
+    run = make("SFT", **WAYS["in two passes"])
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    run.model.get_submodule(CULPRIT).weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(ValueError, match="step 1: the loss is finite, the norm of all gradients is not"):
+        run.train()
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+
+
 def test_a_loss_scale_below_one_stops_the_run():
     """Gradients that overflow in float16 however small the loss is scaled."""
     run = make("SFT")

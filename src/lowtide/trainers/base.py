@@ -9,28 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 import torch
 from accelerate.utils import DynamoBackend
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, Trainer
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, denumpify_detensorize, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.data.collate import ragged_from_collated
 from lowtide.engine.diagnose import find_nonfinite
-from lowtide.memory.low_rank import loading_projectors
 from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.methods import Objective
 from lowtide.methods.method import Scorer
@@ -42,6 +36,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.recovery import Before, surviving_optimizer_step, surviving_step
 from lowtide.replicas import averaging, broadcast_weights
 from lowtide.step import Limits, evaluate_batch
+from lowtide.trainers.checkpoints import WholeCheckpoints
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
@@ -57,14 +52,10 @@ from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
 from lowtide.watch import NotFinite, Watch, check_finite
 
-WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""How a full disk shows: in Python, in torch.save, in safetensors."""
-
-RUN_STATE = "run_state.json"
-"""The file of a checkpoint for what a run carries from step to step, and transformers knows nothing of."""
+REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(Trainer):
+class LowtideTrainer(WholeCheckpoints):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -241,6 +232,7 @@ class LowtideTrainer(Trainer):
             before = Before(self.objective, self.args.device)
             step(Totals(), around_last=in_backward.steps.norm_pass, backward=self._backward_of_finite)
             before.put_back()
+            self._check_norm(in_backward.steps.total_norm)
         return step(self._train_totals, around_last=in_backward.stepping, backward=self._backward_of_finite)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -322,21 +314,42 @@ class LowtideTrainer(Trainer):
         if self._in_backward is not None and self._in_backward.norm is not None:
             norm, self._in_backward.norm = self._in_backward.norm, None
             return norm
-        return super()._clip_grad_norm(model)
+        return self._checked_norm(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Unknown where gradients are gone before they were all there."""
-        gone = self._in_backward is not None and all(p.grad is None for p in model.parameters())
-        return grad_norm if gone else super()._get_grad_norm(model, grad_norm=grad_norm)
+        if grad_norm is None and any(p.grad is not None for p in model.parameters()):
+            return self._checked_norm(model)
+        return grad_norm
+
+    def _checked_norm(self, model: nn.Module, clip_at: float | None = None) -> Tensor:
+        """The norm of the gradients, which are looked at before they are clipped."""
+        self.accelerator.unscale_gradients()
+        trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: cast(Tensor, p.grad) for name, p in trained.items()}
+        norm = nn.utils.get_total_norm(gradients.values())
+        self._check_norm(norm, gradients)
+        if clip_at is not None:
+            nn.utils.clip_grads_with_norm_(trained.values(), clip_at, norm)
+        return norm
+
+    def _check_norm(self, norm: Tensor, gradients: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Refuses to step along gradients that are no numbers; where a loss scaler does, by skipping a step.
+
+        Raises:
+            ValueError: the norm is none, though the loss is; names the first such gradient of those that are there.
+        """
+        if self.accelerator.scaler is not None or math.isfinite(norm.item()):
+            return
+        worst = next((name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()), None)
+        what = f"the gradient of {worst}" if worst else "the norm of all gradients"
+        raise ValueError(f"step {self.state.global_step + 1}: the loss is finite, {what} is not. {REMEDIES}")
 
     def _nonfinite(self, model: nn.Module, batch: RaggedBatch, what: str, own: bool = True) -> ValueError:
         """What stops a run: this rank says where it comes from, unless it is another's."""
         model.zero_grad()
         found = self._find_nonfinite(model, batch) if own else "That rank says where it comes from"
-        return ValueError(
-            f"step {self.state.global_step + 1}: {what}. {found}. "
-            "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
-        )
+        return ValueError(f"step {self.state.global_step + 1}: {what}. {found}. {REMEDIES}")
 
     def _find_nonfinite(self, model: nn.Module, batch: RaggedBatch) -> str:
         limits = self.limits_of(batch)
@@ -439,60 +452,9 @@ class LowtideTrainer(Trainer):
         model.eval()
         return model.to(self.args.device)
 
-    # -- saving ------------------------------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes beside, then renames: a full disk or a kill leaves the checkpoints before it whole."""
-        folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        run = Path(self._get_output_dir(trial=trial))
-        staging = run / ".saving"
-        if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        try:
-            with self.phases.during("saving"), self._output_dir_is(str(staging)):
-                super()._save_checkpoint(model, trial)
-                self._name_best(staging, run)
-        except WRITE_ERRORS as error:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise ValueError(
-                f"step {self.state.global_step}: the checkpoint could not be written to {run}: {error}. "
-                "Checkpoints before it are whole; make room, or set `save_total_limit`, and resume from the last one"
-            ) from error
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            shutil.rmtree(run / folder, ignore_errors=True)
-            os.replace(staging / folder, run / folder)
-            shutil.rmtree(staging, ignore_errors=True)
-            rotate_checkpoints(
-                output_dir=str(run),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-        self.accelerator.wait_for_everyone()
-
-    def _name_best(self, staging: Path, run: Path) -> None:
-        """The best checkpoint, if it is the one that is written, is known by the name that it is about to get."""
-        best = Path(self.state.best_model_checkpoint or "")
-        if best.parent == staging:
-            self.state.best_model_checkpoint = str(run / best.name)
-            if self.args.should_save:
-                self.state.save_to_json(str(best / TRAINER_STATE_NAME))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        state = self._run_state()
-        if self.args.should_save:
-            Path(output_dir, RUN_STATE).write_text(json.dumps(state))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with loading_projectors(unwrap_optimizer(self.optimizer)):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and Path(checkpoint, RUN_STATE).exists():
-            self._set_run_state(json.loads(Path(checkpoint, RUN_STATE).read_text()))
-
-    def _run_state(self) -> dict[str, Any]:
+    def run_state(self) -> dict[str, Any]:
         """What steps leave behind beside weights, optimizer and random state; asked of all ranks together."""
         unlogged = self._train_totals.read(self.args.device).get("tokens", 0)
         smaller = self._token_budget != self.args.tokens_per_microbatch
@@ -503,28 +465,10 @@ class LowtideTrainer(Trainer):
             "running": {} if running is None else vars(running),
         }
 
-    def _set_run_state(self, state: dict[str, Any]) -> None:
+    def set_run_state(self, state: dict[str, Any]) -> None:
         """Goes on from there; an option that is smaller than the budget by now is the cap."""
         self._train_totals, self._tokens_seen = Totals(), state["num_tokens"]
         if state["token_budget"] is not None:
             self._token_budget = int(min(state["token_budget"], self.args.tokens_per_microbatch or math.inf))
         if state["running"]:
             vars(cast(Any, self.objective).running).update(state["running"])
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's; what could not be written is said of the folder that it was meant for."""
-        try:
-            super().save_model(output_dir, _internal_call)
-        except WRITE_ERRORS as error:
-            if _internal_call:  # a checkpoint, which says so itself
-                raise
-            folder = output_dir or self.args.output_dir
-            raise ValueError(f"the model could not be written to {folder}: {error}. Checkpoints are whole") from error
-
-    @contextlib.contextmanager
-    def _output_dir_is(self, folder: str) -> Iterator[None]:
-        self._get_output_dir = lambda trial: folder  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del self._get_output_dir

@@ -17,7 +17,7 @@ from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
 from lowtide.passes import Models
 from lowtide.ragged import IGNORE, RaggedBatch
-from lowtide.step import Limits, evaluate_batch, train_step
+from lowtide.step import Limits, Ways, evaluate_batch, train_step
 
 NLL = TokenObjective(LOSSES["nll"])
 
@@ -98,7 +98,7 @@ def test_padded_and_ragged_give_equal_gradients(padding_free, accumulate):
     _, expected = textbook(model, batch_rows)
     batch = RaggedBatch.from_rows(batch_rows)
     models = Models(model, padding_free=padding_free)
-    train_step(models, batch, NLL, limits=Limits(rows=3), accumulate=accumulate)
+    train_step(models, batch, NLL, limits=Limits(rows=3), ways=Ways(accumulate=accumulate))
     assert_equal(gradients(model), expected)
 
 
@@ -149,7 +149,7 @@ def rank_main(rank: int, ranks: int, rendezvous: str, limits: Limits, tied: bool
     model = DistributedDataParallel(build(tied))
     # Unequal shares, so that ranks have to agree on the number of micro-batches: 5 rows here, 3 there.
     share = rows()[:5] if rank == 0 else rows()[5:]
-    loss = train_step(model, RaggedBatch.from_rows(share), NLL, limits=limits, no_sync=model.no_sync)
+    loss = train_step(model, RaggedBatch.from_rows(share), NLL, limits=limits, ways=Ways(no_sync=model.no_sync))
     torch.distributed.all_reduce(loss)
     if rank == 0:
         results["loss"] = loss.item() / ranks

@@ -22,20 +22,19 @@ from lowtide.methods.method import Objective
 from lowtide.metrics import Totals, distributed
 from lowtide.passes import Models
 from lowtide.ragged import RaggedBatch
-from lowtide.step import Limits, train_step
-from lowtide.watch import OutOfMemory, random_state, set_random_state, worst_of_ranks
+from lowtide.step import Limits, Ways, train_step
+from lowtide.watch import End, OutOfMemory, random_state, set_random_state, worst_of_ranks
 
 logger = logging.getLogger(__name__)
 
 
 def surviving_step(
-    models: Models, batch: RaggedBatch, objective: Objective, *, limits: Limits, totals: Totals, **ways: Any
+    models: Models, batch: RaggedBatch, objective: Objective, *, limits: Limits, totals: Totals, ways: Ways = Ways()
 ) -> tuple[Tensor, Limits]:
     """`train_step`, repeated with half the token budget for as long as it runs out of memory.
 
     Args:
         models: their gradients are None, or are dropped with those of a failed attempt.
-        ways: the other arguments of `train_step`.
 
     Returns:
         the loss, and the limits that it took, for the steps to come.
@@ -47,7 +46,7 @@ def surviving_step(
     while True:
         attempt = Totals()
         try:
-            loss = train_step(models, batch, objective, limits=limits, totals=attempt, **ways)
+            loss = train_step(models, batch, objective, limits=limits, totals=attempt, ways=ways)
         except OutOfMemory as error:
             failed = error.with_traceback(None)  # its frames hold the tensors that did not fit
         else:
@@ -110,15 +109,21 @@ def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..
 
     Raises:
         OutOfMemory: it fails again, or failed half way, on this rank or on another.
+        Exception: what else stopped this rank; a RuntimeError where it was another.
     """
-    result, failed = None, None
+    result, failed, end = None, None, End.WELL
     try:
         result = _step_or_repeat(optimizer, step, *args)
-    except OutOfMemory as error:
-        failed = error
+    except Exception as error:
+        failed, end = error, End.OUT_OF_MEMORY if isinstance(error, OutOfMemory) else End.ERROR
     device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    if worst_of_ranks(failed is not None, device):
-        raise failed or OutOfMemory("another rank ran out of memory in the optimizer's step; this one has taken it")
+    worst = worst_of_ranks(end, device)
+    if failed is not None:
+        raise failed
+    if worst == End.ERROR:
+        raise RuntimeError("another rank stopped at an error in the optimizer's step, which it raises itself")
+    if worst == End.OUT_OF_MEMORY:
+        raise OutOfMemory("another rank ran out of memory in the optimizer's step; this one has taken it")
     return result
 
 

@@ -23,6 +23,8 @@ from lowtide.passes import Models, RowRun, Run, TokenRun, WholeRun, join_rows, s
 from lowtide.ragged import RaggedBatch
 from lowtide.watch import Watch, check_finite
 
+Context = Callable[[], contextlib.AbstractContextManager]
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -32,15 +34,41 @@ class Limits:
     tokens: int | None = None
 
 
+@dataclass(frozen=True)
+class Ways:
+    """How a step goes backward, and how it meets the other ranks."""
+
+    accumulate: bool = True
+    """Gradients of the head go straight to `.grad`; needs a `backward` that scales the loss by `grad_scale` and nothing
+    else."""
+    backward: Callable[[Tensor], object] = Tensor.backward
+    """Called with the loss of each micro-batch."""
+    grad_scale: float = 1.0
+    """What `backward` multiplies the loss by, as a loss scaler for float16 does. The head forms its gradients in
+    forward, and so much larger, so that they do not underflow before."""
+    exchange: Callable[[], Callable[[], None]] | None = None
+    """Makes ready, and returns, what exchanges the gradients once all ranks came through. Without it a wrapper does in
+    the last backward, where the failure of one rank leaves the others waiting."""
+    no_sync: Context = contextlib.nullcontext
+    """A wrapper's: entered for the micro-batches in which it exchanges nothing."""
+    around_last: Context = contextlib.nullcontext
+    """Entered for the last micro-batch, in whose backward every gradient is complete as it arrives."""
+    finite: bool = False
+    """Stops at a loss that is no number, before ranks exchange."""
+
+
 def agree(counts: Counts, pieces: int, device: torch.device) -> tuple[Counts, int, int]:
-    """(counts of all ranks added up, micro-batches that each rank runs, ranks), in one exchange."""
+    """(counts of all ranks added up, micro-batches that each rank runs, ranks), in one exchange; no micro-batches where
+    one rank says that it could not cut its batch."""
     if not distributed():
         return counts, pieces, 1
     mine = torch.tensor([*counts.values(), pieces], dtype=torch.float64, device=device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, mine)
     table = torch.stack(everyones)
-    return dict(zip(counts, table[:, :-1].sum(0).tolist(), strict=True)), int(table[:, -1].max()), len(everyones)
+    each = table[:, -1]
+    pieces = int(each.max()) if each.min() else 0
+    return dict(zip(counts, table[:, :-1].sum(0).tolist(), strict=True)), pieces, len(everyones)
 
 
 def train_step(
@@ -49,13 +77,7 @@ def train_step(
     objective: Objective,
     *,
     limits: Limits = Limits(),
-    accumulate: bool = True,
-    backward: Callable[[Tensor], object] = Tensor.backward,
-    grad_scale: float = 1.0,
-    no_sync: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    exchange: Callable[[], Callable[[], None]] | None = None,
-    around_last: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    finite: bool = False,
+    ways: Ways = Ways(),
     totals: Totals | None = None,
 ) -> Tensor:
     """Adds the gradients of one optimizer step to the model's parameters.
@@ -64,17 +86,7 @@ def train_step(
         model: prepared by `engine.forward.install`, wrapped or not; or `Models`, where there is a reference.
         batch: the whole local batch of the step; gradient accumulation is folded in.
         limits: of a micro-batch.
-        accumulate: gradients of the head go straight to `.grad`; needs a `backward` that scales the loss by
-            `grad_scale` and nothing else.
-        backward: called with the loss of each micro-batch.
-        grad_scale: what `backward` multiplies the loss by, as a loss scaler for float16 does. The head forms its
-            gradients in forward, and so much larger, so that they do not underflow before.
-        no_sync: entered for all micro-batches but the last, so that ranks exchange gradients once.
-        exchange: makes ready, and returns, what exchanges the gradients once all ranks came through; `no_sync` is
-            entered for the last too. Without it the wrapper exchanges them in the last backward, where the failure of
-            one rank leaves the others waiting.
-        around_last: entered for the last micro-batch, in whose backward every gradient is complete as it arrives.
-        finite: stops at a loss that is no number, before ranks exchange.
+        ways: how it goes backward, and meets other ranks.
         totals: takes in the sums behind the metrics.
 
     Returns:
@@ -89,37 +101,41 @@ def train_step(
     totals = Totals() if totals is None else totals
     watch = Watch("baseline", part=batch)
     batch, known = _watched_baseline(watch, models, batch, objective, limits)
-    pieces = len(batch.plan_split(limits.tokens, limits.rows))
+    pieces = 0
+    with watch.local():
+        pieces = len(batch.plan_split(limits.tokens, limits.rows))
     counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device)
+    if not pieces:
+        watch.meet(batch.token_ids.device)
     parts = batch.split(limits.tokens, limits.rows, pieces=pieces)
     if isinstance(objective, TokenObjective):
-        run: Run = TokenRun(models, objective, counts, ranks, accumulate, grad_scale)
+        run: Run = TokenRun(models, objective, counts, ranks, ways.accumulate, ways.grad_scale)
     elif objective.whole and (len(parts) > 1 or ranks > 1):
-        run = WholeRun(models, objective, counts, ranks, accumulate, totals, parts, watch)
+        run = WholeRun(models, objective, counts, ranks, ways.accumulate, totals, parts, watch)
     else:
-        run = RowRun(models, objective, counts, ranks, accumulate, totals)
+        run = RowRun(models, objective, counts, ranks, ways.accumulate, totals)
     losses: list[Tensor] = []
     loss, exchange_gradients = torch.zeros(()), _nothing
-    alone = exchange is not None or ranks == 1
+    alone = ways.exchange is not None or ranks == 1
     with watch.local() if alone else contextlib.nullcontext():
         for number, part in enumerate(parts):
             watch.phase, watch.micro_batch, watch.part = "forward", number, part
             last = number == len(parts) - 1
-            quiet = contextlib.nullcontext() if last and exchange is None else no_sync()
-            with quiet, around_last() if last else contextlib.nullcontext():
+            quiet = contextlib.nullcontext() if last and ways.exchange is None else ways.no_sync()
+            with quiet, ways.around_last() if last else contextlib.nullcontext():
                 output, loss = run(number, part)
                 if output.aux_loss is not None and part.scores:
                     loss = loss + objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)
                 watch.phase = "backward"
-                backward(loss)
+                ways.backward(loss)
             losses.append(loss.detach())
             totals.take_in(output, part)
         loss = run.reported(torch.stack(losses).sum())
-        if finite:
+        if ways.finite:
             check_finite(loss)
-        if exchange is not None:
+        if ways.exchange is not None:
             watch.phase = "exchange"
-            exchange_gradients = exchange()
+            exchange_gradients = ways.exchange()
     if alone:
         watch.meet(batch.token_ids.device)
     exchange_gradients()

@@ -18,7 +18,7 @@ from lowtide.methods.kto import KTO, KTOOptions
 from lowtide.methods.reward import REWARD, RewardOptions
 from lowtide.metrics import Totals
 from lowtide.passes import Models
-from lowtide.step import Limits, train_step
+from lowtide.step import Limits, Ways, train_step
 
 PAIRS = CompletionCollator(("chosen_ids", "rejected_ids"))
 CASES = {
@@ -59,7 +59,7 @@ def rank_main(rank: int, ranks: int, rendezvous: str, path: str) -> None:
         model = DistributedDataParallel(policy(name))
         # Unequal shares, so that ranks run unequally many rows and one has to keep the other company.
         share = rows()[:5] if rank == 0 else rows()[5:]
-        loss, metrics = step(name, model, share, limits=Limits(rows=2), no_sync=model.no_sync)
+        loss, metrics = step(name, model, share, limits=Limits(rows=2), ways=Ways(no_sync=model.no_sync))
         torch.distributed.all_reduce(loss)
         found[name] = (loss / ranks, metrics, gradients(model.module))
         torch.distributed.barrier()

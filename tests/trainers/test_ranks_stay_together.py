@@ -11,6 +11,7 @@ import datetime
 import functools
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ EXCHANGE = "exchange"
 CULPRIT = "model.layers.1.mlp.down_proj"
 KINDS = ("SFT", "DPO")
 TECHNIQUES_ON = ("none", "activation offloading", "tiled MLP", "compressed AdamW", "gradient accumulation")
+WRITERS = ("_save", "_save_scaler")
+"""What writes the model of a checkpoint, and what comes after the optimizer's states."""
 EVAL_ROWS = (5, 9)
 """In batches of 8 and of 4: the second rank has no row, or none after its first batch."""
 
@@ -154,6 +157,42 @@ def stopped(rank: int, kind: str) -> dict[str, Any]:
     return {"error": error_of(trainer.train)}
 
 
+def stopped_in_optimizer(rank: int, kind: str) -> dict[str, Any]:
+    """The second rank stops at another error in its optimizer's step."""
+    trainer = shared(kind)
+    broken = mock.Mock(side_effect=ZeroDivisionError)
+    with mock.patch.object(torch.optim.AdamW, "_init_group", broken) if rank == 1 else contextlib.nullcontext():
+        return {"error": error_of(trainer.train)}
+
+
+def too_long(rank: int, kind: str) -> dict[str, Any]:
+    """A stream brings the second rank a row above the budget."""
+    trainer = shared(kind)
+    trainer.args.tokens_per_microbatch = 4 if rank == 1 else None
+    return {"error": error_of(trainer.train)}
+
+
+def unsaved(rank: int, place: str) -> dict[str, Any]:
+    """The first rank's disk, to which checkpoints go, is full from the second step on."""
+    with tempfile.TemporaryDirectory() as alone:
+        folders: list[Any] = [alone]
+        dist.broadcast_object_list(folders)
+        trainer = shared("SFT", save_strategy="steps", save_steps=1, output_dir=folders[0])
+        write = getattr(trainer, place)
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            if rank == 0 and trainer.state.global_step == 2:
+                raise OSError("No space left on device")
+            write(*args, **kwargs)
+
+        with mock.patch.object(trainer, place, full):
+            error = error_of(trainer.train)
+        dist.barrier()
+        kept = sorted(path.name for path in Path(folders[0]).iterdir() if path.is_dir())
+        dist.barrier()
+    return {"error": error, "kept": kept}
+
+
 def weights(trainer: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
@@ -231,6 +270,9 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "exhausted": functools.partial(exhausted, kind="SFT"),
     "without room": functools.partial(without_room, kind="SFT"),
     "stopped": functools.partial(stopped, kind="SFT"),
+    "stopped in optimizer": functools.partial(stopped_in_optimizer, kind="SFT"),
+    "too long": functools.partial(too_long, kind="SFT"),
+    **{f"unsaved {place}": functools.partial(unsaved, place=place) for place in WRITERS},
     **{
         f"{kind} with {name}": functools.partial(technique, kind=kind, name=name)
         for kind in KINDS
@@ -304,6 +346,29 @@ def test_a_loss_that_is_nan_on_one_rank_stops_both_before_the_step(kind, found):
 def test_an_error_of_one_rank_stops_both(found):
     assert found[0]["stopped"]["error"] == ("RuntimeError", "another rank stopped at an error, which it raises itself")
     assert found[1]["stopped"]["error"][0] == "ZeroDivisionError"
+
+
+def test_an_error_in_the_optimizer_of_one_rank_stops_both(found):
+    kind, text = found[0]["stopped in optimizer"]["error"]
+    assert (kind, text.split(",")[0]) == ("RuntimeError", "another rank stopped at an error in the optimizer's step")
+    assert found[1]["stopped in optimizer"]["error"][0] == "ZeroDivisionError"
+
+
+def test_a_row_of_one_rank_above_the_budget_stops_both(found):
+    assert found[0]["too long"]["error"] == ("RuntimeError", "another rank stopped at an error, which it raises itself")
+    kind, text = found[1]["too long"]["error"]
+    assert kind == "ValueError"
+    assert "tokens" in text
+
+
+@pytest.mark.parametrize("place", WRITERS)
+def test_a_full_disk_of_one_rank_stops_both_and_leaves_the_checkpoint_before(place, found):
+    first, second = (each[f"unsaved {place}"] for each in found)
+    assert first["kept"] == second["kept"] == ["checkpoint-1"]
+    assert first["error"][0] == second["error"][0] == "ValueError"
+    assert "step 2: the checkpoint could not be written to" in first["error"][1]
+    assert "No space left on device. Checkpoints before it are whole" in first["error"][1]
+    assert "another rank says why" in second["error"][1]
 
 
 def test_a_rank_without_room_for_the_states_stops_both(found):

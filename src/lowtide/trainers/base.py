@@ -12,6 +12,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ from lowtide.planner.phases import HighWater, Phases
 from lowtide.ragged import RaggedBatch
 from lowtide.recovery import Before, surviving_optimizer_step, surviving_step
 from lowtide.replicas import averaging, broadcast_weights
-from lowtide.step import Limits, evaluate_batch
+from lowtide.step import Limits, Ways, evaluate_batch
 from lowtide.trainers.checkpoints import WholeCheckpoints
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
@@ -167,21 +168,20 @@ class LowtideTrainer(WholeCheckpoints):
         check_finite(loss)
         self._backward(loss)
 
-    def ways(self, model: nn.Module) -> dict[str, Any]:
-        """How a step goes backward and meets the other ranks: arguments of `train_step`."""
+    def ways(self, model: nn.Module) -> Ways:
+        """How a step goes backward and meets the other ranks."""
         scaler = self.accelerator.scaler
-        return {
-            "accumulate": True,
-            "grad_scale": 1.0 if scaler is None else scaler.get_scale(),
-            "backward": self._backward,
-            "exchange": functools.partial(averaging, model) if distributed() else None,
-            "finite": True,
-        }
+        return Ways(
+            backward=self._backward,
+            grad_scale=1.0 if scaler is None else scaler.get_scale(),
+            exchange=functools.partial(averaging, model) if distributed() else None,
+            finite=True,
+        )
 
-    def rehearsal_ways(self, model: nn.Module) -> dict[str, Any]:
+    def rehearsal_ways(self, model: nn.Module) -> Ways:
         """The same for a rehearsal, in which nothing is stepped."""
         freed = {} if self._in_backward is None else {"around_last": self._in_backward.steps.norm_pass}
-        return {**self.ways(model), "finite": False, **freed}
+        return replace(self.ways(model), finite=False, **freed)
 
     def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
@@ -212,14 +212,9 @@ class LowtideTrainer(WholeCheckpoints):
         """The gradients of one optimizer step, or the step itself where it is taken in backward; returns the loss."""
 
         def step(totals: Totals, **more: Any) -> Tensor:
-            given = self.limits_of(batch)
+            given, ways = self.limits_of(batch), replace(self.ways(model), **more)
             loss, limits = surviving_step(
-                self.models(model),
-                batch,
-                self.objective,
-                limits=given,
-                totals=totals,
-                **{**self.ways(model), **more},
+                self.models(model), batch, self.objective, limits=given, totals=totals, ways=ways
             )
             if limits != given:
                 self._token_budget = limits.tokens

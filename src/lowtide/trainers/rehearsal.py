@@ -77,7 +77,7 @@ def _run(trainer: LowtideTrainer, model: nn.Module, rows: Sequence[int], limits:
         trainer.objective,
         limits=limits,
         totals=Totals(),
-        **trainer.rehearsal_ways(model),
+        ways=trainer.rehearsal_ways(model),
     )
     model.zero_grad()
     return limits

@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import EvalPrediction, Trainer
+from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.data.collate import ragged_from_collated
@@ -41,14 +41,7 @@ from lowtide.trainers.checkpoints import WholeCheckpoints
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
-from lowtide.trainers.optimizers import (
-    OPTIMIZERS,
-    InBackward,
-    check_given,
-    check_one_by_one,
-    own_optimizer,
-    settle_optimizer,
-)
+from lowtide.trainers.optimizers import InBackward, OwnOptimizers
 from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
 from lowtide.watch import NotFinite, Watch, check_finite
@@ -56,7 +49,7 @@ from lowtide.watch import NotFinite, Watch, check_finite
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(WholeCheckpoints):
+class LowtideTrainer(WholeCheckpoints, OwnOptimizers):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -90,14 +83,12 @@ class LowtideTrainer(WholeCheckpoints):
         """Whether this training has come to its first step."""
         self._undo: list[Callable[[], object]] = []
         """What gives back, after training, what was changed for it."""
-        self._settled: Any = None
-        """The optimizer whose states are where they belong."""
         self._in_backward: InBackward | None = None
         self._around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
         super().__init__(callbacks=callbacks, **kwargs)
-        self._check_optimizer()
+        self.check_optimizer()
         self._mark = HighWater(self.args.device)
         self._memory_log = MemoryLog(self._mark)
         self.phases.listeners.append(self._mark)
@@ -246,41 +237,6 @@ class LowtideTrainer(WholeCheckpoints):
 
         accelerator.prepare_model = prepared
         accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # layers are compiled, not the model
-
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As the Trainer's, and lowtide's own."""
-        return own_optimizer(args) if args.optim in OPTIMIZERS else Trainer.get_optimizer_cls_and_kwargs(args, model)
-
-    def _check_optimizer(self) -> None:
-        """Makes the optimizer once, without states, so that one that cannot be made or used is refused now."""
-        given = self.optimizer
-        check_given(given, self.args)
-        with torch.random.fork_rng(devices=[]):  # some draw seeds
-            check_one_by_one(unwrap_optimizer(self._made_optimizer(None)), self.args)
-        self.optimizer = given
-
-    def _made_optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """As the Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""
-        if self.optimizer_cls_and_kwargs is None:
-            return super().create_optimizer(model)
-        kind, options = self.optimizer_cls_and_kwargs
-        given = {name: list(value) if name == "params" else value for name, value in options.items()}
-        groups = [dict(each) if isinstance(each, dict) else each for each in given.get("params", ())]
-        self.optimizer_cls_and_kwargs = kind, given | ({"params": groups} if groups else {})
-        try:
-            return super().create_optimizer(model)
-        finally:
-            self.optimizer_cls_and_kwargs = kind, given
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As the Trainer's, with its states where they belong."""
-        optimizer = self._made_optimizer(model)
-        inner = unwrap_optimizer(optimizer)
-        if inner is not self._settled:
-            settle_optimizer(inner, self.args)
-            self._settled = inner
-        return optimizer
 
     def _before_first_step(self, model: nn.Module) -> None:
         """Ranks start equal; the optimizer survives an out-of-memory that comes before it changes anything."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer
 
 from lowtide.engine.forward import causal_model
 from lowtide.memory.compressed_adamw import CompressedAdamW
@@ -153,3 +154,48 @@ def _direct(model: nn.Module) -> set[Tensor]:
     inner: Any = causal_model(model)
     modules = (inner.get_input_embeddings(), inner.get_output_embeddings())
     return {module.weight for module in modules if isinstance(getattr(module, "weight", None), nn.Parameter)}
+
+
+class OwnOptimizers(Trainer):
+    """`transformers.Trainer` that makes lowtide's optimizers too, refuses what cannot step as the options say before
+    anything is trained, and puts states where they belong."""
+
+    args: Any
+    optimizer: Any
+    _settled: Any = None
+    """The optimizer whose states are where they belong."""
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As the Trainer's, and lowtide's own."""
+        return own_optimizer(args) if args.optim in OPTIMIZERS else Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+    def check_optimizer(self) -> None:
+        """Makes the optimizer once, without states, so that one that cannot be made or used is refused now."""
+        given = self.optimizer
+        check_given(given, self.args)
+        with torch.random.fork_rng(devices=[]):  # some draw seeds
+            check_one_by_one(unwrap_optimizer(self._made_optimizer(None)), self.args)
+        self.optimizer = given
+
+    def _made_optimizer(self, model: Any) -> torch.optim.Optimizer:
+        """As the Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""
+        if self.optimizer_cls_and_kwargs is None:
+            return super().create_optimizer(model)
+        kind, options = self.optimizer_cls_and_kwargs
+        given = {name: list(value) if name == "params" else value for name, value in options.items()}
+        groups = [dict(each) if isinstance(each, dict) else each for each in given.get("params", ())]
+        self.optimizer_cls_and_kwargs = kind, given | ({"params": groups} if groups else {})
+        try:
+            return super().create_optimizer(model)
+        finally:
+            self.optimizer_cls_and_kwargs = kind, given
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As the Trainer's, with its states where they belong."""
+        optimizer = self._made_optimizer(model)
+        inner = unwrap_optimizer(optimizer)
+        if inner is not self._settled:
+            settle_optimizer(inner, self.args)
+            self._settled = inner
+        return optimizer

@@ -12,6 +12,7 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
+from heap import young_heap
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -22,6 +23,12 @@ SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "unchecked_shapes: passes arrays of wrong shape or dtype on purpose")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _young_heap() -> Iterator[None]:
+    with young_heap():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -308,18 +307,6 @@ def watching(run: Run, model: Any) -> Iterator[None]:
             stack.callback(layer.input_layernorm.register_forward_pre_hook(passed(number)).remove)
         stack.enter_context(mock.patch.object(linear_logprobs._Head, "chunks", counted))
         yield
-
-
-@contextlib.contextmanager
-def young_heap() -> Iterator[None]:
-    """A training begins with a full garbage collection, which takes longer than its steps unless what is there already
-    is left out of it."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 # -- without the fused head ----------------------------------------------------------------------------------------

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exactness import matrix
-from exactness.matrix import ACTED, PLAIN, TECHNIQUES, TRAINERS, Run, check_equal, with_it, young_heap
+from exactness.matrix import ACTED, PLAIN, TECHNIQUES, TRAINERS, Run, check_equal, with_it
 from peft import LoraConfig
 from peft.utils.integrations import dequantize_module_weight
 from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
@@ -23,12 +22,6 @@ LEAN = ("gradient checkpointing", "activation offloading", "tiled MLP", "token b
 RUN = {"max_steps": 3, "adam_epsilon": 1e-4}
 """Of every run. Some gradients of a fresh adapter are all but 0, and with its usual epsilon Adam would make whole steps
 of their rounding."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _heap() -> Iterator[None]:
-    with young_heap():
-        yield
 
 
 def four_bits() -> Any:

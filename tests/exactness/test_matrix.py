@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import pytest
-from exactness.matrix import TECHNIQUES, TRAINERS, cell, check_pair, pairs, young_heap
+from exactness.matrix import TECHNIQUES, TRAINERS, cell, check_pair, pairs
 
 from bench.matrix import written
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _heap() -> Iterator[None]:
-    with young_heap():
-        yield
-
 
 page = functools.cache(written)
 

@@ -22,6 +22,8 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func.is_view or func._schema.is_mutable:  # of a storage that is known
+            return out
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 storage = tensor.untyped_storage()

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from exactness.matrix import ACTED, TECHNIQUES, make, with_it, young_heap
+from exactness.matrix import ACTED, TECHNIQUES, make, with_it
 from storages import Storages
 from torch import Tensor
 from transformers import TrainerCallback
@@ -23,7 +23,9 @@ from transformers import TrainerCallback
 from lowtide.memory import host_heap
 
 EVERY, STEPS = 20, 200
-"""Steps between marks, and in all. An epoch has two batches, so all marks follow the same rows."""
+"""Steps between marks, and in all."""
+BATCH = 4
+"""Rows of a step. An epoch has four batches, so all marks follow the same rows."""
 SLACK = 2 << 10
 """Bytes between two marks, for numbers that the Trainer keeps. The smallest weight of the model, 128 bytes, would show
 if each step kept one."""
@@ -80,14 +82,10 @@ def hidden_states_in_a_graph(model: Any) -> Tensor:
     return (model.model.norm.weight * torch.zeros(8, 1).add(1)).exp().sum()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _heap() -> Iterator[None]:
-    with young_heap():
-        yield
-
-
 def marks(kind: str, *callbacks: TrainerCallback, **options: Any) -> Marks:
-    trainer = make(kind, **{**options, "max_steps": STEPS, "logging_steps": 10 * STEPS})
+    trainer = make(
+        kind, **{"per_device_train_batch_size": BATCH, **options, "max_steps": STEPS, "logging_steps": 10 * STEPS}
+    )
     with Storages() as storages:
         found = Marks(trainer, storages)
         for callback in (*callbacks, found):

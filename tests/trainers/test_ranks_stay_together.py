@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from exactness import matrix
-from exactness.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, watched, with_it, young_heap
+from exactness.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, watched, with_it
+from heap import young_heap
 from sabotage import OPTIMIZER, PLACES, out_of_memory
 from torch import Tensor, nn
 

@@ -7,22 +7,15 @@ The budget is that of the batch that failed. A later batch has a longer row, whi
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from exactness.matrix import TECHNIQUES, TRAINERS, check_equal, make, watched, with_it, young_heap
+from exactness.matrix import TECHNIQUES, TRAINERS, check_equal, make, watched, with_it
 from sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
 
 IN_BACKWARD = "optimizer in backward"
 BUDGET = 80
 """Tokens of a micro-batch, of which the first step then has three or more."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _heap() -> Iterator[None]:
-    with young_heap():
-        yield
 
 
 def trainer(kind: str, technique: str, budget: int | None) -> Any:

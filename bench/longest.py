@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(*cells(run))
         console.print(*cells(run), sep="  ")
         if options.record:
-            record(run, options.here)
+            record(run, options)
     console.print(table)
     met = True
     for length in OVERLAPPED if options.here == "cuda" else ():
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         met &= run["ratio"] <= HIDDEN
         console.print(f"{length:,} tokens: {run['ratio']:.3f} times the seconds with offloading (at most {HIDDEN})")
         if options.record:
-            record(run, options.here)
+            record(run, options)
     return 0 if met else 1
 
 
@@ -177,11 +177,12 @@ def overlap(length: int, options: argparse.Namespace) -> dict[str, float]:
     return {"plain_seconds": plain, "offloaded_seconds": offloaded, "ratio": offloaded / plain}
 
 
-def record(run: dict[str, Any], device: str) -> None:
-    """Puts a run beside those that were recorded of this machine, over an earlier one of the same name."""
-    facts = {"kind": LONGEST, "hardware": hardware(device)}
+def record(run: dict[str, Any], options: argparse.Namespace) -> None:
+    """Puts a run beside those of the same GPU, over an earlier one of the same name. What is foretold is so anywhere."""
+    here = hardware("cuda") if options.here == "cuda" else {"gpu": f"{options.device} foretold"}
+    facts = {"kind": LONGEST, "hardware": here}
     key = ("case", "layers", "device")
-    runs = merged(NAME, facts["hardware"], {"device": device} | run | {"versions": versions()}, key=key)
+    runs = merged(NAME, here, {"device": options.here} | run | {"versions": versions()}, key=key)
     write(NAME, facts | {"runs": runs})
 
 

@@ -196,6 +196,7 @@ def verdict(ratio: float, alike: float) -> str:
 def longest_section(results: dict[str, Any]) -> str:
     """Returns the longest row by technique, for each device and number of layers, and what offloading costs there."""
     runs = results["runs"]
+    machine = f"{described(results['hardware'])}. " if "cpu" in results["hardware"] else ""
     lines = []
     for device, layers in sorted({(run["device"], run["layers"]) for run in runs}):
         here = [run for run in runs if (run["device"], run["layers"]) == (device, layers)]
@@ -214,8 +215,8 @@ def longest_section(results: dict[str, Any]) -> str:
             "did not fit.",
             *lines,
             "",
-            f"{described(results['hardware'])}. {dated(runs[-1]['versions'])}.",
-            "Measured with `python -m bench.longest`.",
+            f"{machine}{dated(runs[-1]['versions'])}.",
+            "From `python -m bench.longest`.",
             "",
         ]
     )

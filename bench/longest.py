@@ -178,7 +178,7 @@ def overlap(length: int, options: argparse.Namespace) -> dict[str, float]:
 
 
 def record(run: dict[str, Any], options: argparse.Namespace) -> None:
-    """Puts a run beside those of the same GPU, over an earlier one of the same name. What is foretold is so anywhere."""
+    """Puts a run beside those of the same GPU, over an earlier one of its name; what is foretold is so anywhere."""
     here = hardware("cuda") if options.here == "cuda" else {"gpu": f"{options.device} foretold"}
     facts = {"kind": LONGEST, "hardware": here}
     key = ("case", "layers", "device")

@@ -5,12 +5,24 @@ of arrays and gives them to beartype. Other annotations are pyright's business: 
 to read the error messages. A test that passes wrong *shapes* on purpose is marked `unchecked_shapes`.
 """
 
+import importlib.util
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 from beartype import beartype
 from jaxtyping import AbstractArray
+
+
+def modules_with_shapes() -> list[str]:
+    """Those of `lowtide` whose signatures speak of arrays; in the others every call would be looked at for nothing."""
+    spec = importlib.util.find_spec("lowtide")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    [folder] = map(Path, spec.submodule_search_locations)
+    speaking = (path for path in folder.rglob("*.py") if "from jaxtyping import" in path.read_text(encoding="utf-8"))
+    return [".".join(("lowtide", *path.relative_to(folder).with_suffix("").parts)) for path in speaking]
 
 
 def check_shapes(function: Callable) -> Callable:

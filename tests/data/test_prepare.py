@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from chatml import MARKED_CHATML
 from datasets import Dataset, IterableDataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -253,6 +254,18 @@ def test_prompts_that_merge_with_completions_are_counted(tokenizer, caplog):
         caplog.clear()
         run([row, {"prompt": "a ", "completion": "b"}], tokenizer, source="d.jsonl")
         assert "d.jsonl: in 1 of 2 rows the prompt's last tokens merge" in caplog.text
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_marks_that_leave_the_end_of_a_turn_out_are_warned_of(ends, tokenizer, caplog):
+    tokenizer.chat_template = (
+        MARKED_CHATML
+        if ends
+        else MARKED_CHATML.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
+    )
+    said = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is"}]
+    run([{"messages": said}], tokenizer, assistant_only_loss=True)
+    assert ("leave out the token that ends the assistant's turn" in caplog.text) != ends
 
 
 # --- cache, processes and streams ----------------------------------------------------------------------------

@@ -27,6 +27,8 @@ def test_every_n_layers_goes_with_a_policy(policy):
     [
         ({"gradient_checkpointing_kwargs": {"every_n_layers": 3}, "checkpointing_every": 2}, "two words for one thing"),
         ({"gradient_checkpointing_kwargs": {"offload": True}}, "activation_offloading=True"),
+        ({"gradient_checkpointing_kwargs": {"selective": True}}, "checkpointing_policy='matmul'"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrent": False}}, "'use_reentrent' .* is none of use_reentrant, "),
     ],
 )
 def test_two_words_that_disagree_are_refused(options, why, tmp_path):

@@ -11,6 +11,7 @@ from lowtide.memory.host_states import HostStates
 from lowtide.planner.states import state_sizes, wants_room
 from lowtide.trainers import optimizers as trainers_optimizers
 from lowtide.trainers.rehearsal import room_for_states
+from lowtide.trainers.report import StartReport
 from lowtide.watch import OutOfMemory
 
 COMMON = {"per_device_train_batch_size": 8, "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
@@ -41,6 +42,25 @@ def test_an_optimizer_beside_a_name_for_one_is_refused():
     mine = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"optim='adamw_compressed' .* `optimizers` has one, SGD.*leave one of them"):
         trainer(model, {"optim": "adamw_compressed"}, optimizers=(mine, None))
+
+
+def test_a_class_of_optimizers_beside_a_name_for_one_is_refused():
+    given = (torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"`optimizer_cls_and_kwargs` has one, SGD.*leave one of them"):
+        trainer(build("SFT", 64), {"optim": "adamw_compressed"}, optimizer_cls_and_kwargs=given)
+
+
+@pytest.mark.parametrize(("kind", "states"), [(torch.optim.SGD, None), (torch.optim.AdamW, 8)])
+@pytest.mark.parametrize("as_class", [True, False])
+def test_room_is_held_for_the_states_of_the_optimizer_that_is_given(kind, states, as_class):
+    model = build("SFT", 64)
+    given = {"optimizer_cls_and_kwargs": (kind, {})} if as_class else {"optimizers": (kind(model.parameters()), None)}
+    run = trainer(model, **given)
+    run.create_optimizer()
+    expected = None if states is None else states * sum(p.numel() for p in model.parameters())
+    assert sum(piece.nbytes for piece in room_for_states(run)) == (expected or 0)
+    [report] = [each for each in run.callback_handler.callbacks if isinstance(each, StartReport)]
+    assert report.states.optimizer == expected
 
 
 def test_an_optimizer_that_is_given_steps_and_its_states_are_where_the_options_say(monkeypatch):
@@ -98,7 +118,7 @@ def test_states_that_do_not_fit_are_reported_before_the_first_step(monkeypatch):
         return zeros(*args, dtype=dtype, **kwargs)
 
     monkeypatch.setattr(torch, "zeros", full)
-    with pytest.raises(OutOfMemory, match=r"states of optim='adamw_torch_fused' take .*Train adapters"):
+    with pytest.raises(OutOfMemory, match=r"states of AdamW take .*Train adapters"):
         run.train()
     assert run.state.global_step == 0
 

@@ -154,6 +154,10 @@ def test_a_precomputed_reference_is_found_again_and_never_when_it_is_stale(tmp_p
     assert len(computed) == 3, "other tokens"
     trainer("dpo", tmp_path, dataset=data("dpo", 12), precompute_ref_log_probs=True)
     assert len(computed) == 4, "other rows"
+    model = build()
+    model.config.rms_norm_eps *= 2
+    trainer("dpo", tmp_path, model=model, precompute_ref_log_probs=True)
+    assert len(computed) == 5, "the same weights in another model"
 
 
 def test_precomputed_log_probs_are_the_references_own(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import shutil
@@ -13,7 +14,14 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.memory import table
@@ -235,11 +243,34 @@ def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path, rows, t
         ({"dataset_kwargs": {"no_such": 1}}, "no_such"),
         ({"fsdp": "full_shard"}, "fsdp"),
         ({"pad_to_multiple_of": 8}, "pad_to_multiple_of"),
+        ({"eval_do_concat_batches": False}, "eval_do_concat_batches"),
+        ({"liger_kernel_config": {"rope": False}}, "liger_kernel_config"),
+        ({"eos_token": "<end>"}, "'<end>' is not in the tokenizer's vocabulary"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(changes, message, tmp_path, rows, tokenizer):
     with pytest.raises(ValueError, match=message):
         SFTTrainer(build(), config(tmp_path, **changes), train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "prediction_step"])
+def test_a_method_that_would_not_be_called_is_refused(name, tmp_path, rows, tokenizer):
+    own = type("Own", (SFTTrainer,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(ValueError, match=rf"Own.{name} would not be called.*make_objective"):
+        own(build(), config(tmp_path), train_dataset=rows, processing_class=tokenizer)
+
+
+def test_another_end_token_is_that_of_what_is_saved(tmp_path, tokenizer):
+    model, rows = build(), Dataset.from_dict({"text": ["w1 w2 ", "w3 "]})
+    model.generation_config.eos_token_id = 0
+    own = copy.deepcopy(tokenizer)
+    trainer = SFTTrainer(model, config(tmp_path, eos_token="w9", max_steps=1), train_dataset=rows, processing_class=own)
+    assert {row[-1] for row in trainer.train_dataset["input_ids"]} == {own.convert_tokens_to_ids("w9")}
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token == "w9"
+    assert saved.config.eos_token_id == own.eos_token_id
+    assert saved.generation_config.eos_token_id == [own.eos_token_id, 0]
 
 
 @pytest.mark.parametrize(

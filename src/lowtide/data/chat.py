@@ -67,6 +67,20 @@ class ChatEncoder:
         token_ids = self.encode(chats, place)
         return token_ids, self._align_turns(chats, token_ids, place)
 
+    def leaves_ends_out(self) -> bool:
+        """Whether the template's marks leave out what ends a turn, so that the model would not learn to stop."""
+        if not self.has_marks:
+            return False
+        asked, answer = {"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is"}
+        options = {"chat_template": self.template, "return_assistant_tokens_mask": True}
+        try:
+            made: Any = self.tokenizer.apply_chat_template([[asked, answer, asked]], **options)
+        except TEMPLATE_FAILURES:  # the rows will tell
+            return False
+        [ids], [mask] = made["input_ids"], made["assistant_masks"]
+        scored = [token for token, own in zip(ids, mask, strict=True) if own]
+        return str(self.tokenizer.decode(scored)).rstrip().endswith(answer["content"])
+
     def _align_turns(self, chats: Sequence[ChatSample], token_ids: list[list[int]], place: RowPlace) -> list[list[int]]:
         turns = [
             (row, turn)

@@ -109,6 +109,11 @@ def _preparer(
         source=source,
     )
     encoder = RowEncoder(with_end_token(tokenizer, options.eos_token), row_format, options, first_row, source)
+    if options.assistant_only_loss and encoder.chat is not None and encoder.chat.leaves_ends_out():
+        logger.warning(
+            "the chat template's {% generation %} marks leave out the token that ends the assistant's turn, so the "
+            "model may not learn to stop: put it between them, or set assistant_only_loss=False"
+        )
     return _Preparer(encoder, options.truncation_for(packing=packing))
 
 

@@ -11,6 +11,10 @@ from lowtide.option import option
 TWO_PASS = "two_pass"
 """The value of `optimizer_in_backward` that clips exactly."""
 
+OTHER_WORDS = {"offload": "activation_offloading=True", "selective": "checkpointing_policy='matmul'"}
+"""What others have among the arguments of checkpoints, and what it is here."""
+OF_TORCH = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop", "context_fn")
+
 
 @dataclass(kw_only=True)
 class MemoryOptions:
@@ -72,13 +76,17 @@ class MemoryOptions:
             )
 
     def _take_checkpointing_kwargs(self) -> None:
-        """transformers has `every_n_layers` and `offload` among what it passes on to torch."""
+        """transformers has `every_n_layers` and `offload` among what it passes on to torch, and TRL `selective`."""
         given: Any = getattr(self, "gradient_checkpointing_kwargs", None)
         kwargs = dict(given or {})
         every = kwargs.pop("every_n_layers", None)
-        if kwargs.pop("offload", False):
+        for name, here in OTHER_WORDS.items():
+            if kwargs.pop(name, False):
+                raise ValueError(f"{name!r} in gradient_checkpointing_kwargs is {here} here: set that in its place")
+        if unknown := kwargs.keys() - OF_TORCH:
             raise ValueError(
-                "`offload` in gradient_checkpointing_kwargs is activation_offloading=True here: set that in its place"
+                f"{min(unknown)!r} in gradient_checkpointing_kwargs is none of {', '.join(OF_TORCH)}, which "
+                "torch.utils.checkpoint takes: leave it out"
             )
         if every is None:
             return

@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import EvalPrediction
+from transformers import EvalPrediction, Trainer
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.data.collate import ragged_from_collated
@@ -46,6 +46,8 @@ from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
 from lowtide.watch import NotFinite, Watch, check_finite
 
+NOT_CALLED = ("compute_loss", "prediction_step")
+"""Methods of `transformers.Trainer` that have no part in a step or in evaluation here."""
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
@@ -68,6 +70,12 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers):
         callbacks: list | None = None,
         **kwargs: Any,
     ):
+        for name in NOT_CALLED:
+            if getattr(type(self), name) is not getattr(Trainer, name):
+                raise ValueError(
+                    f"{type(self).__name__}.{name} would not be called: a step is computed over all its micro-batches, "
+                    "without logits. Override `make_objective`, which returns the loss of log-probs, or drop it"
+                )
         self.objective = objective
         self.padding_free = padding_free
         self.reference = reference

@@ -26,6 +26,7 @@ REFUSED: dict[str, str] = {
     "fsdp": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
     "parallelism_config": "sharded models are not built yet; several GPUs train with equal weights on each (torchrun)",
     **dict.fromkeys(DDP, "gradients are exchanged after backward, without DistributedDataParallel; leave it out"),
+    "liger_kernel_config": "Liger's kernels are all put in where the model can have them, but for its losses",
     "pad_to_multiple_of": "there is no padding; leave it out",
     "pad_token": "there is no padding; leave it out",
 }
@@ -142,6 +143,11 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             )
             self._n_gpu = 1  # or the Trainer would put a copy of the model on each in each step
         self.check_memory(self.max_grad_norm)
+        if not self.eval_do_concat_batches:
+            raise ValueError(
+                f"{type(self).__name__}: eval_do_concat_batches=False is refused: batches are cut anew by their "
+                "tokens, and `compute_metrics` gets one array of the whole dataset"
+            )
         if not self.average_tokens_across_devices:
             raise ValueError(
                 f"{type(self).__name__}: average_tokens_across_devices=False is refused: every scored token counts "

@@ -14,7 +14,7 @@ from lowtide.memory.measure import bytes_text, peak_bytes
 from lowtide.memory.out_of_memory import free_caches
 from lowtide.metrics import distributed
 from lowtide.planner.advice import Advice, advise
-from lowtide.planner.states import optimizer_name, predict_states
+from lowtide.planner.states import predict_states
 from lowtide.trainers.foretelling import foretold
 from lowtide.watch import OutOfMemory
 
@@ -58,7 +58,7 @@ def explained(trainer: MethodTrainer, error: OutOfMemory) -> OutOfMemory:
 
 def _held(trainer: MethodTrainer) -> dict[str, int]:
     """Bytes by category at the peak; the rest beside the states counts as activations."""
-    states = predict_states(trainer.model, optimizer_name(trainer.args))
+    states = predict_states(trainer.model, trainer.optimizer_name)
     rest = peak_bytes(trainer.args.device) - states.total
     found = {
         "weights": states.weights,

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+from lowtide.data.cached_map import with_end_token
 from lowtide.data.chat import adopt_chat_template
 from lowtide.data.ledger import Ledger
 from lowtide.engine.forward import causal_model, embedding_weight
@@ -73,6 +74,9 @@ def load_inputs(
         model = load_model(model, trust_remote_code=args.trust_remote_code, rewards=rewards, **init)
     if tokenizer is not None:
         tokenizer = cast(PreTrainedTokenizerBase, getattr(tokenizer, "tokenizer", tokenizer))  # a processor's
+        end = getattr(args, "eos_token", None)
+        if end is not None:
+            _end_with(end, tokenizer, model)
         template = getattr(args, "chat_template_path", None)
         if template is not None:
             _adopt_template(template, tokenizer, model, has_adapters=has_adapters)
@@ -92,6 +96,18 @@ def _adopt_template(path: str, tokenizer: PreTrainedTokenizerBase, model: nn.Mod
     if added and len(tokenizer) > embedding_weight(model).shape[0]:
         inner.resize_token_embeddings(len(tokenizer))
     inner.config.get_text_config().eos_token_id = tokenizer.eos_token_id
+
+
+def _end_with(end: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
+    """The token that ends a text, also for what is saved: generation stops at it, beside those that it stopped at."""
+    tokenizer.eos_token = with_end_token(tokenizer, end).eos_token
+    inner = causal_model(model)
+    inner.config.get_text_config().eos_token_id = number = tokenizer.eos_token_id
+    generation = getattr(inner, "generation_config", None)
+    if generation is not None:
+        known = generation.eos_token_id
+        earlier = known if isinstance(known, list) else [known]
+        generation.eos_token_id = [number, *(each for each in earlier if each not in (None, number))]
 
 
 def check_budget(args: TrainingConfig, ledger: Ledger | None, bin_tokens: int | None = None) -> None:

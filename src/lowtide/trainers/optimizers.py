@@ -26,6 +26,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """By name, what `CompressedAdamW` does with the bits that bfloat16 has no room for, and with the moments."""
 
+KNOWN: dict[type, str] = {torch.optim.AdamW: "adamw_torch", torch.optim.Adam: "adamw_torch"}
+"""Optimizers that are passed, by the name of one with the same states."""
+
 
 def own_optimizer(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Class and arguments of one of `OPTIMIZERS`.
@@ -57,16 +60,20 @@ def check_optimizer_name(name: str) -> None:
         )
 
 
-def check_given(optimizer: Any, args: Any) -> None:
+def check_given(kind: type, where: str, args: Any) -> None:
     """Refuses an optimizer that was passed beside a name for one.
+
+    Args:
+        kind: its class.
+        where: the argument that it came in.
 
     Raises:
         ValueError: says what to leave out.
     """
-    if optimizer is not None and "optim" in args.given:
+    if "optim" in args.given:
         raise ValueError(
-            f"optim={optimizer_name(args)!r} names an optimizer, and `optimizers` has one, "
-            f"{type(unwrap_optimizer(optimizer)).__name__}, which would be used: leave one of them out"
+            f"optim={optimizer_name(args)!r} names an optimizer, and `{where}` has one, {kind.__name__}, which would "
+            "be used: leave one of them out"
         )
 
 
@@ -162,6 +169,8 @@ class OwnOptimizers(Trainer):
 
     args: Any
     optimizer: Any
+    optimizer_name: str
+    """As `optim` names the optimizer that steps; empty where one was passed whose states are not known."""
     _settled: Any = None
     """The optimizer whose states are where they belong."""
 
@@ -172,8 +181,14 @@ class OwnOptimizers(Trainer):
 
     def check_optimizer(self) -> None:
         """Makes the optimizer once, without states, so that one that cannot be made or used is refused now."""
-        given = self.optimizer
-        check_given(given, self.args)
+        given, kind = self.optimizer, None
+        if given is not None:
+            kind = type(unwrap_optimizer(given))
+            check_given(kind, "optimizers", self.args)
+        elif self.optimizer_cls_and_kwargs is not None:
+            kind = self.optimizer_cls_and_kwargs[0]
+            check_given(kind, "optimizer_cls_and_kwargs", self.args)
+        self.optimizer_name = optimizer_name(self.args) if kind is None else KNOWN.get(kind, "")
         with torch.random.fork_rng(devices=[]):  # some draw seeds
             check_one_by_one(unwrap_optimizer(self._made_optimizer(None)), self.args)
         self.optimizer = given

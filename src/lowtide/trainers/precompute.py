@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lowtide.data.collate import REFERENCE_COLUMN
 from lowtide.data.fingerprint import cache_file, combine
+from lowtide.engine.forward import causal_model
 from lowtide.metrics import distributed
 from lowtide.ragged import RaggedBatch
 from lowtide.step import Limits, score_in_parts
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 NUMBER = "number"
 """Row value: the row's number in its dataset."""
-LAYOUT = 2
+LAYOUT = 3
 """Goes up when the same run gets other numbers than an earlier version gave it, which are not read then."""
 
 
@@ -155,11 +156,12 @@ def _write(values: list[np.ndarray], path: str) -> None:
 
 
 def weights_fingerprint(trainer: ReferenceTrainer) -> str:
-    """One fingerprint of the reference's weights, and of which model they are in."""
+    """One fingerprint of the reference's weights, and of the model that they are in."""
     model: Any = getattr(trainer.reference, "model", None)
     assert isinstance(model, nn.Module)
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)
+    digest.update(causal_model(model).config.to_json_string(use_diff=False).encode())
     return combine(digest.hexdigest(), type(model).__name__, type(trainer.reference).__name__)

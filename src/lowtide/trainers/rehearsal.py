@@ -20,7 +20,7 @@ from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.memory.out_of_memory import free_caches, is_out_of_memory
 from lowtide.metrics import Totals
 from lowtide.planner.heaviest import heaviest_rows, rows_in_a_step
-from lowtide.planner.states import optimizer_name, state_sizes, wants_room
+from lowtide.planner.states import state_sizes, wants_room
 from lowtide.ragged import RaggedBatch
 from lowtide.recovery import Before, surviving_step
 from lowtide.step import Limits
@@ -90,10 +90,10 @@ def room_for_states(trainer: LowtideTrainer) -> list[Tensor]:
     the memory of all others, and its activations leave no holes below the states. States that live in host memory take
     none.
     """
-    if not wants_room(unwrap_optimizer(trainer.optimizer)):
+    optimizer = unwrap_optimizer(trainer.optimizer)
+    if not wants_room(optimizer):
         return []
-    optimizer = optimizer_name(trainer.args)
-    wanted = [(p.device, state_sizes(p, optimizer)) for p in trainer.model.parameters() if p.requires_grad]
+    wanted = [(p.device, state_sizes(p, trainer.optimizer_name)) for p in trainer.model.parameters() if p.requires_grad]
     room: list[Tensor] = []
     try:
         for device, sizes in wanted:
@@ -105,8 +105,8 @@ def room_for_states(trainer: LowtideTrainer) -> list[Tensor]:
         room.clear()
         needed = sum(sum(sizes) for _, sizes in wanted)
         raise OutOfMemory(
-            f"out of memory: the states of optim={optimizer!r} take {bytes_text(needed)}, and beside the weights there "
-            f"was room for {bytes_text(held)} of them. Train adapters, take an optimizer that keeps less "
+            f"out of memory: the states of {type(optimizer).__name__} take {bytes_text(needed)}, and beside the "
+            f"weights there was room for {bytes_text(held)} of them. Train adapters, take an optimizer that keeps less "
             "(optim='adamw_stochastic_8bit'), or optimizer_states_on_host=True on a GPU"
         ) from None
     return room

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from lowtide.engine.forward import causal_model
 from lowtide.memory.measure import bytes_text, peak_bytes
-from lowtide.planner.states import optimizer_name, predict_states
+from lowtide.planner.states import predict_states
 from lowtide.trainers.config import cpu_has_bf16
 from lowtide.trainers.setup import Engine
 
@@ -30,7 +30,7 @@ class StartReport(TrainerCallback):
 
     def __init__(self, trainer: MethodTrainer, engine: Engine) -> None:
         self.trainer, self.engine = trainer, engine
-        self.states = predict_states(trainer.model, optimizer_name(trainer.args))
+        self.states = predict_states(trainer.model, trainer.optimizer_name)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:

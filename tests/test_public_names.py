@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
 import lowtide
+from lowtide import _OF_TRL
 
 NAMES = [
     "BCOConfig",
@@ -31,6 +34,13 @@ NAMES = [
 def test_the_public_names_are_these():
     assert lowtide.__all__ == NAMES
     assert set(NAMES) <= set(dir(lowtide))
+
+
+@pytest.mark.parametrize("name", _OF_TRL)
+def test_what_stays_of_trl_is_there_and_is_said(name):
+    assert hasattr(pytest.importorskip("trl"), name)
+    with pytest.raises(ImportError, match=f"`from trl import {name}`"):
+        exec(f"from lowtide import {name}")
 
 
 def test_each_public_name_resolves_to_what_it_is_called():

@@ -62,9 +62,17 @@ _HOME = {
     "estimate": "lowtide.planning",
     "plan": "lowtide.planning",
 }
+_OF_TRL = (
+    *("ModelConfig", "ScriptArguments", "DatasetMixtureConfig", "TrlParser", "RichProgressCallback"),
+    *("get_dataset", "get_peft_config", "get_quantization_config", "clone_chat_template", "apply_chat_template"),
+    *("extract_prompt", "maybe_extract_prompt", "unpair_preference_dataset", "maybe_unpair_preference_dataset"),
+)
+"""What scripts import beside trainers and configs, and goes with lowtide's as it is."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OF_TRL:  # an AttributeError's text would not reach who imports the name
+        raise ImportError(f"{name} stays TRL's, and goes with lowtide's trainers: `from trl import {name}`")
     if name not in _HOME:
         raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -18,7 +18,7 @@ def main(spec: dict[str, Any]) -> None:
     try:
         seconds = measured(CASES[spec.pop("case")], **spec)
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) and not str(error).startswith("out of memory"):
             raise
         print(error, flush=True)
         say("result", fits=False, seconds=[])

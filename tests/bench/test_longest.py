@@ -9,6 +9,12 @@ from bench.shapes import LLAMA_8B
 from lowtide import SFTConfig
 from lowtide.watch import OutOfMemory
 
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    OutOfMemory("out of memory: a row"),
+    ValueError("out of memory in backward, when some parameters were stepped and others not"),
+]
+
 
 @pytest.mark.parametrize("factor", [2.0, 1.0625])
 @pytest.mark.parametrize("start", [1, 7, 8, 40, 200])
@@ -49,7 +55,9 @@ def test_a_run_trains(monkeypatch):
     assert len(longest_child.measured(case, length=32, layers=1, steps=3, device="cpu")) == 2
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory("out of memory: a row")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory("out of memory: a row"), IN_BACKWARD]
+)
 def test_a_run_that_does_not_fit_says_so(error: Exception, monkeypatch, capsys):
     def full(*_: object, **__: object):
         raise error

@@ -119,7 +119,7 @@ def test_checkpointed_layers_pass_gradients_to_adapters(reentrant):
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     model = adapt(build(), config, gradient_checkpointing=True, checkpointing_kwargs=kwargs)
     wanted = engine_gradients(model)
-    model.get_base_model().activation_checkpointing_enable(kwargs)
+    model.get_base_model().gradient_checkpointing_enable(kwargs)
     model.train()
     assert_close(engine_gradients(model), wanted, 1e-6)
 

@@ -115,7 +115,7 @@ def test_ragged_equals_padded(name: str, case: Case):
 def test_ragged_equals_padded_with_checkpointing(name: str, case: Case):
     def prepare(model: PreTrainedModel) -> None:
         install(model)
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
     assert_exact(build(name), case, prepare)
 

@@ -26,7 +26,7 @@ def test_kernels_equal_plain_torch(projection, want, vocab, dtype):
     target = logits.argmax(-1)
     target[::2] = torch.randint(0, vocab, (9,), device="cuda")
     ours, theirs = logits.clone(), logits.double()
-    fast, plain = rows_of(ours, target, projection), TorchRows(theirs, target, projection)
+    fast, plain = rows_of(ours, target, projection, want), TorchRows(theirs, target, projection)
     assert type(fast).__name__ == "TritonRows"
 
     stats, expected = fast.stats(want, keep=True), plain.stats(want, keep=True)

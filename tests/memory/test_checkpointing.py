@@ -25,7 +25,7 @@ MODELS = {
 
 
 def checkpointed(model, policy="full", every=1, kwargs=None):
-    causal_model(model).activation_checkpointing_enable(kwargs)
+    causal_model(model).gradient_checkpointing_enable(kwargs)
     set_checkpointing(model, policy, every, kwargs)
     return model
 

@@ -3,6 +3,7 @@
 Here device and host are both the CPU, and the visits are copies all the same; `tests/gpu` has the real thing.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -95,6 +96,48 @@ def test_states_are_stepped_on_a_visit_and_return_to_where_they_live(visits):
     assert not any(torch.equal(optimizer.state[p]["exp_avg"], b) for p, b in zip(homes, before, strict=True))
     assert len(visits) == len(homes)
     assert all(visit["exp_avg"] not in homes.values() for visit in visits)
+
+
+def test_states_are_home_before_the_next_but_one_are_brought(monkeypatch):
+    """A host that runs ahead of the copies would have all states on the device at once."""
+    said = []
+
+    class Mark:
+        def synchronize(self) -> None:
+            said.append("waited")
+
+    class Lane(host_states._Lane):
+        @contextlib.contextmanager
+        def copying(self, *, after_step: bool = False):
+            said.append("sent" if after_step else "brought")
+            yield
+
+        def mark(self):
+            return Mark()
+
+        def arrive(self, brought, mark) -> None:
+            pass
+
+    monkeypatch.setattr(host_states, "_Lane", Lane)
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
+    optimizer = torch.optim.AdamW(parameters)
+    HostStates(optimizer, offload=everywhere)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    away = 0
+    for word in said:
+        away += {"brought": 1, "sent": 0, "waited": -1}[word]
+        assert away <= 2
+    assert said.count("waited") == 2
+
+
+def test_torchaos_states_are_refused():
+    pytest.importorskip("torchao")
+    from torchao.optim import AdamW8bit
+
+    with pytest.raises(ValueError, match="torchao's AdamW8bit"):
+        HostStates(AdamW8bit([torch.nn.Parameter(torch.ones(3))]))
 
 
 def test_only_chosen_parameters_states_travel(visits):

@@ -162,9 +162,10 @@ def test_why_there_are_none(package, monkeypatch):
     assert "pip install liger-kernel" in liger_kernels(build()).reason
 
 
-def site(model) -> Site:
+def site(model, policy: str = "full") -> Site:
     """On a GPU, if it is to be believed."""
     options = SimpleNamespace(use_liger_kernel=True, torch_compile=False, mlp_tile_tokens=None)
+    vars(options).update(gradient_checkpointing=True, checkpointing_policy=policy)
     return Site(options, model, torch.device("cuda"))
 
 
@@ -182,11 +183,18 @@ def test_a_model_type_without_kernels_is_refused_before_training(package, monkey
         table.prepare(site(build("gpt_neox")), [technique])
 
 
+def test_products_that_a_kernel_would_write_over_are_not_kept(package, monkeypatch):
+    monkeypatch.setattr(table, "find_spec", lambda name: object())
+    table.prepare(site(build(), "attention"), [TECHNIQUES["liger kernels"]])
+    with pytest.raises(ValueError, match="'matmul' keeps: take 'attention'"):
+        table.prepare(site(build(), "matmul"), [TECHNIQUES["liger kernels"]])
+
+
 @pytest.mark.parametrize("policy", [None, *POLICIES])
 def test_offloaded_activations_come_back_to_the_kernels(package, policy):
     model: Any = prepared(build())
     if policy is not None:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
         set_checkpointing(model, policy)
     kernels = liger_kernels(model)
     wanted = run(model)

@@ -22,7 +22,7 @@ EVERYTHING = partial(ActivationOffload, device=CPU, min_bytes=1)
 
 
 def checkpointed(model, use_reentrant):
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     return model
 
 

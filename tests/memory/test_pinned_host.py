@@ -126,7 +126,7 @@ def offload_to(store, model, **options):
 def test_gradients_are_the_same_bits(batch, checkpointing, policy):
     model = prepared(build())
     if checkpointing is not None:
-        model.activation_checkpointing_enable(checkpointing)
+        model.gradient_checkpointing_enable(checkpointing)
         set_checkpointing(model, policy, kwargs=checkpointing)
     loss_of(model, batch()).backward()
     wanted = gradients(model)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.engine.forward import causal_model
-from lowtide.memory.tiled_mlp import install_tiled_mlp, remove_tiled_mlp
+from lowtide.memory.tiled_mlp import _tiles_differ, install_tiled_mlp, remove_tiled_mlp
 
 PHI3 = {"num_key_value_heads": 4}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
@@ -48,7 +48,7 @@ def run(model, batch=None):
 def test_values_and_gradients_equal_whole_ones(make, dtype, tolerance, checkpointing):
     model = make(dtype)
     if checkpointing is not None:
-        causal_model(model).activation_checkpointing_enable(checkpointing)
+        causal_model(model).gradient_checkpointing_enable(checkpointing)
     loss, wanted = run(model)
     for tile in (1, 5, 100):
         assert install_tiled_mlp(model, tile) == 2
@@ -131,7 +131,7 @@ def test_each_token_is_computed_twice(checkpointing, times):
     """In forward and in backward; only a reentrant checkpoint, which cannot stop early, adds a third time."""
     model = prepared(build())
     if checkpointing is not None:
-        model.activation_checkpointing_enable(checkpointing)
+        model.gradient_checkpointing_enable(checkpointing)
     install_tiled_mlp(model, 5)
     counters = [Counter() for _ in model.model.layers]
     for layer, counter in zip(model.model.layers, counters, strict=True):
@@ -144,7 +144,7 @@ def test_each_token_is_computed_twice(checkpointing, times):
 def test_hooks_on_parameters_see_the_whole_gradient_once(checkpointing):
     model = prepared(build())
     if checkpointing is not None:
-        model.activation_checkpointing_enable(checkpointing)
+        model.gradient_checkpointing_enable(checkpointing)
     install_tiled_mlp(model, 5)
     weight = model.model.layers[0].mlp.gate_proj.weight
     seen: list[torch.Tensor] = []
@@ -173,7 +173,7 @@ def test_backward_sees_the_dropout_of_forward(checkpointing):
     """A finite difference under fixed random numbers."""
     model = prepared(build(dtype=torch.float64))
     if checkpointing is not None:
-        model.activation_checkpointing_enable(checkpointing)
+        model.gradient_checkpointing_enable(checkpointing)
     model = with_adapters(model, lora_dropout=0.3).double()
     install_tiled_mlp(model, 5)
     weight = next(p for name, p in model.named_parameters() if "layers.0.mlp.gate_proj.lora_A" in name)
@@ -237,6 +237,25 @@ def test_tokens_that_see_each_other_are_found_out():
         install_tiled_mlp(nn.ModuleDict({"mlp": Mixing()}), 8)
     with pytest.raises(ValueError, match="0 tokens"):
         install_tiled_mlp(build(), 0)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_products_in_16_bits_may_differ_by_their_rounding(quantized):
+    """As those of 4-bit layers do, whose kernels go by the number of tokens, with float32 adapters around them."""
+
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.adapter = nn.Linear(4, 4)
+            if quantized:
+                self.codes = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+
+        def forward(self, x):
+            return self.adapter(x) * (1 + 2e-3 * (x.shape[1] > 2))
+
+    module = MLP()
+    found = _tiles_differ(module, 4, list(module.parameters()))
+    assert found == (None if quantized else "gives other values for tiles than for all tokens")
 
 
 def test_installing_leaves_modes_and_random_numbers_alone():

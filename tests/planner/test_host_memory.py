@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
@@ -29,10 +30,12 @@ SIZES: dict[str, Any] = {
 ROWS, TOKENS = 4, 500
 
 
-def foretold(folder: Path, kind: str = "SFT", peft_config: Any = None, **options: Any) -> Estimate:
+def foretold(folder: Path, kind: str = "SFT", peft_config: Any = None, beside: str = "cpu", **options: Any) -> Estimate:
+    """An estimate for a GPU, where the config finds the device `beside` on this machine."""
     args = getattr(lowtide, f"{kind}Config")(
         str(folder), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=ROWS, **options
     )
+    vars(args)["_setup_devices"] = torch.device(beside)
     lengths = [(100, 200, 200) if kind == "DPO" else TOKENS] * ROWS
     return estimate(args, LlamaConfig(**SIZES), lengths=lengths, device="H100-80GB", peft_config=peft_config)
 
@@ -61,6 +64,13 @@ def test_offloaded_activations_are_the_inputs_of_layers(tmp_path):
     each = power_of_two(ROWS * TOKENS * SIZES["hidden_size"] * 4)
     assert found.host_bytes % each == 0
     assert 0 <= found.host_bytes // each - SIZES["num_hidden_layers"] <= 2  # and what comes before and after them
+
+
+@pytest.mark.parametrize("technique", ["activation_offloading", "optimizer_states_on_host"])
+def test_beside_a_gpu_the_same_is_foretold(tmp_path, technique):
+    here, there = (foretold(tmp_path, beside=device, **{technique: True}) for device in ("cpu", "cuda:0"))
+    assert there.host_bytes == here.host_bytes > 0
+    assert there.phases == here.phases
 
 
 def test_what_a_policy_keeps_of_layers_is_offloaded_too(tmp_path):

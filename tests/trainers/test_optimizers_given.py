@@ -1,5 +1,8 @@
 """Optimizers that a user passes, or their arguments, are the ones that step; a second training is like the first."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 from exactness.matrix import TECHNIQUES, build, classes, folder, make, rows, tokenizer, watched, with_it
@@ -8,7 +11,7 @@ from transformers import PrinterCallback
 from lowtide.memory import checkpointing
 from lowtide.memory.compressed_adamw import CompressedAdamW
 from lowtide.memory.host_states import HostStates
-from lowtide.planner.states import state_sizes, wants_room
+from lowtide.planner.states import state_sizes, states_of, wants_room
 from lowtide.trainers import optimizers as trainers_optimizers
 from lowtide.trainers.rehearsal import room_for_states
 from lowtide.trainers.report import StartReport
@@ -61,6 +64,36 @@ def test_room_is_held_for_the_states_of_the_optimizer_that_is_given(kind, states
     assert sum(piece.nbytes for piece in room_for_states(run)) == (expected or 0)
     [report] = [each for each in run.callback_handler.callbacks if isinstance(each, StartReport)]
     assert report.states.optimizer == expected
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_states_in_host_memory_are_not_moved_as_training_begins(at_home, monkeypatch):
+    monkeypatch.setattr(trainers_optimizers, "_on_host", lambda args: at_home)
+    run = make("SFT", optim="adamw_compressed")
+    optimizer = run.create_optimizer()
+    with mock.patch("accelerate.optimizer.move_to_device", side_effect=lambda states, device: states) as moved:
+        run.accelerator.prepare(optimizer)
+    assert moved.called != at_home
+
+
+def test_embeddings_have_states_in_32_bits_beside_an_optimizer_in_8():
+    pytest.importorskip("bitsandbytes")
+    run = make("SFT", optim="adamw_8bit", max_steps=1, intermediate_size=160)
+    rooms = {parameter: sum(sizes) for parameter, sizes in states_of(run.model, "adamw_8bit")}
+    embedding, wide = run.model.get_input_embeddings().weight, run.model.model.layers[0].mlp.up_proj.weight
+    run.train()
+    for parameter, slack in ((embedding, 0), (wide, 4096)):  # of the codes, and of a scale for each block
+        states = run.optimizer.state[parameter].values()
+        kept = sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.dim())
+        assert 0 <= kept - rooms[parameter] <= slack
+
+
+def test_paged_states_take_no_room_on_a_gpu():
+    parameter = SimpleNamespace(is_cuda=True)
+    optimizer = SimpleNamespace(state={}, param_groups=[{"params": [parameter]}], is_paged=True)
+    assert not wants_room(optimizer)
+    parameter.is_cuda = False
+    assert wants_room(optimizer)
 
 
 def test_an_optimizer_that_is_given_steps_and_its_states_are_where_the_options_say(monkeypatch):

@@ -174,19 +174,20 @@ class Predictor:
         adapters = dataclasses.replace(self.given.adapters, **{name: settings[name] for name in own & settings.keys()})
         config = with_settings(self.trainer.args, {name: settings[name] for name in settings.keys() - own})
         described = causal_model(self.trainer.model).config
+        device = self.trainer.args.device.type
         if self.pool is None:
             self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         try:
-            return self.pool.submit(_estimate, config, described, lengths, adapters.peft_config()).result()
+            return self.pool.submit(_estimate, config, described, lengths, adapters.peft_config(), device).result()
         except BrokenExecutor:
             self.pool = None
             raise
 
 
-def _estimate(config: Any, described: Any, lengths: list[Any], peft_config: Any) -> Phases:
+def _estimate(config: Any, described: Any, lengths: list[Any], peft_config: Any, device: str) -> Phases:
     from lowtide.planning import estimate
 
-    found = estimate(config, described, lengths=lengths, peft_config=peft_config)
+    found = estimate(config, described, lengths=lengths, peft_config=peft_config, device=device)
     return {
         phase: {name: size for name, size in sizes.items() if name != "runtime" and size}
         for phase, sizes in found.phases.items()

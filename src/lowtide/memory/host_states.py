@@ -38,8 +38,13 @@ def check_host_states(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose states cannot live in host memory.
 
     Raises:
-        ValueError: it cannot step one parameter at a time, or is one of bitsandbytes.
+        ValueError: it cannot step one parameter at a time, or is one of bitsandbytes or torchao.
     """
+    if type(optimizer).__module__.startswith("torchao."):
+        raise ValueError(
+            f"the states of torchao's {type(optimizer).__name__} are tensors of its own, which do not live in host "
+            "memory: take optim='adamw_stochastic_8bit', or leave optimizer_states_on_host out"
+        )
     if is_bitsandbytes(optimizer):
         raise ValueError(
             f"the states of bitsandbytes' {type(optimizer).__name__} do not live in host memory: take one of its paged "
@@ -125,6 +130,7 @@ class HostStates:
             return None
         home = {name: value for name, value in self.optimizer.state.get(parameter, {}).items() if _moves(value)}
         lane = self._lane(parameter)
+        lane.wait_for_last()
         with lane.copying():
             brought = {
                 name: value.to(parameter.device, non_blocking=lane.asynchronous, copy=True)
@@ -160,6 +166,7 @@ class HostStates:
                         home = _host_like(value, parameter.device)
                     lane.leave(value)
                     state[name] = home.copy_(value, non_blocking=lane.asynchronous)
+            lane.last_sent = lane.mark()
 
 
 class _Lane:
@@ -169,6 +176,8 @@ class _Lane:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.asynchronous = self.stream is not None
+        self.last_sent: Any = None
+        """The point at which the states that were sent last are at home."""
 
     @contextlib.contextmanager
     def copying(self, *, after_step: bool = False) -> Iterator[None]:
@@ -184,6 +193,11 @@ class _Lane:
     def mark(self) -> Any:
         """The point that the lane has come to."""
         return None if self.stream is None else self.stream.record_event()
+
+    def wait_for_last(self) -> None:
+        """Before more is brought: the host runs far ahead of the copies, and what they free it could not use yet."""
+        if self.last_sent is not None:
+            self.last_sent.synchronize()
 
     def arrive(self, brought: dict[str, Tensor], mark: Any) -> None:
         """The device's own work waits for what was copied before the mark, and uses it from now on."""

@@ -100,6 +100,8 @@ def _no_liger(site: Site) -> str | None:
 
 
 def _liger_refused(site: Site) -> str | None:
+    if site.options.gradient_checkpointing and site.options.checkpointing_policy == "matmul":
+        return "its rotary kernel writes over products that checkpointing_policy='matmul' keeps: take 'attention'"
     return _compiled_or_tiled("use_liger_kernel")(site) or why_no_kernels(site.model)
 
 

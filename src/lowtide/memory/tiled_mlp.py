@@ -130,7 +130,9 @@ def _tiles_differ(module: nn.Module, width: int, parameters: Sequence[Tensor]) -
             return f"does not take one tensor [1, tokens, {width}] ({error})"
     if not isinstance(whole, Tensor) or whole.shape != x.shape:
         return "does not return one tensor of the shape of its input"
-    far = (whole - tiles).abs().max() > torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().max()
+    quantized = any(not p.is_floating_point() for p in parameters)  # computed in 16 bits, whatever comes out
+    rounding = torch.finfo(torch.bfloat16 if quantized else whole.dtype).eps
+    far = (whole - tiles).abs().max() > rounding**0.5 * whole.abs().max()
     return "gives other values for tiles than for all tokens" if far else None
 
 

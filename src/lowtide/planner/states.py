@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,11 @@ BYTES_PER_PARAMETER: dict[str, float] = {
     "adamw_stochastic_8bit": 2,
 }
 """Bytes of state a trained parameter, for float32 parameters; two moments in their dtype for AdamW."""
+OF_EMBEDDINGS = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "paged_adamw_32bit"),
+    "lion_8bit": "lion_32bit",
+}
+"""For bitsandbytes' optimizers in 8 bits, the one whose states embeddings have."""
 IN_BFLOAT16 = {"adamw_compressed", "adamw_stochastic", "adamw_stochastic_8bit"}
 """Those that store trained weights in bfloat16, and their gradients with them; their moments are float32."""
 
@@ -55,14 +61,22 @@ def predict_states(model: nn.Module, optimizer: str) -> States:
         model: each storage is counted once, so tied weights are.
         optimizer: name as in `TrainingArguments.optim`.
     """
-    weights = gradients = states = 0
+    weights = gradients = 0
     for parameter in _unique(model):
         stored = 2 if parameter.requires_grad and optimizer in IN_BFLOAT16 else parameter.element_size()
         weights += parameter.numel() * stored
-        if parameter.requires_grad:
-            gradients += parameter.numel() * stored
-            states += sum(state_sizes(parameter, optimizer))
+        gradients += parameter.numel() * stored if parameter.requires_grad else 0
+    states = sum(sum(sizes) for _, sizes in states_of(model, optimizer))
     return States(weights, gradients, states if optimizer in BYTES_PER_PARAMETER else None)
+
+
+def states_of(model: nn.Module, optimizer: str) -> Iterator[tuple[Tensor, list[int]]]:
+    """Each trained parameter of a model with its `state_sizes`. In 8 bits, transformers leaves embeddings' in 32."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            name = OF_EMBEDDINGS.get(optimizer, optimizer) if parameter in embeddings else optimizer
+            yield parameter, state_sizes(parameter, name)
 
 
 def state_sizes(parameter: Tensor, optimizer: str) -> list[int]:
@@ -85,8 +99,10 @@ def state_sizes(parameter: Tensor, optimizer: str) -> list[int]:
 
 def wants_room(optimizer: Any) -> bool:
     """Whether an optimizer has yet to make its states, and on the device of its parameters."""
+    on_gpu = any(parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"])
+    paged = on_gpu and getattr(optimizer, "is_paged", False)
     made = any(isinstance(v, Tensor) and v.dim() > 0 for state in optimizer.state.values() for v in state.values())
-    return not made and not hasattr(optimizer, "host_states")
+    return not made and not paged and not hasattr(optimizer, "host_states")
 
 
 def _unique(model: nn.Module) -> list[Tensor]:

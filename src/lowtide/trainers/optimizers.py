@@ -193,6 +193,18 @@ class OwnOptimizers(Trainer):
             check_one_by_one(unwrap_optimizer(self._made_optimizer(None)), self.args)
         self.optimizer = given
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's; accelerate would move states to the device that belong elsewhere."""
+        super().create_accelerator_and_postprocess()
+        accelerator: Any = self.accelerator
+        prepare = accelerator.prepare_optimizer
+
+        def prepared(optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+            at_home = hasattr(unwrap_optimizer(optimizer), "host_states")
+            return prepare(optimizer, device_placement=False if at_home else device_placement)
+
+        accelerator.prepare_optimizer = prepared
+
     def _made_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """As the Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""
         if self.optimizer_cls_and_kwargs is None:

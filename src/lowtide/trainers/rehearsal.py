@@ -20,7 +20,7 @@ from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.memory.out_of_memory import free_caches, is_out_of_memory
 from lowtide.metrics import Totals
 from lowtide.planner.heaviest import heaviest_rows, rows_in_a_step
-from lowtide.planner.states import state_sizes, wants_room
+from lowtide.planner.states import states_of, wants_room
 from lowtide.ragged import RaggedBatch
 from lowtide.recovery import Before, surviving_step
 from lowtide.step import Limits
@@ -93,7 +93,7 @@ def room_for_states(trainer: LowtideTrainer) -> list[Tensor]:
     optimizer = unwrap_optimizer(trainer.optimizer)
     if not wants_room(optimizer):
         return []
-    wanted = [(p.device, state_sizes(p, trainer.optimizer_name)) for p in trainer.model.parameters() if p.requires_grad]
+    wanted = [(p.device, sizes) for p, sizes in states_of(trainer.model, trainer.optimizer_name)]
     room: list[Tensor] = []
     try:
         for device, sizes in wanted:

@@ -35,7 +35,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     """Installs the engine and proves it on the model itself.
 
     Raises:
-        ValueError: the model's head is not understood, or its trained weights are in float16.
+        ValueError: the model's head is not understood, or gradients would be of a dtype that cannot be trained so.
     """
     if args.fp16 and args.device.type == "cpu":
         raise ValueError("fp16=True needs a GPU, whose losses are scaled: leave it out, or take bf16=True on this CPU")
@@ -44,6 +44,13 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
         raise ValueError(
             f"{len(half)} trained parameters are stored in float16 ({half[0]}, ...), in which updates underflow and "
             "overflow: load the model with dtype float32 (and fp16=True for float16 compute) or bfloat16"
+        )
+    narrow = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    if args.fp16 and (narrow or args.optim in OPTIMIZERS):
+        which = narrow[0] if narrow else f"optim={args.optim!r}"
+        raise ValueError(
+            f"fp16=True scales its losses, and gradients in bfloat16 ({which}) cannot be scaled back: take bf16=True, "
+            "or weights in float32"
         )
     if args.optim in OPTIMIZERS:
         check_own_optimizer(model)
@@ -59,8 +66,8 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
         install(model, padding_free=args.padding_free)
         return Engine(args.padding_free, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
     release_file(causal_model(model))
-    settle_heap(model)
     _place(model, args)
+    settle_heap(model)
     inner = causal_model(model)
     implementation = inner.config._attn_implementation or "eager"
     found = probe(model)
@@ -82,7 +89,7 @@ def _place(model: nn.Module, args: TrainingConfig) -> None:
     """Moves the model to where it will run, so that it is proved there; one that is placed already stays."""
     inner = causal_model(model)
     placed = getattr(inner, "hf_device_map", None) is not None or getattr(inner, "is_quantized", False)
-    if args.place_model_on_device and not placed:
+    if args.place_model_on_device is not False and not placed:  # None is the Trainer's own word for yes
         model.to(args.device)
 
 

@@ -29,7 +29,7 @@ from lowtide.planner.devices import Device
 from lowtide.planner.heaviest import heaviest_rows, rows_in_a_step
 from lowtide.planner.sharding.layout import Layout
 from lowtide.planner.speed import OperationCosts
-from lowtide.planner.states import IN_BFLOAT16, optimizer_name, state_sizes, wants_room
+from lowtide.planner.states import IN_BFLOAT16, optimizer_name, states_of, wants_room
 from lowtide.planner.tracing.faked import faked
 from lowtide.planner.tracing.following import follow_layers, follow_phases, label, stack_of
 from lowtide.planner.tracing.four_bit import (
@@ -114,6 +114,8 @@ class FakeRun:
         self.config.rehearsal, self.config.eval_strategy, self.config.do_eval = False, "no", False
         if self.precomputed:
             self.config.precompute_ref_log_probs = False
+        self.config.use_cpu = True  # where fake tensors lie, on a machine with a GPU too
+        vars(self.config)["_setup_devices"] = torch.device("cpu")
 
     def of(self, described: PretrainedConfig) -> FakeRun:
         """The same run of another model."""
@@ -284,9 +286,8 @@ class FakeRun:
         if several:
             trainer._in_backward = None  # gradients wait for the last micro-batch, as without it
         label(trainer, layers, trace)
-        trained = [p for p in model.parameters() if p.requires_grad]
         trace.part("room")
-        room = self._room(trained, trace) if wants_room(unwrap_optimizer(trainer.optimizer)) else []
+        room = self._room(model, trace) if wants_room(unwrap_optimizer(trainer.optimizer)) else []
         trace.part("gradients")
         if several:
             trainer._gradients(model, batch)  # those of the micro-batches before, made between their activations
@@ -333,12 +334,12 @@ class FakeRun:
             torch.empty(0)  # nothing may be made, and it is a phase all the same
             _ = trainer.model.state_dict(), trainer.optimizer.state_dict()
 
-    def _room(self, trained: Sequence[Tensor], trace: StorageTrace) -> list[Tensor]:
+    def _room(self, model: nn.Module, trace: StorageTrace) -> list[Tensor]:
         """What a rehearsal holds in the place of the optimizer's states."""
-        optimizer, room = optimizer_name(self.config), []
+        room = []
         with trace.owned_by("optimizer"):
-            for parameter in trained:
-                pieces = [torch.empty(size, dtype=torch.uint8) for size in state_sizes(parameter, optimizer)]
+            for parameter, sizes in states_of(model, optimizer_name(self.config)):
+                pieces = [torch.empty(size, dtype=torch.uint8) for size in sizes]
                 trace.belongs(pieces, None, trace.layer_of(parameter))
                 room += pieces
         return room

@@ -55,9 +55,7 @@ def test_a_run_trains(monkeypatch):
     assert len(longest_child.measured(case, length=32, layers=1, steps=3, device="cpu")) == 2
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory("out of memory: a row"), IN_BACKWARD]
-)
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_run_that_does_not_fit_says_so(error: Exception, monkeypatch, capsys):
     def full(*_: object, **__: object):
         raise error

@@ -111,7 +111,7 @@ def test_a_rehearsal_holds_no_room_for_states_in_host_memory():
 
     model = nn.Linear(4, 4)
     optimizer: Any = torch.optim.AdamW(model.parameters())
-    trainer: Any = SimpleNamespace(optimizer=optimizer, model=model, args=SimpleNamespace(optim="adamw_torch"))
+    trainer: Any = SimpleNamespace(optimizer=optimizer, model=model, optimizer_name="adamw_torch")
     assert sum(piece.nbytes for piece in room_for_states(trainer)) == 2 * 4 * 20
     optimizer.host_states = HostStates(optimizer)
     assert room_for_states(trainer) == []

@@ -111,6 +111,11 @@ def is_reward_model(model: nn.Module) -> bool:
     return hasattr(model, "score") and getattr(getattr(model, "config", None), "num_labels", None) == 1
 
 
+def pad_id(model: PreTrainedModel) -> int | None:
+    """The token that a reward model's own forward passes over at the end of a row, before it reads the value."""
+    return model.config.get_text_config().pad_token_id
+
+
 def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> ScoreOutput:
     if scores.aux_loss:
         kwargs["output_router_logits"] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,8 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     """Installs the engine and proves it on the model itself.
 
     Raises:
-        ValueError: the model's head is not understood, or its trained weights are in float16.
+        ValueError: the model's head is not understood, or its trained weights are in float16, or its
+            adapters need padded rows.
     """
     if args.fp16 and args.device.type == "cpu":
         raise ValueError("fp16=True needs a GPU, whose losses are scaled: leave it out, or take bf16=True on this CPU")
@@ -47,10 +49,22 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
         )
     if args.optim in OPTIMIZERS:
         check_own_optimizer(model)
+    if args.padding_free:
+        _check_segments_tell(model)
     mixed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     engine = replace(_proved(model, args), computed_in=mixed)
     compute_in(model, mixed)
     return engine
+
+
+def _check_segments_tell(model: nn.Module) -> None:
+    """Refuses adapters that look for tokens in a row, which without padding holds several segments."""
+    configs: Any = getattr(model, "peft_config", {})
+    if any(getattr(each, "alora_invocation_tokens", None) for each in configs.values()):
+        raise ValueError(
+            "adapters with `alora_invocation_tokens` begin where those tokens stand in each padded row, which there is "
+            "none of: set padding_free=False with them"
+        )
 
 
 def _proved(model: nn.Module, args: TrainingConfig) -> Engine:

@@ -366,6 +366,23 @@ def test_adapters_that_came_trained_are_said_to_be_no_part_of_the_reference(tmp_
     assert "merge them first" in caplog.text
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora", True, False])
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_adapters_whose_making_changes_the_model_need_a_reference(init, precomputed, tmp_path, caplog):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
+    options = {"precompute_ref_log_probs": precomputed}
+    if isinstance(init, str):
+        with pytest.raises(ValueError, match=rf"init_lora_weights='{init}'.* pass the model as `ref_model`"):
+            trainer("dpo", tmp_path, arguments={"peft_config": lora}, **options)
+        made = trainer("dpo", tmp_path, arguments={"peft_config": lora, "ref_model": build()}, **options)
+    else:
+        made = trainer("dpo", tmp_path, arguments={"peft_config": lora}, **options)
+    assert "came with the model" not in caplog.text
+    made.train()
+    if init:
+        assert made.state.log_history[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
 def test_the_model_itself_is_no_reference(tmp_path):
     model = build()
     with pytest.raises(ValueError, match="ref_model is the model that is trained"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from exactness.matrix import dense_head
+from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
@@ -96,6 +97,20 @@ def test_hooks_on_embedding_and_head_choose_the_rows_that_are_trained(tied, opti
             assert torch.equal(found[name][:20], before[name][:20])
             assert not torch.equal(found[name][20:], before[name][20:])
             torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_that_came_with_virtual_tokens_is_refused(tokenizer, rows, tmp_path):
+    model = get_peft_model(build(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="PromptTuningConfig puts virtual tokens before each row"):
+        SFTTrainer(model, config(tmp_path), train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("given", [{"attn_implementation": "eager"}, '{"attn_implementation": "eager"}'])
+def test_an_attention_of_the_padded_path_is_refused_without_padding(given, tmp_path):
+    with pytest.raises(ValueError, match=r"attn_implementation='eager' is of the padded path.*padding_free=False"):
+        config(tmp_path, model_init_kwargs=given)
+    assert config(tmp_path, model_init_kwargs=given, padding_free=False)
+    assert config(tmp_path, model_init_kwargs={"attn_implementation": "lowtide"})
 
 
 class Kill(TrainerCallback):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, compute_in, install
-from lowtide.engine.loading import release_file
+from lowtide.engine.loading import check_adapters, release_file
 from lowtide.engine.probe import Probe, probe
 from lowtide.memory.host_heap import settle_heap
 from lowtide.trainers.config import TrainingConfig
@@ -37,7 +38,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
 
     Raises:
         ValueError: the model's head is not understood, or its trained weights are in float16, or its
-            adapters need padded rows.
+            adapters are virtual tokens or need padded rows.
     """
     if args.fp16 and args.device.type == "cpu":
         raise ValueError("fp16=True needs a GPU, whose losses are scaled: leave it out, or take bf16=True on this CPU")
@@ -49,18 +50,19 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
         )
     if args.optim in OPTIMIZERS:
         check_own_optimizer(model)
+    adapters = cast(Any, getattr(model, "peft_config", {})).values()
+    check_adapters(*adapters)
     if args.padding_free:
-        _check_segments_tell(model)
+        _check_rows_alone(adapters)
     mixed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     engine = replace(_proved(model, args), computed_in=mixed)
     compute_in(model, mixed)
     return engine
 
 
-def _check_segments_tell(model: nn.Module) -> None:
+def _check_rows_alone(adapters: Iterable[Any]) -> None:
     """Refuses adapters that look for tokens in a row, which without padding holds several segments."""
-    configs: Any = getattr(model, "peft_config", {})
-    if any(getattr(each, "alora_invocation_tokens", None) for each in configs.values()):
+    if any(getattr(each, "alora_invocation_tokens", None) for each in adapters):
         raise ValueError(
             "adapters with `alora_invocation_tokens` begin where those tokens stand in each padded row, which there is "
             "none of: set padding_free=False with them"

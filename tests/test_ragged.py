@@ -137,3 +137,18 @@ def test_contradictions_are_named(make, message):
 def test_a_field_of_the_wrong_length_is_named():
     with pytest.raises(ValueError, match=r"`score_target` has shape \(3,\), but the segments say \(8,\)"):
         replace(preference_pair(), score_target=torch.zeros(3, dtype=torch.long))
+
+
+def test_a_value_is_read_at_the_last_token_that_is_not_padding():
+    batch = RaggedBatch.from_segments(
+        [[5, 6], [7, 0, 0], [0], [0, 0], [8, 0, 9]],
+        prefix=[-1, 0, 0, -1, -1],
+        row=[0, 0, 0, 1, 2],
+        read_last=True,
+        pad_id=0,
+    )
+    assert batch.score_index.tolist() == [2, 1, 6, 10]
+    assert batch.score_segment.tolist() == [1, 2, 3, 4]
+    assert batch.select_rows([0]).score_index.tolist() == [2, 1]
+    whole = RaggedBatch.from_segments([[5, 6], [7, 0, 0]], prefix=[-1, 0], row=[0, 0], read_last=True)
+    assert whole.score_index.tolist() == [4]

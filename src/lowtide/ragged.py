@@ -94,6 +94,7 @@ class RaggedBatch:
         prefix: Sequence[int] | None = None,
         row: Sequence[int] | None = None,
         read_last: bool = False,
+        pad_id: int | None = None,
         row_values: Mapping[str, Tensor] | None = None,
         score_values: Mapping[str, Tensor] | None = None,
     ) -> RaggedBatch:
@@ -108,6 +109,8 @@ class RaggedBatch:
             row: for each segment its row; each segment a row of its own if None.
             read_last: in place of labels one score in each segment that is no prefix, read at its last token, as a
                 reward model's is; its target is 0.
+            pad_id: a token that `read_last` passes over at the end, which may lead into the prefix; where there is
+                no other, it reads at the first.
             row_values: further values, [rows] each; likewise score_values, [scores] each.
 
         Raises:
@@ -126,7 +129,10 @@ class RaggedBatch:
             stop = start + len(tokens)
             before = segments[prefix[number]] if prefix[number] >= 0 else None
             if read_last:
-                index = torch.full((0 if number in shared else 1,), stop - 1)
+                sequence = [(start, tokens)]
+                if before is not None:
+                    sequence.insert(0, (before.start, token_ids[prefix[number]]))
+                index = torch.tensor([] if number in shared else [_last_place(sequence, pad_id)], dtype=torch.long)
                 target = torch.zeros_like(index)
             else:
                 index, target = _scored_places(wanted, start, before)
@@ -486,6 +492,15 @@ def _scored_places(labels: Sequence[int], start: int, before: Segment | None) ->
     if before is not None:
         index[place == 0] = before.stop - 1
     return index, target[place]
+
+
+def _last_place(parts: Sequence[tuple[int, Sequence[int]]], pad_id: int | None) -> int:
+    """Where the last token stands that is not `pad_id`, of parts as (first place, tokens); the first if all are."""
+    for start, tokens in reversed(parts):
+        for place in range(len(tokens) - 1, -1, -1):
+            if tokens[place] != pad_id:
+                return start + place
+    return parts[0][0]
 
 
 def _joined(values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@ computation, and preparing a model copies and widens nothing."""
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
 from peft.utils.integrations import dequantize_module_weight
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
@@ -27,6 +27,12 @@ def build(model_type: str = "llama", dtype: torch.dtype = torch.float32, **chang
 
 def moe() -> PreTrainedModel:
     return build("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+
+
+def with_head_bias() -> PreTrainedModel:
+    model = build()
+    model.lm_head = torch.nn.Linear(HIDDEN, VOCAB)
+    return model
 
 
 def dense_gradients(model) -> dict[str, torch.Tensor]:
@@ -65,6 +71,8 @@ CASES = {
     "head saved": (build, {"modules_to_save": ["lm_head"]}),
     "embedding saved": (build, {"modules_to_save": ["embed_tokens"]}),
     "lora on the head": (build, {"target_modules": ["q_proj", "lm_head"]}),
+    "lora with biases": (with_head_bias, {"target_modules": ["q_proj", "lm_head"], "lora_bias": True}),
+    "lora with a bias on a head without": (build, {"target_modules": ["lm_head"], "lora_bias": True}),
     "lora on the embedding": (build, {"target_modules": ["q_proj", "embed_tokens"]}),
     "lora on both": (build, {"target_modules": ["embed_tokens", "lm_head"]}),
     "tied": (lambda: build(tie_word_embeddings=True), {"target_modules": ["q_proj", "embed_tokens"]}),
@@ -108,9 +116,19 @@ def test_gradients_are_those_of_peft_alone(make, options, accumulate):
     assert probe(model).isolated
 
 
-def test_dora_on_the_head_is_refused():
-    with pytest.raises(ValueError, match="DoRA on the output head"):
-        install(adapted(build(), target_modules=["lm_head"], use_dora=True))
+@pytest.mark.parametrize(
+    ("options", "variant"), [({"use_dora": True}, "Dora"), ({"alora_invocation_tokens": [5]}, "ALora")]
+)
+def test_more_than_lora_on_the_head_is_refused(options, variant):
+    with pytest.raises(ValueError, match=f"{variant}LinearVariant on the output head"):
+        install(adapted(build(), target_modules=["lm_head"], **options))
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+def test_virtual_tokens_are_refused(kind):
+    config = kind(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match=f"{kind.__name__} puts virtual tokens before each row.*LoraConfig"):
+        adapt(build(), config, gradient_checkpointing=False)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

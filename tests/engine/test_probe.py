@@ -4,7 +4,15 @@ import contextlib
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from lowtide.engine import forward
 from lowtide.engine.forward import install, score
@@ -70,3 +78,20 @@ def test_a_head_that_cannot_be_fused_is_named():
     model.lm_head = torch.nn.Bilinear(2, 2, 2)
     with pytest.raises(ValueError, match="Bilinear"):
         install(model)
+
+
+def test_a_reward_model_that_reads_elsewhere_is_found_out():
+    torch.manual_seed(0)
+    config = LlamaConfig(**LLAMA.to_diff_dict() | {"num_labels": 1, "pad_token_id": 5})
+    model = AutoModelForSequenceClassification.from_config(config)
+    assert probe(model).isolated
+
+    class AtPadding(type(model)):
+        """One that reads its value at the last token whatever it is."""
+
+        def forward(self, input_ids, **kwargs):
+            hidden = self.model(input_ids, **kwargs)[0]
+            return SequenceClassifierOutputWithPast(logits=self.score(hidden[:, -1]))
+
+    with pytest.raises(ValueError, match="the log-probs of its fused head differ"):
+        probe(AtPadding(config))

@@ -119,3 +119,13 @@ def test_policy_and_reference_are_one_model_at_first(base):
 def test_optimizers_of_all_weights_are_refused_beside_adapters(kind, optim):
     with pytest.raises(ValueError, match=r"are frozen .*Adapters have few states: take optim='adamw_torch_fused'"):
         trained(kind, base_model(kind, "dense"), optim=optim)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_adapters_that_begin_at_a_token_need_padded_rows(kind):
+    start = matrix.tokenizer().convert_tokens_to_ids("=")
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", alora_invocation_tokens=[start])
+    with pytest.raises(ValueError, match=r"alora_invocation_tokens.* set padding_free=False"):
+        matrix.make(kind, peft_config=config)
+    run = matrix.watched(matrix.make(kind, peft_config=config, padding_free=False, **RUN))
+    assert any(p.any() for name, p in run.weights.items() if "lora_B" in name)

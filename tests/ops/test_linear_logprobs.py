@@ -122,6 +122,22 @@ def test_accumulating_straight_into_grad(variant):
     torch.testing.assert_close(grads[0], grads[1])
 
 
+@pytest.mark.parametrize("variant", ["logprobs", "loss"])
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_of_a_weight_see_its_gradient(variant, before):
+    (terms, index, target, _), seen = problem(), []
+    weight = terms[0].weight
+    weight.grad = torch.ones_like(weight) if before else None
+    weight.register_hook(lambda grad: seen.append(grad.clone()) or grad * 0)
+    if variant == "loss":
+        linear_loss(terms, index, target, LOSSES["nll"], accumulate=True)[0].backward()
+    else:
+        (-linear_logprobs(terms, index, target, accumulate=True).logprobs.sum()).backward()
+    (gradient,) = seen
+    assert gradient.any()
+    assert torch.equal(weight.grad, torch.full_like(weight, float(before)))
+
+
 def test_accumulating_reaches_the_weight_under_hooks_for_saved_tensors():
     """What such hooks give back in backward is another tensor with the weight's values."""
     terms, index, target, _ = problem()

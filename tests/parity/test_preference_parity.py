@@ -88,6 +88,7 @@ CASES = {
     "reward, centred": Case("reward", flags={"center_rewards_coefficient": 0.01}),
     "reward, lora": Case("reward", lora=True, flags={"learning_rate": 3e-3}),
     "reward, long sides left out": Case("reward", flags={"max_length": 70}),
+    "reward, padded with the end": Case("reward", flags={"pad_token": "<|im_end|>"}),
     "orpo": Case("orpo", flags={"max_length": 1024}),
     "orpo, lora": Case("orpo", lora=True, flags={"learning_rate": 3e-3}),
     "cpo": Case("cpo"),

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
@@ -108,8 +109,7 @@ def trainer(method: str, folder: Path, *, model=None, dataset=None, arguments: d
         model=build(method) if model is None else model,
         args=config_class(**defaults | options),
         train_dataset=data(method) if dataset is None else dataset,
-        processing_class=make_tokenizer(),
-        **arguments or {},
+        **{"processing_class": make_tokenizer()} | (arguments or {}),
     )
 
 
@@ -370,6 +370,23 @@ def test_adapters_that_came_trained_are_said_to_be_no_part_of_the_reference(tmp_
     assert "merge them first" in caplog.text
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora", True, False])
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_adapters_whose_making_changes_the_model_need_a_reference(init, precomputed, tmp_path, caplog):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
+    options = {"precompute_ref_log_probs": precomputed}
+    if isinstance(init, str):
+        with pytest.raises(ValueError, match=rf"init_lora_weights='{init}'.* pass the model as `ref_model`"):
+            trainer("dpo", tmp_path, arguments={"peft_config": lora}, **options)
+        made = trainer("dpo", tmp_path, arguments={"peft_config": lora, "ref_model": build()}, **options)
+    else:
+        made = trainer("dpo", tmp_path, arguments={"peft_config": lora}, **options)
+    assert "came with the model" not in caplog.text
+    made.train()
+    if init:
+        assert made.state.log_history[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
 def test_the_model_itself_is_no_reference(tmp_path):
     model = build()
     with pytest.raises(ValueError, match="ref_model is the model that is trained"):
@@ -382,6 +399,43 @@ def test_a_reward_model_has_one_label(tmp_path):
         trainer("reward", tmp_path, model=AutoModelForSequenceClassification.from_config(config))
     with pytest.raises(ValueError, match=r"no `score` head; a reward model gives one value"):
         trainer("reward", tmp_path, model=build())
+
+
+@pytest.mark.parametrize("padding", [None, "<eos>", "!"])
+@pytest.mark.parametrize("options", [{}, {"prefix_sharing": False}, {"padding_free": False}])
+def test_rewards_are_those_that_the_saved_model_gives_to_padded_batches(padding, options, tmp_path):
+    # One side adds nothing to what both begin with but padding.
+    pairs = [
+        *rows(3),
+        {"prompt": "a", "chosen": "", "rejected": " b!!"},
+        {"prompt": "c", "chosen": "!d", "rejected": "!"},
+    ]
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = padding
+    made = trainer(
+        "reward", tmp_path, dataset=Dataset.from_list(pairs), arguments={"processing_class": tokenizer}, **options
+    )
+    made.train()
+    found = made.evaluate(Dataset.from_list(pairs))
+    made.save_model(str(tmp_path / "saved"))
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert saved.config.pad_token_id == tokenizer.convert_tokens_to_ids(padding or "<eos>")
+    values = []
+    for side in ("chosen", "rejected"):
+        texts = [row["prompt"] + row[side] + "<eos>" for row in pairs]
+        with torch.no_grad():
+            values.append(saved(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0])
+    assert found["eval_margin"] == pytest.approx((values[0] - values[1]).mean().item(), abs=1e-5)
+    assert found["eval_mean_reward"] == pytest.approx(torch.cat(values).mean().item(), abs=1e-5)
+
+
+def test_the_padding_token_of_a_reward_model_may_be_given(tmp_path):
+    made = trainer("reward", tmp_path, pad_token="~")
+    assert made.tokenizer.pad_token == "~"
+    assert made.model.config.pad_token_id == made.tokenizer.convert_tokens_to_ids("~")
+    with pytest.raises(ValueError, match="pad_token '<pad>' is not in the tokenizer's vocabulary"):
+        trainer("reward", tmp_path, pad_token="<pad>")
 
 
 @pytest.mark.parametrize(

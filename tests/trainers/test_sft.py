@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from exactness.matrix import dense_head
+from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -77,6 +79,46 @@ def config(folder: Path, **changes) -> SFTConfig:
 
 def weights(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [{}, {"tokens_per_microbatch": 64}, {"optimizer_in_backward": "two_pass"}])
+def test_hooks_on_embedding_and_head_choose_the_rows_that_are_trained(tied, options, tokenizer, rows, tmp_path):
+    def trained(**more) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = build(tie_word_embeddings=tied)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if module is model.get_input_embeddings() or not tied:
+                module.weight.register_hook(lambda grad: grad * mask)
+        made = SFTTrainer(model, config(tmp_path, **more), train_dataset=rows, processing_class=tokenizer)
+        made.train()
+        return [each["loss"] for each in made.state.log_history if "loss" in each], weights(model)
+
+    mask = torch.zeros(52, 1)
+    mask[20:] = 1
+    losses, found = trained(**options)
+    with dense_head():
+        expected, wanted = trained()
+    assert losses == pytest.approx(expected, abs=1e-4)
+    before = weights(build(tie_word_embeddings=tied))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in found:
+            assert torch.equal(found[name][:20], before[name][:20])
+            assert not torch.equal(found[name][20:], before[name][20:])
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_that_came_with_virtual_tokens_is_refused(tokenizer, rows, tmp_path):
+    model = get_peft_model(build(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="PromptTuningConfig puts virtual tokens before each row"):
+        SFTTrainer(model, config(tmp_path), train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("given", [{"attn_implementation": "eager"}, '{"attn_implementation": "eager"}'])
+def test_an_attention_of_the_padded_path_is_refused_without_padding(given, tmp_path):
+    with pytest.raises(ValueError, match=r"attn_implementation='eager' is of the padded path.*padding_free=False"):
+        config(tmp_path, model_init_kwargs=given)
+    assert config(tmp_path, model_init_kwargs=given, padding_free=False)
+    assert config(tmp_path, model_init_kwargs={"attn_implementation": "lowtide"})
 
 
 class Kill(TrainerCallback):

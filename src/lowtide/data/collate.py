@@ -54,6 +54,8 @@ class CompletionCollator:
     """Also score the prompt, in the first completion's context."""
     reads_last: bool = False
     """One score a completion, read at its last token, as a reward is."""
+    pad_id: int | None = None
+    """A token that `reads_last` passes over at the end."""
     values: tuple[str, ...] = ()
     """Columns that become row values."""
 
@@ -95,6 +97,7 @@ class CompletionCollator:
             prefix=prefix,
             row=owner,
             read_last=self.reads_last,
+            pad_id=self.pad_id,
             row_values={LENGTHS: lengths, **columns},
             score_values=score_values,
         )

@@ -20,6 +20,7 @@ from lowtide.data.collate import CompletionCollator
 from lowtide.data.preference import PreferenceOptions, prepare_pairs
 from lowtide.demo.data import Question
 from lowtide.engine.forward import install, score
+from lowtide.engine.head import pad_id
 from lowtide.engine.loading import load_model, load_tokenizer
 from lowtide.methods.completions import completion_segments, segment_sums
 
@@ -71,7 +72,7 @@ def margins(folder: Path, questions: Sequence[Question], *, rewards: bool, seed:
     install(model)
     rows = Dataset.from_list([row for question in questions for row in pair_rows(question)])
     prepared, _ = prepare_pairs(rows, tokenizer, PreferenceOptions(), batch_size=len(questions), whole=rewards)
-    batch = CompletionCollator(SIDES, reads_last=rewards)(list(prepared))
+    batch = CompletionCollator(SIDES, reads_last=rewards, pad_id=pad_id(model))(list(prepared))
     values = segment_sums(score(model, batch).logprobs, batch)
     chosen, rejected = completion_segments(batch, len(SIDES))
     return values[chosen] - values[rejected]

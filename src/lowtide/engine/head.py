@@ -111,6 +111,11 @@ def is_reward_model(model: nn.Module) -> bool:
     return hasattr(model, "score") and getattr(getattr(model, "config", None), "num_labels", None) == 1
 
 
+def pad_id(model: PreTrainedModel) -> int | None:
+    """The token that a reward model's own forward passes over at the end of a row, before it reads the value."""
+    return model.config.get_text_config().pad_token_id
+
+
 def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> ScoreOutput:
     if scores.aux_loss:
         kwargs["output_router_logits"] = True
@@ -158,10 +163,11 @@ def _head_terms(model: PreTrainedModel, hidden: Tensor | None) -> tuple[list[Ter
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
     if hasattr(head, "lora_A"):
         base: Any = head.get_base_layer()
-        if any(head.use_dora.get(name) for name in head.active_adapters):
+        variants = [type(head.lora_variant[a]).__name__ for a in head.active_adapters if a in head.lora_variant]
+        if variants:
             raise ValueError(
-                f"DoRA on the output head ({type(model).__name__}) rescales each logit's weight and cannot be fused: "
-                "leave the head out of `target_modules`, use plain LoRA on it, or put it into `modules_to_save`"
+                f"{variants[0]} on the output head ({type(model).__name__}) is more than a product and cannot be "
+                "fused: leave the head out of `target_modules`, use plain LoRA on it, or put it into `modules_to_save`"
             )
         adapters = [] if head.disable_adapters or head.merged else [a for a in head.active_adapters if a in head.lora_A]
     else:
@@ -174,12 +180,15 @@ def _head_terms(model: PreTrainedModel, hidden: Tensor | None) -> tuple[list[Ter
         )
     if hidden is None:
         return [], None
-    terms = [Term(hidden, base.weight)]
+    terms, bias = [Term(hidden, base.weight)], base.bias
     for name in adapters:
         down, up = head.lora_A[name], head.lora_B[name]
         low: Tensor = down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * head.scaling[name]
         terms.append(Term(low, up.weight))
-    return terms, getattr(base, "bias", None)
+        if up.bias is not None:
+            own = up.bias * head.scaling[name]
+            bias = own if bias is None else bias + own
+    return terms, bias
 
 
 def _load_balancing_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:

@@ -85,7 +85,7 @@ def adapt(
             only to inputs that require one, the embedding's output is made to.
 
     Raises:
-        ValueError: the model has adapters already.
+        ValueError: the model has adapters already, or these are virtual tokens.
     """
     from peft import PeftModel, get_peft_model
 
@@ -94,10 +94,25 @@ def adapt(
             "the model is a PeftModel already and a `peft_config` came with it: merge the adapters first "
             "(model.merge_and_unload()), or leave `peft_config` out to train those that are there"
         )
+    check_adapters(peft_config)
     base = cast(PreTrainedModel, model)
     if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
         base.enable_input_require_grads()
     return get_peft_model(base, peft_config)
+
+
+def check_adapters(*configs: Any) -> None:
+    """Refuses PEFT configurations that put virtual tokens before each row.
+
+    Raises:
+        ValueError: naming the configuration, and what to take.
+    """
+    for config in configs:
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(config).__name__} puts virtual tokens before each row, which the fused head and the "
+                "padding-free path do not know: take adapters inside the model (LoraConfig and its kin)"
+            )
 
 
 def release_file(model: nn.Module) -> None:

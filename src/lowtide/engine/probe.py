@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model, embedding_weight, install, score
-from lowtide.engine.head import is_reward_model
+from lowtide.engine.head import is_reward_model, pad_id
 from lowtide.engine.quantized import keep_trainable
 from lowtide.ragged import RaggedBatch
 
@@ -67,9 +67,12 @@ def probe(model: nn.Module) -> Probe:
     weight = embedding_weight(model)
     tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
     first, second, more = _rows(weight.shape[0])
-    other = [*reversed(first)]
     reward = is_reward_model(inner)
-    lay = functools.partial(RaggedBatch.from_segments, read_last=reward)
+    padding = pad_id(inner) if reward else None
+    if padding is not None:
+        second, more = [*second, padding], [*more, padding]
+    other = [*reversed(first)]
+    lay = functools.partial(RaggedBatch.from_segments, read_last=reward, pad_id=padding)
     plain = lay([first, second, [*second, *more]]).to(weight.device)
     shared = lay([first, second, more, [*second, *more][1:]], prefix=[-1, -1, 1, -1], row=[0, 1, 1, 2])
     shared = shared.to(weight.device)

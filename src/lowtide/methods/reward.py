@@ -1,4 +1,4 @@
-"""Reward modelling: one value a row, read at its last token, higher for the chosen answer than for the rejected."""
+"""Reward modelling: one value a row, read at its end, higher for the chosen answer than for the rejected."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class RewardOptions:
     dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
     chat_template_path: str | None = option(None, "Chat template: a Jinja file, or a tokenizer's folder or hub name.")
     eos_token: str | None = option(None, "Token that ends a text, in place of the tokenizer's own.")
+    pad_token: str | None = option(
+        None, "Token that the trained model takes for padding. None: the tokenizer's, or the one that ends a text."
+    )
     max_length: int | None = option(1024, "Pairs with a longer side are left out, and counted. None is no limit.")
     prefix_sharing: bool = option(
         True, "Compute what both sides begin with once. False repeats it; the numbers are equal."

@@ -90,8 +90,8 @@ def linear_logprobs(
         index: the token whose hidden state predicts each score.
         target: the token predicted there.
         want: statistics beyond the log-probabilities; all but `top1` and `collisions` carry gradients.
-        accumulate: add the gradient of a weight that is a leaf straight into its `.grad` in backward, instead of
-            handing it to autograd, which would hold it a second time.
+        accumulate: add the gradient of a weight that is a leaf without hooks straight into its `.grad` in backward,
+            instead of handing it to autograd, which would hold it a second time.
         chunk: scores at a time; by default as many as fit the device's workspace.
     """
     spec = _Spec(projection, want, accumulate, chunk)
@@ -237,6 +237,11 @@ def _add_product(into: Tensor, slope: Tensor, x: Tensor) -> None:
         part += columns.t() @ x
 
 
+def _leaves(terms: Sequence[Term]) -> list[Tensor | None]:
+    """The weights that may take their gradient directly: a leaf's hooks wait for autograd to bring it."""
+    return [t.weight if t.weight.is_leaf and not t.weight._backward_hooks else None for t in terms]
+
+
 def _sinks(leaves: Sequence[Tensor | None], accumulate: bool) -> list[Tensor | None]:
     """The `.grad` of each weight that takes its gradient directly, made if it is not there yet."""
     sinks: list[Tensor | None] = []
@@ -267,7 +272,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs, entropies, means, top1, lse, collisions = _joined(columns, terms[0].x)
         ctx.spec, ctx.dtype = spec, head.dtype
         # What comes back from under hooks for saved tensors is not the parameter itself, and has no `.grad` of its own.
-        ctx.leaves = [t.weight if t.weight.is_leaf else None for t in terms]
+        ctx.leaves = _leaves(terms)
         ctx.save_for_backward(index, target, bias, lse, entropies, *flat)
         ctx.set_materialize_grads(False)  # statistics that are only looked at cost nothing in backward
         ctx.mark_non_differentiable(top1, collisions)
@@ -303,7 +308,8 @@ class _LinearLoss(torch.autograd.Function):
         terms = _pairs(flat)
         needs = [need and spec.grad for need in ctx.needs_input_grad[6:]]
         head = _Head(spec, index, target, bias, terms)
-        sinks = [t.weight.grad if spec.accumulate and t.weight.is_leaf else None for t in terms]
+        ctx.leaves = _leaves(terms)
+        sinks = [None if leaf is None or not spec.accumulate else leaf.grad for leaf in ctx.leaves]
         gradients = _Gradients(head, terms, bias, needs, sinks)
         total = torch.zeros((), dtype=torch.promote_types(terms[0].x.dtype, torch.float32), device=index.device)
         columns: list[RowStats] = []
@@ -318,7 +324,6 @@ class _LinearLoss(torch.autograd.Function):
                         rows.gradient(slopes, stats.entropies)
                 if any(needs):
                     gradients.add(span, xs, logits)
-        ctx.weights = [t.weight for t in terms]
         ctx.sinks, ctx.accumulate, ctx.grad_scale = sinks, spec.accumulate, grad_scale
         ctx.gradients = gradients
         logprobs, entropies, means, top1, _, collisions = _joined(columns, terms[0].x)
@@ -337,10 +342,10 @@ class _LinearLoss(torch.autograd.Function):
             if sink is None and tensor is not None:
                 tensor.mul_(rest)
         sinks = list(ctx.sinks)
-        for number, weight in enumerate(ctx.weights):
+        for number, leaf in enumerate(ctx.leaves):
             # Set here rather than returned, so that a tied embedding can add to it and no second copy waits.
-            if ctx.accumulate and weight.is_leaf and sinks[number] is None and gradients.weights[number] is not None:
-                weight.grad = sinks[number] = gradients.weights[number]
+            if ctx.accumulate and leaf is not None and sinks[number] is None and gradients.weights[number] is not None:
+                leaf.grad = sinks[number] = gradients.weights[number]
         return None, None, None, None, None, None, gradients.bias, *_returned(gradients, sinks)
 
 

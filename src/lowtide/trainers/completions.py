@@ -47,6 +47,8 @@ class CompletionTrainer(MethodTrainer):
     values: ClassVar[tuple[str, ...]] = ()
     """The columns that become row values."""
     scores_prompt: ClassVar[bool] = False
+    pad_id: int | None = None
+    """The token that a reward model's value is not read at."""
 
     def prepare(self, dataset: Dataset | IterableDataset, name: str) -> Prepared:
         assert self.tokenizer is not None
@@ -72,6 +74,7 @@ class CompletionTrainer(MethodTrainer):
             sharing=check_prefixes(engine, args.prefix_sharing),
             scores_prompt=self.scores_prompt,
             reads_last=self.rewards,
+            pad_id=self.pad_id,
             values=(*self.values, "number"),
         )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from lowtide.engine.attention import NAME
 from lowtide.memory.options import MemoryOptions
 from lowtide.methods import METHODS
 from lowtide.option import option
@@ -136,6 +137,12 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             self.optim = "adamw_torch_fused"  # transformers knows its own names alone
         super().__post_init__()
         self.optim = own or self.optim
+        attention = cast(dict, self.model_init_kwargs or {}).get("attn_implementation")
+        if self.padding_free and attention not in (None, NAME):
+            raise ValueError(
+                f"{type(self).__name__}: attn_implementation={attention!r} is of the padded path: without padding the "
+                "backend is chosen by device and model. Drop it from model_init_kwargs, or set padding_free=False"
+            )
         if self.n_gpu > 1:
             logger.warning(
                 f"this process sees {self.n_gpu} GPUs and trains on the first of them: start with "

@@ -97,12 +97,7 @@ class MethodTrainer(LowtideTrainer):
             needs_tokenizer=self.needs_tokenizer and not getattr(args, "skips_preparation", False),
         )
         if peft_config is not None:
-            model = adapt(
-                model,
-                self.adapters(peft_config),
-                gradient_checkpointing=args.gradient_checkpointing,
-                checkpointing_kwargs=cast(Any, args.gradient_checkpointing_kwargs),
-            )
+            model = self.put_adapters(model, self.adapters(peft_config), args)
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
         self.args = args
@@ -161,6 +156,15 @@ class MethodTrainer(LowtideTrainer):
     def adapters(self, peft_config: Any) -> Any:
         """The configuration of adapters as the method needs it."""
         return peft_config
+
+    def put_adapters(self, model: nn.Module, peft_config: Any, args: TrainingConfig) -> nn.Module:
+        """The model with adapters on it."""
+        return adapt(
+            model,
+            peft_config,
+            gradient_checkpointing=args.gradient_checkpointing,
+            checkpointing_kwargs=cast(Any, args.gradient_checkpointing_kwargs),
+        )
 
     def check_model(self, model: nn.Module) -> None:
         """Refuses a model that the method cannot train."""

@@ -12,17 +12,19 @@ import torch
 from datasets import Dataset, IterableDataset
 from safetensors.torch import load_model as load_weights
 from safetensors.torch import save_model as save_weights
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight
 from lowtide.engine.loading import load_model, load_tokenizer
+from lowtide.engine.quantized import is_quantized
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.reference_storage import STORAGES
 from lowtide.memory.measure import bytes_text
 from lowtide.methods.method import Scorer
 from lowtide.trainers.completions import CompletionTrainer
+from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.inputs import model_name
 from lowtide.trainers.method import disable_dropout
 from lowtide.trainers.optimizers import OPTIMIZERS
@@ -61,6 +63,7 @@ class ReferenceTrainer(CompletionTrainer):
         optimizer_cls_and_kwargs: tuple | None = None,
     ):
         self._ref_model = ref_model
+        self._adapters_came = peft_config is None
         super().__init__(
             model,
             args,
@@ -85,6 +88,24 @@ class ReferenceTrainer(CompletionTrainer):
             self.add_callback(
                 _FollowPolicy(self.reference, options.ref_model_mixup_alpha, options.ref_model_sync_steps)
             )
+
+    def put_adapters(self, model: nn.Module, peft_config: Any, args: TrainingConfig) -> nn.Module:
+        """As the others', if without them the policy is still the model that they were put on.
+
+        Raises:
+            ValueError: making them changed weights of the model, as PiSSA does, and no `ref_model` was passed.
+        """
+        before = {name: (p, _some_of(p)) for name, p in model.named_parameters() if not isinstance(p, FakeTensor)}
+        adapted = super().put_adapters(model, peft_config, args)
+        changed = [name for name, (p, some) in before.items() if not torch.equal(_some_of(p), some)]
+        if changed and self._ref_model is None:
+            made = getattr(peft_config, "init_lora_weights", None)
+            raise ValueError(
+                f"making these adapters (init_lora_weights={made!r}) changed "
+                f"{len(changed)} weights of the model ({changed[0]}, ...), so that without them the policy is not the "
+                "reference: pass the model as `ref_model`, or leave init_lora_weights out"
+            )
+        return adapted
 
     def make_reference(self, model: nn.Module, engine: Engine) -> Scorer:
         args: Any = self.args
@@ -126,10 +147,10 @@ class ReferenceTrainer(CompletionTrainer):
                     f"is the policy with its adapters off: pass a `ref_model`, or leave it at {off!r}"
                 )
         known = [(name, p) for name, p in model.named_parameters() if not isinstance(p, FakeTensor)]
-        came_trained = [name for name, p in known if "lora_B" in name and p.detach().any()]
-        if came_trained:
+        trained = [name for name, p in known if "lora_B" in name and p.detach().any()]
+        if trained and self._adapters_came:
             logger.warning(
-                f"the adapters that came with the model are trained already ({came_trained[0]}): the reference is the "
+                f"the adapters that came with the model are trained already ({trained[0]}): the reference is the "
                 "model without them. To compare with the model as it came, merge them first (merge_and_unload), or "
                 "pass it as `ref_model`"
             )
@@ -197,6 +218,14 @@ class _FollowPolicy(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step % self.steps == 0:
             self.reference.follow(causal_model(model), self.share)
+
+
+def _some_of(weight: Tensor) -> Tensor:
+    """A few of a weight's numbers, from all over it; none of one that is quantized."""
+    if is_quantized(weight):
+        return torch.empty(0)
+    numbers = weight.detach().reshape(-1)
+    return numbers[:: max(numbers.numel() // 64, 1)].clone()
 
 
 def _size(model: nn.Module) -> str:

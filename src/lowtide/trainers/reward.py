@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset, IterableDataset
 from torch import nn
+from transformers import PreTrainedModel
 
 from lowtide.data.preference import prepare_pairs
 from lowtide.engine.forward import causal_model
-from lowtide.engine.head import is_reward_model
+from lowtide.engine.head import is_reward_model, pad_id
 from lowtide.methods.reward import REWARD, RewardOptions
 from lowtide.option import option
 from lowtide.trainers.completions import CompletionConfig, CompletionTrainer
@@ -21,6 +22,10 @@ from lowtide.trainers.method import Prepared
 @dataclass
 class RewardConfig(RewardOptions, CompletionConfig):
     """Options of reward modelling: `RewardOptions`, `TrainingConfig` and `TrainingArguments`."""
+
+    refused: ClassVar[dict[str, str]] = {
+        name: why for name, why in CompletionConfig.refused.items() if name != "pad_token"
+    }
 
     learning_rate: float = option(1e-4, "The initial learning rate.")
 
@@ -54,6 +59,25 @@ class RewardTrainer(CompletionTrainer):
                 f"{type(inner).__name__} has {found}; a reward model gives one value: load it with "
                 "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1), or pass its name"
             )
+
+        self._set_padding(inner)
+        self.pad_id = pad_id(inner)
+
+    def _set_padding(self, model: PreTrainedModel) -> None:
+        """Tells model and tokenizer the token that rows are padded with: without it the model runs a row at a time,
+        and with another than the tokenizer's it would read at padding."""
+        if self.tokenizer is None:
+            return
+        args: Any = self.args
+        token = args.pad_token or self.tokenizer.pad_token or args.eos_token or self.tokenizer.eos_token
+        if token is None:
+            return
+        if token not in self.tokenizer.get_vocab():
+            raise ValueError(
+                f"pad_token {token!r} is not in the tokenizer's vocabulary: give a token of it, or leave it out"
+            )
+        self.tokenizer.pad_token = token
+        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
     def prepare(self, dataset: Dataset | IterableDataset, name: str) -> Prepared:
         assert self.tokenizer is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, compute_in, install
-from lowtide.engine.loading import release_file
+from lowtide.engine.loading import check_adapters, release_file
 from lowtide.engine.probe import Probe, probe
 from lowtide.memory.host_heap import settle_heap
 from lowtide.trainers.config import TrainingConfig
@@ -35,8 +37,33 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     """Installs the engine and proves it on the model itself.
 
     Raises:
-        ValueError: the model's head is not understood, or gradients would be of a dtype that cannot be trained so.
+        ValueError: the model's head is not understood, its adapters are virtual tokens or need padded rows, or its
+            gradients would be of a dtype that cannot be trained so.
     """
+    _check_precision(model, args)
+    if args.optim in OPTIMIZERS:
+        check_own_optimizer(model)
+    adapters = cast(Any, getattr(model, "peft_config", {})).values()
+    check_adapters(*adapters)
+    if args.padding_free:
+        _check_rows_alone(adapters)
+    mixed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    engine = replace(_proved(model, args), computed_in=mixed)
+    compute_in(model, mixed)
+    return engine
+
+
+def _check_rows_alone(adapters: Iterable[Any]) -> None:
+    """Refuses adapters that look for tokens in a row, which without padding holds several segments."""
+    if any(getattr(each, "alora_invocation_tokens", None) for each in adapters):
+        raise ValueError(
+            "adapters with `alora_invocation_tokens` begin where those tokens stand in each padded row, which there is "
+            "none of: set padding_free=False with them"
+        )
+
+
+def _check_precision(model: nn.Module, args: TrainingConfig) -> None:
+    """Refuses weights that the options cannot train, for the dtype that they are stored in."""
     if args.fp16 and args.device.type == "cpu":
         raise ValueError("fp16=True needs a GPU, whose losses are scaled: leave it out, or take bf16=True on this CPU")
     half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
@@ -52,12 +79,6 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
             f"fp16=True scales its losses, and gradients in bfloat16 ({which}) cannot be scaled back: take bf16=True, "
             "or weights in float32"
         )
-    if args.optim in OPTIMIZERS:
-        check_own_optimizer(model)
-    mixed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    engine = replace(_proved(model, args), computed_in=mixed)
-    compute_in(model, mixed)
-    return engine
 
 
 def _proved(model: nn.Module, args: TrainingConfig) -> Engine:

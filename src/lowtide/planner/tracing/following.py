@@ -22,13 +22,17 @@ def follow_phases(trainer: Any, trace: StorageTrace) -> None:
 
     trainer.phases.listeners.append(entered)
     trainer.phases.split_forward(body(causal_model(trainer.model)))
+    # Gradients that are added in place pass no hook, and would not be added in place if there were one.
+    inner: Any = causal_model(trainer.model)
+    ends = [each for each in (inner.get_input_embeddings(), inner.get_output_embeddings()) if each is not None]
+    unheard = {parameter for module in ends for parameter in module.parameters()}
     for parameter in trainer.model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter not in unheard:
             parameter.register_hook(_told(trace))
 
 
 def _told(trace: StorageTrace) -> Callable[[Any], None]:
-    """A hook that says what a gradient is; where it was added in place there is none to hand on."""
+    """A hook that says what a gradient is; a part of it may be none."""
     return lambda gradient: None if gradient is None else trace.belongs([gradient], "gradients")
 
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DefaultDataCollator,
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
@@ -34,6 +35,7 @@ from lowtide import (
     RewardConfig,
     RewardTrainer,
 )
+from lowtide.data.collate import CompletionCollator
 
 PAIRED = {"dpo": (DPOTrainer, DPOConfig), "orpo": (ORPOTrainer, ORPOConfig), "cpo": (CPOTrainer, CPOConfig)}
 SINGLE = {"kto": (KTOTrainer, KTOConfig), "bco": (BCOTrainer, BCOConfig)}
@@ -416,3 +418,20 @@ def test_labels_that_are_all_the_same_are_said(tmp_path, caplog):
 def test_every_public_trainer_is_covered_here():
     trainers = {name for name in lowtide.__all__ if name.endswith("Trainer")}
     assert {each.__name__ for each, _ in ALL.values()} | {"SFTTrainer"} == trainers
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
+def test_a_collator_of_another_library_is_refused_at_construction(method, tmp_path):
+    def flat(rows):
+        ids = torch.tensor([row["prompt_ids"] for row in rows])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    with pytest.raises(ValueError, match=r"data_collator flat returns no .*lengths.*: leave data_collator out"):
+        trainer(method, tmp_path, arguments={"data_collator": flat})
+    with pytest.raises(ValueError, match=r"data_collator DefaultDataCollator makes no batch of a row of the train"):
+        trainer(method, tmp_path, arguments={"data_collator": DefaultDataCollator()})
+
+
+def test_our_own_collator_may_be_given(tmp_path):
+    collator = CompletionCollator(("chosen_ids", "rejected_ids"), sharing=False)
+    trainer("dpo", tmp_path, max_steps=1, arguments={"data_collator": collator}).train()

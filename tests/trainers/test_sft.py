@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import shutil
@@ -10,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
-from lowtide import SFTConfig, SFTTrainer
+from lowtide import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening, SFTConfig, SFTTrainer
 from lowtide.memory import table
 
 WORDS = [f"w{n}" for n in range(50)]
@@ -352,4 +354,47 @@ def test_a_chat_template_brings_its_tokens(tmp_path, tokenizer):
     trainer = SFTTrainer(build(), args, train_dataset=data, processing_class=ours)
     assert trainer.model.get_input_embeddings().weight.shape[0] == 53
     assert trainer.train_dataset[0]["input_ids"][-1] == trainer.processing_class.eos_token_id == 52
+    trainer.train()
+
+
+def test_a_collator_that_joins_packed_segments_is_refused_at_construction(tmp_path, rows, tokenizer):
+    padding = copy.deepcopy(tokenizer)
+    padding.pad_token = "<eos>"
+    padded = DataCollatorForCompletionOnlyLM([3], tokenizer=padding)
+    for collator in (padded, transformers.DataCollatorWithFlattening()):
+        message = rf"data_collator {type(collator).__name__} makes 1 of the \d+ segments .* packing=False"
+        for packed in ({"packing": True}, {"eval_packing": True}):
+            with pytest.raises(ValueError, match=message):
+                SFTTrainer(
+                    build(),
+                    config(tmp_path, max_length=64, **packed),
+                    data_collator=collator,
+                    train_dataset=rows,
+                    eval_dataset=rows,
+                    processing_class=tokenizer,
+                )
+
+
+def test_a_collator_that_keeps_packed_segments_trains_as_our_own(tmp_path, rows, tokenizer):
+    found = []
+    for collator in (None, DataCollatorWithFlattening()):
+        args = config(tmp_path, packing=True, max_length=64, max_steps=2)
+        trainer = SFTTrainer(build(), args, collator, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+def test_masks_that_nothing_reads_are_refused(mask, tmp_path, rows, tokenizer):
+    masked = Dataset.from_list([{"input_ids": [5, 6, 7, 8], mask: [0, 0, 1, 1]}] * 8)
+    labelled = masked.add_column("labels", [[-100, -100, 7, 8]] * 8)
+    args = config(tmp_path, max_steps=1, dataset_kwargs={"skip_prepare_dataset": True})
+    with pytest.raises(ValueError, match=rf"the train dataset has {mask} and no labels.*skip_prepare_dataset"):
+        SFTTrainer(build(), args, train_dataset=masked, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="the held out dataset has"):
+        SFTTrainer(build(), args, train_dataset=labelled, eval_dataset={"held out": masked}, processing_class=tokenizer)
+    trainer = SFTTrainer(build(), args, train_dataset=labelled, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="the eval dataset has"):
+        trainer.evaluate(masked.to_iterable_dataset())
     trainer.train()

@@ -27,6 +27,7 @@ from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.exhausted import explained
 from lowtide.trainers.inputs import check_budget, config_of, load_inputs
 from lowtide.trainers.report import StartReport
+from lowtide.trainers.row_checks import check_collator, check_masks
 from lowtide.trainers.setup import Engine, install_engine, router_coefficient
 from lowtide.watch import OutOfMemory
 
@@ -107,6 +108,7 @@ class MethodTrainer(LowtideTrainer):
             disable_dropout(model)
         self.args = args
         self.check_model(model)
+        self._reads_rows = data_collator is None
         if train_dataset is None and args.do_train:
             raise ValueError(f"{type(self).__name__} needs a `train_dataset`")
         self.ledger = None
@@ -116,6 +118,8 @@ class MethodTrainer(LowtideTrainer):
         if eval_dataset is not None:
             eval_dataset = self._prepared_for_evaluation(eval_dataset)
         engine = install_engine(model, args)
+        collator = self.collator(args, engine)
+        self._own_collator = None if data_collator is None else collator
         site = Site(args, model, args.device, args.world_size)
         self.techniques = active(args)
         prepare(site, self.techniques)
@@ -126,7 +130,7 @@ class MethodTrainer(LowtideTrainer):
             reference=self.make_reference(model, engine),
             model=model,
             args=args,
-            data_collator=data_collator or self.collator(args, engine),
+            data_collator=data_collator or collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.tokenizer,
@@ -138,6 +142,9 @@ class MethodTrainer(LowtideTrainer):
         self.predicted_bytes = self.planned.peak_bytes
         self.site = site
         self._around = around(site, self.techniques)
+        self._check_rows("train", self.train_dataset)
+        for name, dataset in by_name(self.eval_dataset).items():
+            self._check_rows(name, dataset)
         self.add_callback(StartReport(self, engine))
 
     # -- what a method's trainer says of itself ----------------------------------------------------------------------
@@ -191,6 +198,8 @@ class MethodTrainer(LowtideTrainer):
 
     def _prepared(self, dataset: Any, name: str) -> Prepared:
         if getattr(self.args, "skips_preparation", False):
+            if self._reads_rows:
+                check_masks(dataset, name)
             return dataset, None
         if not isinstance(dataset, Dataset | IterableDataset):
             raise ValueError(f"the {name} dataset is a {type(dataset).__name__}; give a datasets.Dataset or a stream")
@@ -205,11 +214,25 @@ class MethodTrainer(LowtideTrainer):
             return {name: self._prepared(each, name)[0] for name, each in dataset.items()}
         return self._prepared(dataset, "eval")[0]
 
+    def _check_rows(self, name: str, dataset: Any) -> None:
+        """Refuses prepared rows that cannot be run."""
+        if dataset is not None and self._own_collator is not None:
+            title = getattr(self.data_collator, "__name__", type(self.data_collator).__name__)
+            wanted = self._get_collator_with_removed_columns(self.data_collator)
+            check_collator(lambda rows: self.as_ragged(wanted(rows)), self._own_collator, dataset, title, name)
+
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer's; a dataset handed in here may be unprepared."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepared_for_evaluation(eval_dataset)
+            for name, dataset in by_name(eval_dataset).items():
+                self._check_rows(name, dataset)
         return super().evaluate(cast(Any, eval_dataset), *args, **kwargs)
+
+
+def by_name(dataset: Any) -> Mapping[str, Any]:
+    """Evaluation sets by their names; one alone is "eval"."""
+    return dataset if isinstance(dataset, Mapping) else {"eval": dataset}
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -1,0 +1,84 @@
+"""What is refused of prepared rows, and of a collator that is not the method's own, before anything is run on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+
+from lowtide.ragged import RaggedBatch
+
+MASKS = ("completion_mask", "assistant_masks")
+LOOKED_AT = 10_000
+"""Rows among which a packed one of several segments is looked for."""
+
+
+def check_collator(
+    collate: Callable[[Sequence[Any]], RaggedBatch], own: Callable, dataset: Any, title: str, name: str
+) -> None:
+    """Refuses a collator that loses what the method needs of a row.
+
+    Args:
+        collate: makes a batch of a list of rows by it.
+        own: the method's own collator, which loses nothing.
+        dataset: prepared rows; `name` is what it is called, `title` what the collator is.
+
+    Raises:
+        ValueError: it cannot read a row, or does not give back its completions or the bounds of its segments.
+    """
+    row = _telling_row(dataset)
+    if row is None:
+        return
+    remedy = "leave data_collator out, and the method's own is used"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            found = collate([row])
+    except Exception as error:
+        raise ValueError(
+            f"the data_collator {title} makes no batch of a row of the {name} dataset, which has "
+            f"{', '.join(row)}: {remedy} ({type(error).__name__}: {error})"
+        ) from error
+    if not {"prompt_ids", "seq_lengths"} & row.keys():
+        return
+    expected = own([row])
+    missing = expected.row_values.keys() - found.row_values.keys()
+    if missing:
+        raise ValueError(
+            f"the data_collator {title} returns no {', '.join(sorted(missing))} of a row's completions, without which "
+            f"they cannot be told from each other: {remedy}"
+        )
+    if "seq_lengths" in row and len(found.segments) != len(expected.segments):
+        raise ValueError(
+            f"the data_collator {title} makes {len(found.segments)} of the {len(expected.segments)} segments of a "
+            f"packed row of the {name} dataset, so that they would see each other: {remedy}, or set packing=False"
+        )
+
+
+def check_masks(dataset: Any, name: str) -> None:
+    """Refuses rows whose masks would be left unread, for want of a preparation that makes labels of them.
+
+    Raises:
+        ValueError: names the masks.
+    """
+    columns = getattr(dataset, "column_names", None) or list(next(_rows_of(dataset), {}))
+    masks = [each for each in MASKS if each in columns]
+    if masks and "labels" not in columns:
+        raise ValueError(
+            f"the {name} dataset has {' and '.join(masks)} and no labels, and skip_prepare_dataset=True makes none, so "
+            "every token would be scored: add `labels` (-100 where nothing is scored), or drop skip_prepare_dataset"
+        )
+
+
+def _telling_row(dataset: Any) -> Mapping[str, Any] | None:
+    """A row; of packed ones, one of several segments."""
+    return next((row for row in islice(_rows_of(dataset), LOOKED_AT) if len(row.get("seq_lengths", "  ")) > 1), None)
+
+
+def _rows_of(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    """The rows that are mappings; none of what may be read only once."""
+    if isinstance(dataset, Dataset | IterableDataset) or hasattr(dataset, "__getitem__"):
+        return (row for row in dataset if isinstance(row, Mapping))
+    return iter(())

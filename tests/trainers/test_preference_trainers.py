@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DefaultDataCollator,
+    GPT2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
@@ -435,3 +436,30 @@ def test_a_collator_of_another_library_is_refused_at_construction(method, tmp_pa
 def test_our_own_collator_may_be_given(tmp_path):
     collator = CompletionCollator(("chosen_ids", "rejected_ids"), sharing=False)
     trainer("dpo", tmp_path, max_steps=1, arguments={"data_collator": collator}).train()
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix_sharing": False}, {"padding_free": False}], ids=str)
+@pytest.mark.parametrize("method", list(ALL))
+def test_a_budget_that_a_trainer_takes_holds_every_row(method, options, tmp_path):
+    single = [
+        {"prompt": "1" * prompt, "completion": "2" * completion, "label": bool(number % 2)}
+        for number, (prompt, completion) in enumerate([(40, 3), (3, 40)] * 4)
+    ]
+    dataset = Dataset.from_list(single) if method in SINGLE else data(method, 8)
+    longest = int(trainer(method, tmp_path, dataset=dataset, **options).row_lengths().max())
+    options = options | {"dataset": dataset, "max_steps": 2, "tokens_per_microbatch": longest}
+    made = trainer(method, tmp_path, rehearsal=True, **options)
+    assert longest >= made.ledger.longest_row
+    made.train()
+    options["tokens_per_microbatch"] = longest - 1
+    with pytest.raises(ValueError, match=f"longest row of the train dataset, {longest} tokens.*at least {longest}"):
+        trainer(method, tmp_path, **options)
+
+
+def test_a_prompt_and_its_longest_completion_need_a_models_positions(tmp_path):
+    config = GPT2Config(vocab_size=len(make_tokenizer()), n_embd=32, n_layer=1, n_head=4, n_positions=40)
+    dataset = Dataset.from_list([{"prompt": "1" * 20, "chosen": "2" * 10, "rejected": "3" * 15}] * 8)
+    trainer("dpo", tmp_path, model=AutoModelForCausalLM.from_config(config), dataset=dataset, max_steps=1).train()
+    config.n_positions = 35
+    with pytest.raises(ValueError, match=r"row 0 of the train dataset has 36 tokens and the model 35 positions"):
+        trainer("dpo", tmp_path, model=AutoModelForCausalLM.from_config(config), dataset=dataset)

@@ -15,7 +15,14 @@ import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from lowtide import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening, SFTConfig, SFTTrainer
 from lowtide.memory import table
@@ -398,3 +405,46 @@ def test_masks_that_nothing_reads_are_refused(mask, tmp_path, rows, tokenizer):
     with pytest.raises(ValueError, match="the eval dataset has"):
         trainer.evaluate(masked.to_iterable_dataset())
     trainer.train()
+
+
+def test_a_budget_below_the_longest_row_of_an_evaluation_set_is_refused_before_training(tmp_path, rows, tokenizer):
+    long = Dataset.from_dict({"text": ["w1 " * 60]})
+    args = config(tmp_path, tokens_per_microbatch=40)
+
+    def made(**held_out):
+        return SFTTrainer(build(), args, train_dataset=rows, processing_class=tokenizer, **held_out)
+
+    for name, held_out in (("eval", long), ("far", {"near": rows, "far": long})):
+        message = rf"tokens_per_microbatch=40 is below the longest row of the {name} dataset, 6\d tokens"
+        with pytest.raises(ValueError, match=message):
+            made(eval_dataset=held_out)
+        with pytest.raises(ValueError, match=message):
+            made().evaluate(held_out)
+
+
+def learned_positions(positions: int = 24):
+    config = GPT2Config(vocab_size=52, n_embd=32, n_layer=1, n_head=4, n_positions=positions, eos_token_id=0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_longer_than_a_table_of_positions_are_refused_before_training(packing, tmp_path, rows, tokenizer):
+    short = Dataset.from_dict({"text": ["w1 w2 <eos>"] * 8})
+    message = r"row \d+ of the {} dataset has \d\d tokens and the model 24 positions .* max_length=24"
+    args = config(tmp_path, packing=packing, max_length=60, max_steps=1)
+    given = {"processing_class": tokenizer}
+    with pytest.raises(ValueError, match=message.format("train")):
+        SFTTrainer(learned_positions(), args, train_dataset=rows, **given)
+    with pytest.raises(ValueError, match=message.format("eval")):
+        SFTTrainer(learned_positions(), args, train_dataset=short, eval_dataset=rows, **given)
+    trainer = SFTTrainer(learned_positions(), args, train_dataset=short, eval_dataset=short, **given)
+    trainer.train()
+    with pytest.raises(ValueError, match=message.format("eval")):
+        trainer.evaluate(rows)
+    cut = config(tmp_path, packing=packing, max_length=24, max_steps=1)
+    SFTTrainer(learned_positions(), cut, train_dataset=rows, **given).train()
+
+
+def test_rows_may_be_longer_than_positions_that_are_computed(tmp_path, rows, tokenizer):
+    model, args = build(max_position_embeddings=24), config(tmp_path, max_steps=1)
+    SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer).train()

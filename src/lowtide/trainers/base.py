@@ -137,9 +137,12 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers):
         longest = min(max(batch.row_tokens), self.args.tokens_per_microbatch or math.inf)
         return Limits(limits.rows, int(max(self._token_budget, longest)))
 
-    def row_lengths(self) -> np.ndarray | None:
-        """[rows]: the tokens of each row of the training set, as its batches have them; None for a stream."""
-        return row_lengths(self.train_dataset, getattr(self.data_collator, "prompts_per_row", 1))
+    def row_lengths(self, dataset: Any = None) -> np.ndarray | None:
+        """[rows]: the tokens of each row of a dataset, by default the training set, as its batches have them; None for
+        a stream."""
+        return row_lengths(
+            self.train_dataset if dataset is None else dataset, getattr(self.data_collator, "prompts_per_row", 1)
+        )
 
     def models(self, model: nn.Module) -> Models:
         """What a step runs."""

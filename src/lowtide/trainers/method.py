@@ -21,13 +21,14 @@ from lowtide.engine.loading import adapt
 from lowtide.memory.table import active, around, begin, prepare
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective, Scorer
+from lowtide.planner.heaviest import check_positions
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.exhausted import explained
-from lowtide.trainers.inputs import check_budget, config_of, load_inputs
+from lowtide.trainers.inputs import config_of, load_inputs
 from lowtide.trainers.report import StartReport
-from lowtide.trainers.row_checks import check_collator, check_masks
+from lowtide.trainers.row_checks import check_budget, check_collator, check_masks, position_table
 from lowtide.trainers.setup import Engine, install_engine, router_coefficient
 from lowtide.watch import OutOfMemory
 
@@ -114,7 +115,6 @@ class MethodTrainer(LowtideTrainer):
         self.ledger = None
         if train_dataset is not None:
             train_dataset, self.ledger = self._prepared(train_dataset, "train")
-            check_budget(args, self.ledger, self.bin_tokens(args))
         if eval_dataset is not None:
             eval_dataset = self._prepared_for_evaluation(eval_dataset)
         engine = install_engine(model, args)
@@ -144,7 +144,7 @@ class MethodTrainer(LowtideTrainer):
         self._around = around(site, self.techniques)
         self._check_rows("train", self.train_dataset)
         for name, dataset in by_name(self.eval_dataset).items():
-            self._check_rows(name, dataset)
+            self._check_rows(name, dataset, trained_on=False)
         self.add_callback(StartReport(self, engine))
 
     # -- what a method's trainer says of itself ----------------------------------------------------------------------
@@ -214,9 +214,17 @@ class MethodTrainer(LowtideTrainer):
             return {name: self._prepared(each, name)[0] for name, each in dataset.items()}
         return self._prepared(dataset, "eval")[0]
 
-    def _check_rows(self, name: str, dataset: Any) -> None:
+    def _check_rows(self, name: str, dataset: Any, *, trained_on: bool = True) -> None:
         """Refuses prepared rows that cannot be run."""
-        if dataset is not None and self._own_collator is not None:
+        if dataset is None:
+            return
+        budget, positions = self.args.tokens_per_microbatch, position_table(self.model)
+        if budget is not None:
+            bin_tokens = self.bin_tokens(self.args) if trained_on else None
+            check_budget(budget, self.row_lengths(dataset), name, bin_tokens)
+        if positions is not None:
+            check_positions(dataset, positions, name)
+        if self._own_collator is not None:
             title = getattr(self.data_collator, "__name__", type(self.data_collator).__name__)
             wanted = self._get_collator_with_removed_columns(self.data_collator)
             check_collator(lambda rows: self.as_ragged(wanted(rows)), self._own_collator, dataset, title, name)
@@ -226,7 +234,7 @@ class MethodTrainer(LowtideTrainer):
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepared_for_evaluation(eval_dataset)
             for name, dataset in by_name(eval_dataset).items():
-                self._check_rows(name, dataset)
+                self._check_rows(name, dataset, trained_on=False)
         return super().evaluate(cast(Any, eval_dataset), *args, **kwargs)
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
+from torch import nn
 
+from lowtide.engine.forward import causal_model
 from lowtide.ragged import RaggedBatch
 
 MASKS = ("completion_mask", "assistant_masks")
+TABLE = re.compile(r"(wpe|pos\w*)(\.weight)?$")
+"""The names of tables of positions."""
+OFFSET = 2
+"""The most entries of such a table that are no positions."""
 LOOKED_AT = 10_000
 """Rows among which a packed one of several segments is looked for."""
 
@@ -55,6 +63,34 @@ def check_collator(
             f"the data_collator {title} makes {len(found.segments)} of the {len(expected.segments)} segments of a "
             f"packed row of the {name} dataset, so that they would see each other: {remedy}, or set packing=False"
         )
+
+
+def check_budget(budget: int, lengths: np.ndarray | None, name: str, bin_tokens: int | None = None) -> None:
+    """One row goes through the model whole, so the token budget must hold the longest.
+
+    Args:
+        lengths: [rows], tokens of each row of a dataset; None where they are not known.
+        name: what the dataset is called.
+        bin_tokens: the tokens of a packed row.
+
+    Raises:
+        ValueError: it does not; says how many tokens it needs.
+    """
+    longest = max(bin_tokens or 0, 0 if lengths is None or not len(lengths) else int(lengths.max()))
+    if longest > budget:
+        raise ValueError(
+            f"tokens_per_microbatch={budget} is below the longest row of the {name} dataset, {longest} tokens, which "
+            f"goes through the model whole: raise it to at least {longest}, or lower max_length"
+        )
+
+
+def position_table(model: nn.Module) -> int | None:
+    """The positions that a model has a table of, behind which there is none; None where positions are computed."""
+    inner = causal_model(model)
+    most = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    named = (*inner.named_parameters(), *inner.named_buffers())
+    tables = [table.shape[0] for name, table in named if table.ndim == 2 and TABLE.search(name)]
+    return most if most is not None and any(most <= rows <= most + OFFSET for rows in tables) else None
 
 
 def check_masks(dataset: Any, name: str) -> None:

@@ -29,7 +29,7 @@ from lowtide.trainers.exhausted import explained
 from lowtide.trainers.inputs import config_of, load_inputs
 from lowtide.trainers.report import StartReport
 from lowtide.trainers.row_checks import check_budget, check_collator, check_masks, position_table
-from lowtide.trainers.setup import Engine, install_engine, router_coefficient
+from lowtide.trainers.setup import Engine, check_trained, install_engine, router_coefficient
 from lowtide.watch import OutOfMemory
 
 Prepared = tuple[Any, Ledger | None]
@@ -114,6 +114,7 @@ class MethodTrainer(LowtideTrainer):
             raise ValueError(f"{type(self).__name__} needs a `train_dataset`")
         self.ledger = None
         if train_dataset is not None:
+            check_trained(model)
             train_dataset, self.ledger = self._prepared(train_dataset, "train")
         if eval_dataset is not None:
             eval_dataset = self._prepared_for_evaluation(eval_dataset)

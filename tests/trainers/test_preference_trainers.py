@@ -463,3 +463,12 @@ def test_a_prompt_and_its_longest_completion_need_a_models_positions(tmp_path):
     config.n_positions = 35
     with pytest.raises(ValueError, match=r"row 0 of the train dataset has 36 tokens and the model 35 positions"):
         trainer("dpo", tmp_path, model=AutoModelForCausalLM.from_config(config), dataset=dataset)
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_rows_are_grouped_by_what_they_have_of_tokens(method, strategy, tmp_path):
+    made = trainer(method, tmp_path, train_sampling_strategy=strategy, max_steps=1)
+    sampler = made._get_train_sampler()
+    assert list(sampler.lengths) == made.row_lengths().tolist()
+    made.train()

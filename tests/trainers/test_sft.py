@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -123,6 +124,55 @@ def test_killed_and_resumed_is_bitwise_the_run_that_was_not(packing, accumulatio
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     losses = lambda t: [entry["loss"] for entry in t.state.log_history if "loss" in entry]  # noqa: E731
     assert losses(whole)[6:] == losses(resumed)[6:]
+
+
+STREAM = {"train_sampling_strategy": "random"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        STREAM,
+        STREAM | {"gradient_accumulation_steps": 2},
+        {"train_sampling_strategy": "group_by_length"},
+        {"train_sampling_strategy": "batch_rebalance"},
+    ],
+    ids=["stream", "accumulated stream", "group by length", "rebalanced"],
+)
+@pytest.mark.parametrize("killed", [5, 8, 11, 14])
+def test_a_run_resumed_in_a_later_pass_over_its_rows_goes_on_bitwise(options, killed, tmp_path, rows, tokenizer):
+    # A pass is 5 steps; a checkpoint is made after each third.
+    accumulated = options.get("gradient_accumulation_steps", 1)
+    options = options | {"per_device_train_batch_size": 8 // accumulated, "max_steps": 17}
+    options |= {"save_strategy": "steps", "save_steps": 3}
+    data = rows.to_iterable_dataset().shuffle(seed=1, buffer_size=20) if options.items() >= STREAM.items() else rows
+
+    def trainer(folder: str, callbacks=()):
+        args = config(tmp_path / folder, **options)
+        return SFTTrainer(build(), args, train_dataset=data, processing_class=tokenizer, callbacks=[*callbacks])
+
+    whole = trainer("whole")
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer("killed", [Kill(killed)]).train()
+    resumed = trainer("killed")
+    resumed.train(resume_from_checkpoint=True)
+    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (whole, resumed)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 17
+    expected, found = weights(whole.model), weights(resumed.model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_checkpoint_that_does_not_say_how_far_a_stream_was_read_is_warned_of(tmp_path, rows, tokenizer, caplog):
+    given = {"train_dataset": rows.to_iterable_dataset(), "processing_class": tokenizer}
+    SFTTrainer(build(), config(tmp_path, save_strategy="steps", save_steps=2, max_steps=2), **given).train()
+    state = tmp_path / "checkpoint-2" / "run_state.json"
+    state.write_text(
+        json.dumps({name: value for name, value in json.loads(state.read_text()).items() if name != "place"})
+    )
+    SFTTrainer(build(), config(tmp_path, max_steps=3), **given).train(resume_from_checkpoint=True)
+    assert "checkpoint-2 does not say how far the stream was read" in caplog.text
 
 
 def test_training_learns_and_saves_what_it_trained(tmp_path, rows, tokenizer):

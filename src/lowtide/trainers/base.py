@@ -42,6 +42,7 @@ from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
 from lowtide.trainers.optimizers import InBackward, OwnOptimizers
+from lowtide.trainers.order import RepeatableOrder
 from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
 from lowtide.watch import NotFinite, Watch, check_finite
@@ -49,7 +50,7 @@ from lowtide.watch import NotFinite, Watch, check_finite
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(WholeCheckpoints, OwnOptimizers):
+class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -108,6 +109,7 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
         batches = [self.as_ragged(inputs) for _, inputs in zip(range(num_batches), epoch_iterator, strict=False)]
+        self.place = self.place[0], self.place[1] + len(batches)
         if not batches:
             return [], None
         return [None] * (len(batches) - 1) + [RaggedBatch.concat(batches)], None
@@ -417,6 +419,7 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers):
             "num_tokens": self._tokens_seen + unlogged,
             "token_budget": self._token_budget if smaller else None,
             "running": {} if running is None else vars(running),
+            "place": self.place,
         }
 
     def set_run_state(self, state: dict[str, Any]) -> None:

@@ -424,12 +424,12 @@ def test_every_public_trainer_is_covered_here():
 @pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
 def test_a_collator_of_another_library_is_refused_at_construction(method, tmp_path):
     def flat(rows):
-        ids = torch.tensor([row["prompt_ids"] for row in rows])
+        ids = torch.tensor([row["prompt_ids"][:3] for row in rows])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     with pytest.raises(ValueError, match=r"data_collator flat returns no .*lengths.*: leave data_collator out"):
         trainer(method, tmp_path, arguments={"data_collator": flat})
-    with pytest.raises(ValueError, match=r"data_collator DefaultDataCollator makes no batch of a row of the train"):
+    with pytest.raises(ValueError, match=r"data_collator DefaultDataCollator makes no batch of 2 rows of the train"):
         trainer(method, tmp_path, arguments={"data_collator": DefaultDataCollator()})
 
 

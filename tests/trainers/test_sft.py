@@ -419,7 +419,7 @@ def test_a_collator_that_joins_packed_segments_is_refused_at_construction(tmp_pa
     padding.pad_token = "<eos>"
     padded = DataCollatorForCompletionOnlyLM([3], tokenizer=padding)
     for collator in (padded, transformers.DataCollatorWithFlattening()):
-        message = rf"data_collator {type(collator).__name__} makes 1 of the \d+ segments .* packing=False"
+        message = rf"data_collator {type(collator).__name__} makes \d of the \d+ segments .* packing=False"
         for packed in ({"packing": True}, {"eval_packing": True}):
             with pytest.raises(ValueError, match=message):
                 SFTTrainer(
@@ -430,6 +430,16 @@ def test_a_collator_that_joins_packed_segments_is_refused_at_construction(tmp_pa
                     eval_dataset=rows,
                     processing_class=tokenizer,
                 )
+
+
+def test_a_collator_that_cannot_pad_the_rows_is_refused_at_construction(tmp_path, rows, tokenizer):
+    padding = copy.deepcopy(tokenizer)
+    padding.pad_token = "<eos>"
+    given = {"data_collator": transformers.DataCollatorForLanguageModeling(padding, mlm=False), "train_dataset": rows}
+    with pytest.raises(
+        ValueError, match=r"DataCollatorForLanguageModeling makes no batch of 2 rows .*input_ids, labels"
+    ):
+        SFTTrainer(build(), config(tmp_path), processing_class=tokenizer, **given)
 
 
 def test_a_collator_that_keeps_packed_segments_trains_as_our_own(tmp_path, rows, tokenizer):

@@ -228,7 +228,8 @@ class MethodTrainer(LowtideTrainer):
         if self._own_collator is not None:
             title = getattr(self.data_collator, "__name__", type(self.data_collator).__name__)
             wanted = self._get_collator_with_removed_columns(self.data_collator)
-            check_collator(lambda rows: self.as_ragged(wanted(rows)), self._own_collator, dataset, title, name)
+            count = min(2, self.args.train_batch_size if trained_on else self.args.eval_batch_size)
+            check_collator(lambda rows: self.as_ragged(wanted(rows)), self._own_collator, dataset, count, title, name)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer's; a dataset handed in here may be unprepared."""

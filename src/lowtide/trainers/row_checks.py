@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import dropwhile, islice
 from typing import Any
 
 import numpy as np
@@ -25,43 +25,45 @@ LOOKED_AT = 10_000
 
 
 def check_collator(
-    collate: Callable[[Sequence[Any]], RaggedBatch], own: Callable, dataset: Any, title: str, name: str
+    collate: Callable[[Sequence[Any]], RaggedBatch], own: Callable, dataset: Any, count: int, title: str, name: str
 ) -> None:
     """Refuses a collator that loses what the method needs of a row.
 
     Args:
         collate: makes a batch of a list of rows by it.
         own: the method's own collator, which loses nothing.
-        dataset: prepared rows; `name` is what it is called, `title` what the collator is.
+        dataset: prepared rows, of which `count` are collated.
+        title: what the collator is called; `name` is what the dataset is.
 
     Raises:
-        ValueError: it cannot read a row, or does not give back its completions or the bounds of its segments.
+        ValueError: it cannot read the rows, or does not give back its completions or the bounds of its segments.
     """
-    row = _telling_row(dataset)
-    if row is None:
+    rows = _telling_rows(dataset, count)
+    if not rows:
         return
     remedy = "leave data_collator out, and the method's own is used"
     try:
         with torch.random.fork_rng(devices=[]):
-            found = collate([row])
+            found = collate(rows)
     except Exception as error:
         raise ValueError(
-            f"the data_collator {title} makes no batch of a row of the {name} dataset, which has "
-            f"{', '.join(row)}: {remedy} ({type(error).__name__}: {error})"
+            f"the data_collator {title} makes no batch of {len(rows)} rows of the {name} dataset, which have "
+            f"{', '.join(rows[0])}: {remedy} ({type(error).__name__}: {error})"
         ) from error
-    if not {"prompt_ids", "seq_lengths"} & row.keys():
+    if not {"prompt_ids", "seq_lengths"} & rows[0].keys():
         return
-    expected = own([row])
+    expected = own(rows)
     missing = expected.row_values.keys() - found.row_values.keys()
     if missing:
         raise ValueError(
-            f"the data_collator {title} returns no {', '.join(sorted(missing))} of a row's completions, without which "
-            f"they cannot be told from each other: {remedy}"
+            f"the data_collator {title} returns no {', '.join(sorted(missing))} of the rows' completions, which cannot "
+            f"be told from each other then: {remedy}"
         )
-    if "seq_lengths" in row and len(found.segments) != len(expected.segments):
+    if "seq_lengths" in rows[0] and len(found.segments) != len(expected.segments):
         raise ValueError(
-            f"the data_collator {title} makes {len(found.segments)} of the {len(expected.segments)} segments of a "
-            f"packed row of the {name} dataset, so that they would see each other: {remedy}, or set packing=False"
+            f"the data_collator {title} makes {len(found.segments)} of the {len(expected.segments)} segments of "
+            f"{len(rows)} packed rows of the {name} dataset, so that they would see each other: {remedy}, or set "
+            "packing=False"
         )
 
 
@@ -108,9 +110,10 @@ def check_masks(dataset: Any, name: str) -> None:
         )
 
 
-def _telling_row(dataset: Any) -> Mapping[str, Any] | None:
-    """A row; of packed ones, one of several segments."""
-    return next((row for row in islice(_rows_of(dataset), LOOKED_AT) if len(row.get("seq_lengths", "  ")) > 1), None)
+def _telling_rows(dataset: Any, count: int) -> list[Mapping[str, Any]]:
+    """Rows that follow one another; of packed ones, from the first of several segments on."""
+    rows = dropwhile(lambda row: len(row.get("seq_lengths", "  ")) < 2, islice(_rows_of(dataset), LOOKED_AT))
+    return list(islice(rows, count))
 
 
 def _rows_of(dataset: Any) -> Iterator[Mapping[str, Any]]:

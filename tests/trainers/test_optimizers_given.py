@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from exactness.matrix import TECHNIQUES, build, classes, folder, make, rows, tokenizer, watched, with_it
-from transformers import PrinterCallback
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PrinterCallback
 
 from lowtide.memory import checkpointing
 from lowtide.memory.compressed_adamw import CompressedAdamW
@@ -186,3 +187,32 @@ def test_one_process_that_sees_several_gpus_trains_on_one(monkeypatch, caplog):
     args = SFTConfig(str(folder()), use_cpu=True)
     assert args.n_gpu == 1
     assert "sees 4 GPUs and trains on the first of them: start with `torchrun --nproc_per_node 4`" in caplog.text
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def test_a_model_with_nothing_to_train_is_refused(tmp_path):
+    frozen = build("SFT", 64).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"every parameter is frozen: call requires_grad_\(True\)"):
+        trainer(frozen)
+    build("SFT", 64).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(base, LORA).save_pretrained(tmp_path / "adapters")
+    message = r"loaded for use only: .*PeftModel\.from_pretrained\(base_model, folder, is_trainable=True\)"
+    for model in (PeftModel.from_pretrained(build("SFT", 64), tmp_path / "adapters"), str(tmp_path / "adapters")):
+        with pytest.raises(ValueError, match=message):
+            trainer(model)
+    with pytest.raises(ValueError, match="has adapters already and a `peft_config` came with it"):
+        trainer(str(tmp_path / "adapters"), peft_config=LORA)
+    trainer(PeftModel.from_pretrained(build("SFT", 64), tmp_path / "adapters", is_trainable=True)).train()
+
+
+def test_an_optimizer_that_holds_nothing_of_what_is_trained_is_refused():
+    model = build("SFT", 64)
+    others = torch.optim.SGD(build("SFT", 64).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"passed, SGD, holds none of the \d+ parameters that are trained"):
+        trainer(model, optimizers=(others, None))
+    with pytest.raises(ValueError, match="get_peft_model"):
+        trainer(model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None), peft_config=LORA)
+    trainer(model, optimizers=(torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), None)).train()

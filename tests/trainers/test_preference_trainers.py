@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    DefaultDataCollator,
+    GPT2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
@@ -35,6 +37,7 @@ from lowtide import (
     RewardConfig,
     RewardTrainer,
 )
+from lowtide.data.collate import CompletionCollator
 
 PAIRED = {"dpo": (DPOTrainer, DPOConfig), "orpo": (ORPOTrainer, ORPOConfig), "cpo": (CPOTrainer, CPOConfig)}
 SINGLE = {"kto": (KTOTrainer, KTOConfig), "bco": (BCOTrainer, BCOConfig)}
@@ -474,3 +477,56 @@ def test_labels_that_are_all_the_same_are_said(tmp_path, caplog):
 def test_every_public_trainer_is_covered_here():
     trainers = {name for name in lowtide.__all__ if name.endswith("Trainer")}
     assert {each.__name__ for each, _ in ALL.values()} | {"SFTTrainer"} == trainers
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
+def test_a_collator_of_another_library_is_refused_at_construction(method, tmp_path):
+    def flat(rows):
+        ids = torch.tensor([row["prompt_ids"][:3] for row in rows])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    with pytest.raises(ValueError, match=r"data_collator flat returns no .*lengths.*: leave data_collator out"):
+        trainer(method, tmp_path, arguments={"data_collator": flat})
+    with pytest.raises(ValueError, match=r"data_collator DefaultDataCollator makes no batch of 2 rows of the train"):
+        trainer(method, tmp_path, arguments={"data_collator": DefaultDataCollator()})
+
+
+def test_our_own_collator_may_be_given(tmp_path):
+    collator = CompletionCollator(("chosen_ids", "rejected_ids"), sharing=False)
+    trainer("dpo", tmp_path, max_steps=1, arguments={"data_collator": collator}).train()
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix_sharing": False}, {"padding_free": False}], ids=str)
+@pytest.mark.parametrize("method", list(ALL))
+def test_a_budget_that_a_trainer_takes_holds_every_row(method, options, tmp_path):
+    single = [
+        {"prompt": "1" * prompt, "completion": "2" * completion, "label": bool(number % 2)}
+        for number, (prompt, completion) in enumerate([(40, 3), (3, 40)] * 4)
+    ]
+    dataset = Dataset.from_list(single) if method in SINGLE else data(method, 8)
+    longest = int(trainer(method, tmp_path, dataset=dataset, **options).row_lengths().max())
+    options = options | {"dataset": dataset, "max_steps": 2, "tokens_per_microbatch": longest}
+    made = trainer(method, tmp_path, rehearsal=True, **options)
+    assert longest >= made.ledger.longest_row
+    made.train()
+    options["tokens_per_microbatch"] = longest - 1
+    with pytest.raises(ValueError, match=f"longest row of the train dataset, {longest} tokens.*at least {longest}"):
+        trainer(method, tmp_path, **options)
+
+
+def test_a_prompt_and_its_longest_completion_need_a_models_positions(tmp_path):
+    config = GPT2Config(vocab_size=len(make_tokenizer()), n_embd=32, n_layer=1, n_head=4, n_positions=40)
+    dataset = Dataset.from_list([{"prompt": "1" * 20, "chosen": "2" * 10, "rejected": "3" * 15}] * 8)
+    trainer("dpo", tmp_path, model=AutoModelForCausalLM.from_config(config), dataset=dataset, max_steps=1).train()
+    config.n_positions = 35
+    with pytest.raises(ValueError, match=r"row 0 of the train dataset has 36 tokens and the model 35 positions"):
+        trainer("dpo", tmp_path, model=AutoModelForCausalLM.from_config(config), dataset=dataset)
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_rows_are_grouped_by_what_they_have_of_tokens(method, strategy, tmp_path):
+    made = trainer(method, tmp_path, train_sampling_strategy=strategy, max_steps=1)
+    sampler = made._get_train_sampler()
+    assert list(sampler.lengths) == made.row_lengths().tolist()
+    made.train()

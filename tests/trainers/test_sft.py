@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from exactness.matrix import dense_head
 from peft import PromptTuningConfig, get_peft_model
@@ -19,13 +21,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
     TrainerCallback,
     TrainingArguments,
 )
 
-from lowtide import SFTConfig, SFTTrainer
+from lowtide import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening, SFTConfig, SFTTrainer
 from lowtide.memory import table
 
 WORDS = [f"w{n}" for n in range(50)]
@@ -164,6 +167,55 @@ def test_killed_and_resumed_is_bitwise_the_run_that_was_not(packing, accumulatio
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     losses = lambda t: [entry["loss"] for entry in t.state.log_history if "loss" in entry]  # noqa: E731
     assert losses(whole)[6:] == losses(resumed)[6:]
+
+
+STREAM = {"train_sampling_strategy": "random"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        STREAM,
+        STREAM | {"gradient_accumulation_steps": 2},
+        {"train_sampling_strategy": "group_by_length"},
+        {"train_sampling_strategy": "batch_rebalance"},
+    ],
+    ids=["stream", "accumulated stream", "group by length", "rebalanced"],
+)
+@pytest.mark.parametrize("killed", [5, 8, 11, 14])
+def test_a_run_resumed_in_a_later_pass_over_its_rows_goes_on_bitwise(options, killed, tmp_path, rows, tokenizer):
+    # A pass is 5 steps; a checkpoint is made after each third.
+    accumulated = options.get("gradient_accumulation_steps", 1)
+    options = options | {"per_device_train_batch_size": 8 // accumulated, "max_steps": 17}
+    options |= {"save_strategy": "steps", "save_steps": 3}
+    data = rows.to_iterable_dataset().shuffle(seed=1, buffer_size=20) if options.items() >= STREAM.items() else rows
+
+    def trainer(folder: str, callbacks=()):
+        args = config(tmp_path / folder, **options)
+        return SFTTrainer(build(), args, train_dataset=data, processing_class=tokenizer, callbacks=[*callbacks])
+
+    whole = trainer("whole")
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer("killed", [Kill(killed)]).train()
+    resumed = trainer("killed")
+    resumed.train(resume_from_checkpoint=True)
+    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (whole, resumed)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 17
+    expected, found = weights(whole.model), weights(resumed.model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_checkpoint_that_does_not_say_how_far_a_stream_was_read_is_warned_of(tmp_path, rows, tokenizer, caplog):
+    given = {"train_dataset": rows.to_iterable_dataset(), "processing_class": tokenizer}
+    SFTTrainer(build(), config(tmp_path, save_strategy="steps", save_steps=2, max_steps=2), **given).train()
+    state = tmp_path / "checkpoint-2" / "run_state.json"
+    state.write_text(
+        json.dumps({name: value for name, value in json.loads(state.read_text()).items() if name != "place"})
+    )
+    SFTTrainer(build(), config(tmp_path, max_steps=3), **given).train(resume_from_checkpoint=True)
+    assert "checkpoint-2 does not say how far the stream was read" in caplog.text
 
 
 def test_training_learns_and_saves_what_it_trained(tmp_path, rows, tokenizer):
@@ -426,3 +478,99 @@ def test_a_chat_template_brings_its_tokens(tmp_path, tokenizer):
     assert trainer.model.get_input_embeddings().weight.shape[0] == 53
     assert trainer.train_dataset[0]["input_ids"][-1] == trainer.processing_class.eos_token_id == 52
     trainer.train()
+
+
+def test_a_collator_that_joins_packed_segments_is_refused_at_construction(tmp_path, rows, tokenizer):
+    padding = copy.deepcopy(tokenizer)
+    padding.pad_token = "<eos>"
+    padded = DataCollatorForCompletionOnlyLM([3], tokenizer=padding)
+    for collator in (padded, transformers.DataCollatorWithFlattening()):
+        message = rf"data_collator {type(collator).__name__} makes \d of the \d+ segments .* packing=False"
+        for packed in ({"packing": True}, {"eval_packing": True}):
+            with pytest.raises(ValueError, match=message):
+                SFTTrainer(
+                    build(),
+                    config(tmp_path, max_length=64, **packed),
+                    data_collator=collator,
+                    train_dataset=rows,
+                    eval_dataset=rows,
+                    processing_class=tokenizer,
+                )
+
+
+def test_a_collator_that_cannot_pad_the_rows_is_refused_at_construction(tmp_path, rows, tokenizer):
+    padding = copy.deepcopy(tokenizer)
+    padding.pad_token = "<eos>"
+    given = {"data_collator": transformers.DataCollatorForLanguageModeling(padding, mlm=False), "train_dataset": rows}
+    with pytest.raises(
+        ValueError, match=r"DataCollatorForLanguageModeling makes no batch of 2 rows .*input_ids, labels"
+    ):
+        SFTTrainer(build(), config(tmp_path), processing_class=tokenizer, **given)
+
+
+def test_a_collator_that_keeps_packed_segments_trains_as_our_own(tmp_path, rows, tokenizer):
+    found = []
+    for collator in (None, DataCollatorWithFlattening()):
+        args = config(tmp_path, packing=True, max_length=64, max_steps=2)
+        trainer = SFTTrainer(build(), args, collator, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+def test_masks_that_nothing_reads_are_refused(mask, tmp_path, rows, tokenizer):
+    masked = Dataset.from_list([{"input_ids": [5, 6, 7, 8], mask: [0, 0, 1, 1]}] * 8)
+    labelled = masked.add_column("labels", [[-100, -100, 7, 8]] * 8)
+    args = config(tmp_path, max_steps=1, dataset_kwargs={"skip_prepare_dataset": True})
+    with pytest.raises(ValueError, match=rf"the train dataset has {mask} and no labels.*skip_prepare_dataset"):
+        SFTTrainer(build(), args, train_dataset=masked, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="the held out dataset has"):
+        SFTTrainer(build(), args, train_dataset=labelled, eval_dataset={"held out": masked}, processing_class=tokenizer)
+    trainer = SFTTrainer(build(), args, train_dataset=labelled, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="the eval dataset has"):
+        trainer.evaluate(masked.to_iterable_dataset())
+    trainer.train()
+
+
+def test_a_budget_below_the_longest_row_of_an_evaluation_set_is_refused_before_training(tmp_path, rows, tokenizer):
+    long = Dataset.from_dict({"text": ["w1 " * 60]})
+    args = config(tmp_path, tokens_per_microbatch=40)
+
+    def made(**held_out):
+        return SFTTrainer(build(), args, train_dataset=rows, processing_class=tokenizer, **held_out)
+
+    for name, held_out in (("eval", long), ("far", {"near": rows, "far": long})):
+        message = rf"tokens_per_microbatch=40 is below the longest row of the {name} dataset, 6\d tokens"
+        with pytest.raises(ValueError, match=message):
+            made(eval_dataset=held_out)
+        with pytest.raises(ValueError, match=message):
+            made().evaluate(held_out)
+
+
+def learned_positions(positions: int = 24):
+    config = GPT2Config(vocab_size=52, n_embd=32, n_layer=1, n_head=4, n_positions=positions, eos_token_id=0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_longer_than_a_table_of_positions_are_refused_before_training(packing, tmp_path, rows, tokenizer):
+    short = Dataset.from_dict({"text": ["w1 w2 <eos>"] * 8})
+    message = r"row \d+ of the {} dataset has \d\d tokens and the model 24 positions .* max_length=24"
+    args = config(tmp_path, packing=packing, max_length=60, max_steps=1)
+    given = {"processing_class": tokenizer}
+    with pytest.raises(ValueError, match=message.format("train")):
+        SFTTrainer(learned_positions(), args, train_dataset=rows, **given)
+    with pytest.raises(ValueError, match=message.format("eval")):
+        SFTTrainer(learned_positions(), args, train_dataset=short, eval_dataset=rows, **given)
+    trainer = SFTTrainer(learned_positions(), args, train_dataset=short, eval_dataset=short, **given)
+    trainer.train()
+    with pytest.raises(ValueError, match=message.format("eval")):
+        trainer.evaluate(rows)
+    cut = config(tmp_path, packing=packing, max_length=24, max_steps=1)
+    SFTTrainer(learned_positions(), cut, train_dataset=rows, **given).train()
+
+
+def test_rows_may_be_longer_than_positions_that_are_computed(tmp_path, rows, tokenizer):
+    model, args = build(max_position_embeddings=24), config(tmp_path, max_steps=1)
+    SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer).train()

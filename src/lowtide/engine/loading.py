@@ -87,12 +87,12 @@ def adapt(
     Raises:
         ValueError: the model has adapters already, or these are virtual tokens.
     """
-    from peft import PeftModel, get_peft_model
+    from peft import get_peft_model
 
-    if isinstance(model, PeftModel):
+    if has_adapters(model):
         raise ValueError(
-            "the model is a PeftModel already and a `peft_config` came with it: merge the adapters first "
-            "(model.merge_and_unload()), or leave `peft_config` out to train those that are there"
+            "the model has adapters already and a `peft_config` came with it: merge them first (PeftModel's "
+            "merge_and_unload()), or leave `peft_config` out to train those that are there"
         )
     check_adapters(peft_config)
     base = cast(PreTrainedModel, model)
@@ -113,6 +113,11 @@ def check_adapters(*configs: Any) -> None:
                 f"{type(config).__name__} puts virtual tokens before each row, which the fused head and the "
                 "padding-free path do not know: take adapters inside the model (LoraConfig and its kin)"
             )
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether there are adapters on a model: of PEFT, or of transformers, which reads a folder of them as a model."""
+    return hasattr(model, "disable_adapter") or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def release_file(model: nn.Module) -> None:

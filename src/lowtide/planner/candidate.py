@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig
 
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import estimate_run
-from lowtide.planner.heaviest import heaviest_rows, row_lengths
+from lowtide.planner.heaviest import check_positions, heaviest_rows
 from lowtide.planner.search import Measured, Refused, Sizes
 from lowtide.planner.tracing.fake_run import FakeRun
 
@@ -126,33 +125,15 @@ def _sizes_of(run: Run, trainer: Any) -> Sizes:
     lengths, bin_tokens = trainer.row_lengths(), trainer.bin_tokens(trainer.args)
     if lengths is None or not len(lengths):
         raise ValueError("the dataset has no rows to plan for: give rows of text, or their lengths")
-    _check_positions(run.described, trainer.train_dataset)
+    most = getattr(run.described.get_text_config(), "max_position_embeddings", None)
+    if most is not None:
+        check_positions(trainer.train_dataset, most, "train")
     config = run.config({})
     (whole,) = heaviest_rows(lengths, config.per_device_train_batch_size, None)
-    most = int(lengths[whole].sum())
+    together = int(lengths[whole].sum())
     if run.given.get("tokens_per_microbatch", "free") != "free":
-        return Sizes(most, most)
-    return Sizes(min(most, max(int(lengths.max()), bin_tokens or 0)), most)
-
-
-def _check_positions(described: PretrainedConfig, prepared: Dataset) -> None:
-    most = getattr(described.get_text_config(), "max_position_embeddings", None)
-    columns = prepared.with_format("arrow")
-    ends = [name for name in ("chosen_ids", "rejected_ids", "completion_ids", "input_ids") if name in columns.features]
-    starts = ["prompt_ids"] if "prompt_ids" in columns.features and "input_ids" not in ends else []
-    if most is None or not ends or "seq_lengths" in prepared.column_names:
-        return
-
-    def counted(names: list[str]) -> np.ndarray:
-        return np.array([row_lengths(prepared.select_columns([name])) for name in names])
-
-    tokens = counted(ends).max(0) + (counted(starts).sum(0) if starts else 0)
-    longest = int(tokens.argmax())
-    if tokens[longest] > most:
-        raise ValueError(
-            f"row {longest} has {int(tokens[longest]):,} tokens and the model {most:,} positions "
-            f"(max_position_embeddings): set max_length={most}, or take a model with more"
-        )
+        return Sizes(together, together)
+    return Sizes(min(together, max(int(lengths.max()), bin_tokens or 0)), together)
 
 
 def measured(run: Run, prepared: Dataset, options: Mapping[str, Any], tokens: int | None) -> Measured:

@@ -21,18 +21,66 @@ def row_lengths(dataset: Any, prompts: int = 1) -> np.ndarray | None:
     """
     if not isinstance(dataset, Dataset):
         return None
-    columns = [name for name in dataset.column_names if name.endswith("_ids") and name != "position_ids"]
-    if not columns:
+    counted = _token_counts(dataset)
+    if counted is None:
         return None
+    return sum(each * (prompts if name == "prompt_ids" else 1) for name, each in counted.items())  # type: ignore[return-value]
+
+
+def check_positions(dataset: Any, most: int, name: str) -> None:
+    """Refuses rows that a model has not the positions for; nothing is known of streams and data of other kinds.
+
+    Args:
+        most: the positions of the model.
+        name: what the dataset is called.
+
+    Raises:
+        ValueError: names the longest such row.
+    """
+    positions = _positions(dataset) if isinstance(dataset, Dataset) and len(dataset) else None
+    if positions is None:
+        return
+    longest = int(positions.argmax())
+    if positions[longest] > most:
+        raise ValueError(
+            f"row {longest} of the {name} dataset has {int(positions[longest]):,} tokens and the model {most:,} "
+            f"positions (max_position_embeddings): set max_length={most}, or take a model with more"
+        )
+
+
+def _positions(dataset: Dataset) -> np.ndarray | None:
+    """[rows]: the positions that each row takes, which begin anew in each packed segment and behind each prompt."""
+    if "seq_lengths" in dataset.column_names:
+        packed = dataset.with_format("arrow").select_columns(["seq_lengths"]).iter(batch_size=10_000)
+        lists = [part["seq_lengths"].combine_chunks() for part in packed]  # type: ignore[index]
+        return np.concatenate(
+            [np.maximum.reduceat(each.flatten().to_numpy(), _starts(each.value_lengths().to_numpy())) for each in lists]
+        )
+    counted = _token_counts(dataset)
+    if counted is None:
+        return None
+    prompts = counted.pop("prompt_ids", 0)
+    return np.maximum.reduce(list(counted.values())) + prompts if counted else None
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.cumsum(lengths) - lengths
+
+
+def _token_counts(dataset: Dataset) -> dict[str, np.ndarray] | None:
+    """By column of token ids, [rows]: how many there are in each row; None where there are no such columns."""
+    names = dataset.column_names
+    columns = ["input_ids"] if "input_ids" in names else [name for name in names if name.endswith("_ids")]
+    columns = [name for name in columns if name != "position_ids"]
+    found: dict[str, list[np.ndarray]] = {name: [] for name in columns}
     table = dataset.with_format("arrow").select_columns(columns)
-    found = []
-    for part in table.iter(batch_size=10_000):
+    for part in table.iter(batch_size=10_000) if columns else ():
         lists: Any = part
         if not all(pa.types.is_list(field.type) or pa.types.is_large_list(field.type) for field in lists.schema):
             return None
-        tokens = {name: lists[name].combine_chunks().value_lengths().to_numpy() for name in columns}
-        found.append(sum(each * (prompts if name == "prompt_ids" else 1) for name, each in tokens.items()))
-    return np.concatenate(found) if found else None
+        for name in columns:
+            found[name].append(lists[name].combine_chunks().value_lengths().to_numpy())
+    return {name: np.concatenate(each) for name, each in found.items()} if columns and len(dataset) else None
 
 
 def rows_in_a_step(args: Any) -> int:

@@ -42,6 +42,7 @@ from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
 from lowtide.trainers.optimizers import InBackward, OwnOptimizers
+from lowtide.trainers.order import RepeatableOrder
 from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
 from lowtide.watch import NotFinite, Watch, check_finite
@@ -51,7 +52,7 @@ NOT_CALLED = ("compute_loss", "prediction_step")
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(WholeCheckpoints, OwnOptimizers):
+class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -116,6 +117,7 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
         batches = [self.as_ragged(inputs) for _, inputs in zip(range(num_batches), epoch_iterator, strict=False)]
+        self.place = self.place[0], self.place[1] + len(batches)
         if not batches:
             return [], None
         return [None] * (len(batches) - 1) + [RaggedBatch.concat(batches)], None
@@ -145,9 +147,12 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers):
         longest = min(max(batch.row_tokens), self.args.tokens_per_microbatch or math.inf)
         return Limits(limits.rows, int(max(self._token_budget, longest)))
 
-    def row_lengths(self) -> np.ndarray | None:
-        """[rows]: the tokens of each row of the training set, as its batches have them; None for a stream."""
-        return row_lengths(self.train_dataset, getattr(self.data_collator, "prompts_per_row", 1))
+    def row_lengths(self, dataset: Any = None) -> np.ndarray | None:
+        """[rows]: the tokens of each row of a dataset, by default the training set, as its batches have them; None for
+        a stream."""
+        return row_lengths(
+            self.train_dataset if dataset is None else dataset, getattr(self.data_collator, "prompts_per_row", 1)
+        )
 
     def models(self, model: nn.Module) -> Models:
         """What a step runs."""
@@ -422,6 +427,7 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers):
             "num_tokens": self._tokens_seen + unlogged,
             "token_budget": self._token_budget if smaller else None,
             "running": {} if running is None else vars(running),
+            "place": self.place,
         }
 
     def set_run_state(self, state: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from lowtide.data.cached_map import with_end_token
 from lowtide.data.chat import adopt_chat_template
-from lowtide.data.ledger import Ledger
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.trainers.config import TrainingConfig
@@ -108,19 +107,3 @@ def _end_with(end: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module) ->
         known = generation.eos_token_id
         earlier = known if isinstance(known, list) else [known]
         generation.eos_token_id = [number, *(each for each in earlier if each not in (None, number))]
-
-
-def check_budget(args: TrainingConfig, ledger: Ledger | None, bin_tokens: int | None = None) -> None:
-    """One row goes through the model whole, so the token budget must hold the longest.
-
-    Raises:
-        ValueError: it does not; says how many tokens it needs.
-    """
-    if args.tokens_per_microbatch is None or ledger is None:
-        return
-    longest = bin_tokens or ledger.longest_row
-    if longest > args.tokens_per_microbatch:
-        raise ValueError(
-            f"tokens_per_microbatch={args.tokens_per_microbatch} is below the longest row, {longest} tokens, which "
-            f"goes through the model whole: raise it to at least {longest}, or lower max_length"
-        )

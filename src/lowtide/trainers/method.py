@@ -21,13 +21,15 @@ from lowtide.engine.loading import adapt
 from lowtide.memory.table import active, around, begin, prepare
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective, Scorer
+from lowtide.planner.heaviest import check_positions
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.exhausted import explained
-from lowtide.trainers.inputs import check_budget, config_of, load_inputs
+from lowtide.trainers.inputs import config_of, load_inputs
 from lowtide.trainers.report import StartReport
-from lowtide.trainers.setup import Engine, install_engine, router_coefficient
+from lowtide.trainers.row_checks import check_budget, check_collator, check_masks, position_table
+from lowtide.trainers.setup import Engine, check_trained, install_engine, router_coefficient
 from lowtide.watch import OutOfMemory
 
 Prepared = tuple[Any, Ledger | None]
@@ -102,15 +104,18 @@ class MethodTrainer(LowtideTrainer):
             disable_dropout(model)
         self.args = args
         self.check_model(model)
+        self._reads_rows = data_collator is None
         if train_dataset is None and args.do_train:
             raise ValueError(f"{type(self).__name__} needs a `train_dataset`")
         self.ledger = None
         if train_dataset is not None:
+            check_trained(model)
             train_dataset, self.ledger = self._prepared(train_dataset, "train")
-            check_budget(args, self.ledger, self.bin_tokens(args))
         if eval_dataset is not None:
             eval_dataset = self._prepared_for_evaluation(eval_dataset)
         engine = install_engine(model, args)
+        collator = self.collator(args, engine)
+        self._own_collator = None if data_collator is None else collator
         site = Site(args, model, args.device, args.world_size)
         self.techniques = active(args)
         prepare(site, self.techniques)
@@ -121,7 +126,7 @@ class MethodTrainer(LowtideTrainer):
             reference=self.make_reference(model, engine),
             model=model,
             args=args,
-            data_collator=data_collator or self.collator(args, engine),
+            data_collator=data_collator or collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.tokenizer,
@@ -133,6 +138,9 @@ class MethodTrainer(LowtideTrainer):
         self.predicted_bytes = self.planned.peak_bytes
         self.site = site
         self._around = around(site, self.techniques)
+        self._check_rows("train", self.train_dataset)
+        for name, dataset in by_name(self.eval_dataset).items():
+            self._check_rows(name, dataset, trained_on=False)
         self.add_callback(StartReport(self, engine))
 
     # -- what a method's trainer says of itself ----------------------------------------------------------------------
@@ -195,6 +203,8 @@ class MethodTrainer(LowtideTrainer):
 
     def _prepared(self, dataset: Any, name: str) -> Prepared:
         if getattr(self.args, "skips_preparation", False):
+            if self._reads_rows:
+                check_masks(dataset, name)
             return dataset, None
         if not isinstance(dataset, Dataset | IterableDataset):
             raise ValueError(f"the {name} dataset is a {type(dataset).__name__}; give a datasets.Dataset or a stream")
@@ -209,11 +219,34 @@ class MethodTrainer(LowtideTrainer):
             return {name: self._prepared(each, name)[0] for name, each in dataset.items()}
         return self._prepared(dataset, "eval")[0]
 
+    def _check_rows(self, name: str, dataset: Any, *, trained_on: bool = True) -> None:
+        """Refuses prepared rows that cannot be run."""
+        if dataset is None:
+            return
+        budget, positions = self.args.tokens_per_microbatch, position_table(self.model)
+        if budget is not None:
+            bin_tokens = self.bin_tokens(self.args) if trained_on else None
+            check_budget(budget, self.row_lengths(dataset), name, bin_tokens)
+        if positions is not None:
+            check_positions(dataset, positions, name)
+        if self._own_collator is not None:
+            title = getattr(self.data_collator, "__name__", type(self.data_collator).__name__)
+            wanted = self._get_collator_with_removed_columns(self.data_collator)
+            count = min(2, self.args.train_batch_size if trained_on else self.args.eval_batch_size)
+            check_collator(lambda rows: self.as_ragged(wanted(rows)), self._own_collator, dataset, count, title, name)
+
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer's; a dataset handed in here may be unprepared."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepared_for_evaluation(eval_dataset)
+            for name, dataset in by_name(eval_dataset).items():
+                self._check_rows(name, dataset, trained_on=False)
         return super().evaluate(cast(Any, eval_dataset), *args, **kwargs)
+
+
+def by_name(dataset: Any) -> Mapping[str, Any]:
+    """Evaluation sets by their names; one alone is "eval"."""
+    return dataset if isinstance(dataset, Mapping) else {"eval": dataset}
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,22 @@ def check_given(kind: type, where: str, args: Any) -> None:
         raise ValueError(
             f"optim={optimizer_name(args)!r} names an optimizer, and `{where}` has one, {kind.__name__}, which would "
             "be used: leave one of them out"
+        )
+
+
+def check_steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses an optimizer that would step nothing that is trained.
+
+    Raises:
+        ValueError: it holds none of the model's trained parameters; says where to get them.
+    """
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if trained and not trained & held:
+        raise ValueError(
+            f"the optimizer that was passed, {type(optimizer).__name__}, holds none of the {len(trained)} parameters "
+            "that are trained, so no step would change the model: make it of the model that is passed (of "
+            "get_peft_model(model, peft_config), where there are adapters), or leave it out"
         )
 
 
@@ -190,7 +206,9 @@ class OwnOptimizers(Trainer):
             check_given(kind, "optimizer_cls_and_kwargs", self.args)
         self.optimizer_name = optimizer_name(self.args) if kind is None else KNOWN.get(kind, "")
         with torch.random.fork_rng(devices=[]):  # some draw seeds
-            check_one_by_one(unwrap_optimizer(self._made_optimizer(None)), self.args)
+            made = unwrap_optimizer(self._made_optimizer(None))
+        check_steps(made, cast(nn.Module, self.model))
+        check_one_by_one(made, self.args)
         self.optimizer = given
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, compute_in, install
-from lowtide.engine.loading import check_adapters, release_file
+from lowtide.engine.loading import check_adapters, has_adapters, release_file
 from lowtide.engine.probe import Probe, probe
 from lowtide.memory.host_heap import settle_heap
 from lowtide.trainers.config import TrainingConfig
@@ -79,6 +79,23 @@ def _check_precision(model: nn.Module, args: TrainingConfig) -> None:
             f"fp16=True scales its losses, and gradients in bfloat16 ({which}) cannot be scaled back: take bf16=True, "
             "or weights in float32"
         )
+
+
+def check_trained(model: nn.Module) -> None:
+    """Refuses a model with nothing to train.
+
+    Raises:
+        ValueError: says how to load adapters that are to be trained on.
+    """
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    remedy = "call requires_grad_(True) on what is to be trained, or pass a `peft_config`"
+    if has_adapters(model):
+        remedy = (
+            "its adapters were loaded for use only: load them with PeftModel.from_pretrained(base_model, folder, "
+            "is_trainable=True), and pass that as `model`"
+        )
+    raise ValueError(f"the model has nothing to train, since every parameter is frozen: {remedy}")
 
 
 def _proved(model: nn.Module, args: TrainingConfig) -> Engine:

@@ -1,0 +1,123 @@
+"""What is refused of prepared rows, and of a collator that is not the method's own, before anything is run on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import dropwhile, islice
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+from torch import nn
+
+from lowtide.engine.forward import causal_model
+from lowtide.ragged import RaggedBatch
+
+MASKS = ("completion_mask", "assistant_masks")
+TABLE = re.compile(r"(wpe|pos\w*)(\.weight)?$")
+"""The names of tables of positions."""
+OFFSET = 2
+"""The most entries of such a table that are no positions."""
+LOOKED_AT = 10_000
+"""Rows among which a packed one of several segments is looked for."""
+
+
+def check_collator(
+    collate: Callable[[Sequence[Any]], RaggedBatch], own: Callable, dataset: Any, count: int, title: str, name: str
+) -> None:
+    """Refuses a collator that loses what the method needs of a row.
+
+    Args:
+        collate: makes a batch of a list of rows by it.
+        own: the method's own collator, which loses nothing.
+        dataset: prepared rows, of which `count` are collated.
+        title: what the collator is called; `name` is what the dataset is.
+
+    Raises:
+        ValueError: it cannot read the rows, or does not give back its completions or the bounds of its segments.
+    """
+    rows = _telling_rows(dataset, count)
+    if not rows:
+        return
+    remedy = "leave data_collator out, and the method's own is used"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            found = collate(rows)
+    except Exception as error:
+        raise ValueError(
+            f"the data_collator {title} makes no batch of {len(rows)} rows of the {name} dataset, which have "
+            f"{', '.join(rows[0])}: {remedy} ({type(error).__name__}: {error})"
+        ) from error
+    if not {"prompt_ids", "seq_lengths"} & rows[0].keys():
+        return
+    expected = own(rows)
+    missing = expected.row_values.keys() - found.row_values.keys()
+    if missing:
+        raise ValueError(
+            f"the data_collator {title} returns no {', '.join(sorted(missing))} of the rows' completions, which cannot "
+            f"be told from each other then: {remedy}"
+        )
+    if "seq_lengths" in rows[0] and len(found.segments) != len(expected.segments):
+        raise ValueError(
+            f"the data_collator {title} makes {len(found.segments)} of the {len(expected.segments)} segments of "
+            f"{len(rows)} packed rows of the {name} dataset, so that they would see each other: {remedy}, or set "
+            "packing=False"
+        )
+
+
+def check_budget(budget: int, lengths: np.ndarray | None, name: str, bin_tokens: int | None = None) -> None:
+    """One row goes through the model whole, so the token budget must hold the longest.
+
+    Args:
+        lengths: [rows], tokens of each row of a dataset; None where they are not known.
+        name: what the dataset is called.
+        bin_tokens: the tokens of a packed row.
+
+    Raises:
+        ValueError: it does not; says how many tokens it needs.
+    """
+    longest = max(bin_tokens or 0, 0 if lengths is None or not len(lengths) else int(lengths.max()))
+    if longest > budget:
+        raise ValueError(
+            f"tokens_per_microbatch={budget} is below the longest row of the {name} dataset, {longest} tokens, which "
+            f"goes through the model whole: raise it to at least {longest}, or lower max_length"
+        )
+
+
+def position_table(model: nn.Module) -> int | None:
+    """The positions that a model has a table of, behind which there is none; None where positions are computed."""
+    inner = causal_model(model)
+    most = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    named = (*inner.named_parameters(), *inner.named_buffers())
+    tables = [table.shape[0] for name, table in named if table.ndim == 2 and TABLE.search(name)]
+    return most if most is not None and any(most <= rows <= most + OFFSET for rows in tables) else None
+
+
+def check_masks(dataset: Any, name: str) -> None:
+    """Refuses rows whose masks would be left unread, for want of a preparation that makes labels of them.
+
+    Raises:
+        ValueError: names the masks.
+    """
+    columns = getattr(dataset, "column_names", None) or list(next(_rows_of(dataset), {}))
+    masks = [each for each in MASKS if each in columns]
+    if masks and "labels" not in columns:
+        raise ValueError(
+            f"the {name} dataset has {' and '.join(masks)} and no labels, and skip_prepare_dataset=True makes none, so "
+            "every token would be scored: add `labels` (-100 where nothing is scored), or drop skip_prepare_dataset"
+        )
+
+
+def _telling_rows(dataset: Any, count: int) -> list[Mapping[str, Any]]:
+    """Rows that follow one another; of packed ones, from the first of several segments on."""
+    rows = dropwhile(lambda row: len(row.get("seq_lengths", "  ")) < 2, islice(_rows_of(dataset), LOOKED_AT))
+    return list(islice(rows, count))
+
+
+def _rows_of(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    """The rows that are mappings; none of what may be read only once."""
+    if isinstance(dataset, Dataset | IterableDataset) or hasattr(dataset, "__getitem__"):
+        return (row for row in dataset if isinstance(row, Mapping))
+    return iter(())

@@ -89,30 +89,10 @@ class MethodTrainer(LowtideTrainer):
                 quantization_config=quantization_config,
             )
         set_seed(args.seed)
-        model, self.tokenizer = load_inputs(
-            model,
-            args,
-            processing_class,
-            quantization_config,
-            has_adapters=peft_config is not None,
-            rewards=self.rewards,
-            needs_tokenizer=self.needs_tokenizer and not getattr(args, "skips_preparation", False),
-        )
-        if peft_config is not None:
-            model = self.put_adapters(model, self.adapters(peft_config), args)
-        if getattr(args, "disable_dropout", False):
-            disable_dropout(model)
         self.args = args
-        self.check_model(model)
+        model = self._loaded(model, processing_class, quantization_config, peft_config)
         self._reads_rows = data_collator is None
-        if train_dataset is None and args.do_train:
-            raise ValueError(f"{type(self).__name__} needs a `train_dataset`")
-        self.ledger = None
-        if train_dataset is not None:
-            check_trained(model)
-            train_dataset, self.ledger = self._prepared(train_dataset, "train")
-        if eval_dataset is not None:
-            eval_dataset = self._prepared_for_evaluation(eval_dataset)
+        train_dataset, eval_dataset = self._read(model, train_dataset, eval_dataset)
         engine = install_engine(model, args)
         collator = self.collator(args, engine)
         self._own_collator = None if data_collator is None else collator
@@ -142,6 +122,25 @@ class MethodTrainer(LowtideTrainer):
         for name, dataset in by_name(self.eval_dataset).items():
             self._check_rows(name, dataset, trained_on=False)
         self.add_callback(StartReport(self, engine))
+
+    def _loaded(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> nn.Module:
+        """The model as it will be trained; the tokenizer with it."""
+        args = self.args
+        model, self.tokenizer = load_inputs(
+            model,
+            args,
+            processing_class,
+            quantization_config,
+            has_adapters=peft_config is not None,
+            rewards=self.rewards,
+            needs_tokenizer=self.needs_tokenizer and not getattr(args, "skips_preparation", False),
+        )
+        if peft_config is not None:
+            model = self.put_adapters(model, self.adapters(peft_config), args)
+        if getattr(args, "disable_dropout", False):
+            disable_dropout(model)
+        self.check_model(model)
+        return model
 
     # -- what a method's trainer says of itself ----------------------------------------------------------------------
 
@@ -200,6 +199,16 @@ class MethodTrainer(LowtideTrainer):
             self.args.use_liger_kernel = liger
 
     # -- data --------------------------------------------------------------------------------------------------------
+
+    def _read(self, model: nn.Module, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
+        """Both datasets prepared; the ledger with them."""
+        self.ledger = None
+        if train_dataset is None and self.args.do_train:
+            raise ValueError(f"{type(self).__name__} needs a `train_dataset`")
+        if train_dataset is not None:
+            check_trained(model)
+            train_dataset, self.ledger = self._prepared(train_dataset, "train")
+        return train_dataset, None if eval_dataset is None else self._prepared_for_evaluation(eval_dataset)
 
     def _prepared(self, dataset: Any, name: str) -> Prepared:
         if getattr(self.args, "skips_preparation", False):

@@ -93,6 +93,8 @@ CASES = {
     "experts": (moe, {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
     "trainable tokens": (build, {"trainable_token_indices": [5, 9]}),
 }
+MERGED = {name: case for name, case in CASES.items() if "lora_bias" not in case[1]}
+"""Those that can be: the bias of an adapter goes into one that is there."""
 
 
 def adapted(model, **options):

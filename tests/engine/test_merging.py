@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_adapters import CASES, QUANTIZED, adapted, build, dequantized, moe, quantized
+from test_adapters import CASES, MERGED, QUANTIZED, adapted, build, dequantized, moe, quantized
 from transformers import AutoModelForCausalLM
 
 from lowtide.engine.merging import save_merged
@@ -32,8 +32,16 @@ def reloaded(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
+@pytest.mark.parametrize("name", sorted(CASES.keys() - MERGED))
+def test_a_bias_that_has_nowhere_to_go_is_refused_before_anything_is_written(name, tmp_path):
+    make, options = CASES[name]
+    with pytest.raises(ValueError, match=r"adapter 'default' has a bias .* at .*(q_proj|lm_head)"):
+        save_merged(adapted(make(), **options), tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("make", "options"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("make", "options"), MERGED.values(), ids=MERGED.keys())
 def test_the_files_are_those_of_peft(make, options, dtype, tmp_path):
     model = adapted(make().to(dtype), **options)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from test_adapters import CASES, QUANTIZED, adapted, build, quantized
+from test_adapters import MERGED, QUANTIZED, adapted, build, quantized
 
 from lowtide.engine.forward import install
 from lowtide.engine.reference import FrozenModel
 
-TIED = {name for name in CASES if name.startswith("tied") and "saved" not in name}
+TIED = {name for name in MERGED if name.startswith("tied") and "saved" not in name}
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def moved(start, policy, share: float = 0.25):
     return before, dict(reference.model.named_parameters())
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - TIED))
+@pytest.mark.parametrize("name", sorted(MERGED.keys() - TIED))
 def test_it_follows_the_merged_weights(name):
-    make, options = CASES[name]
+    make, options = MERGED[name]
     policy = adapted(make(), **options)
     stored = {name: p.clone() for name, p in policy.named_parameters()}
     before, after = moved(make(), policy)

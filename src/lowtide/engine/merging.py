@@ -52,6 +52,7 @@ def save_merged(
 
     Raises:
         OSError: something cannot be written.
+        ValueError: an adapter cannot be merged; nothing is written.
     """
     base = causal_model(model)
     dense = embedding_weight(model).dtype if dtype is None else dtype
@@ -91,6 +92,9 @@ def effective_weights(
         prefix: of their names.
         dtype: of all in floating point; by default each in its own.
         dense: the dtype of dequantized ones otherwise.
+
+    Raises:
+        ValueError: an adapter has a bias, and what it would be merged into has none.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -104,6 +108,7 @@ def effective_weights(
     while isinstance(module, BaseTunerLayer):
         tuners.append(module)
         module = cast(nn.Module, module.base_layer)
+    _check_biases(tuners, module, prefix)
     if own := _own(module):
         adapted = any(set(tuner.active_adapters) & _adapters(tuner) for tuner in tuners)
         names = {prefix + name: object() if adapted else tensor for name, tensor in own.items()}
@@ -115,6 +120,15 @@ def effective_weights(
         yield Weights(names, make)
     for name, child in module.named_children():
         yield from effective_weights(child, f"{prefix}{name}.", dtype, dense)
+
+
+def _check_biases(tuners: list[Any], module: nn.Module, prefix: str) -> None:
+    biased = [name for tuner in tuners for name, own in getattr(tuner, "lora_bias", {}).items() if own]
+    if biased and getattr(module, "bias", None) is None:
+        raise ValueError(
+            f"adapter {biased[0]!r} has a bias (lora_bias=True) at {prefix.rstrip('.')}, which has none that it could be "
+            "merged into: keep the adapter beside the model, or train it without lora_bias"
+        )
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:

@@ -126,8 +126,8 @@ def _check_biases(tuners: list[Any], module: nn.Module, prefix: str) -> None:
     biased = [name for tuner in tuners for name, own in getattr(tuner, "lora_bias", {}).items() if own]
     if biased and getattr(module, "bias", None) is None:
         raise ValueError(
-            f"adapter {biased[0]!r} has a bias (lora_bias=True) at {prefix.rstrip('.')}, which has none that it could be "
-            "merged into: keep the adapter beside the model, or train it without lora_bias"
+            f"adapter {biased[0]!r} has a bias (lora_bias=True) at {prefix.rstrip('.')}, which has none to merge it "
+            "into: keep the adapter beside the model, or train it without lora_bias"
         )
 
 

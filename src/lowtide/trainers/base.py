@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -231,7 +230,7 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
             before = Before(self.objective, self.args.device)
             step(Totals(), around_last=in_backward.steps.norm_pass, backward=self._backward_of_finite)
             before.put_back()
-            self._check_norm(in_backward.steps.total_norm)
+            self._check_norm(in_backward.steps.total_norm, {})
         return step(self._train_totals, around_last=in_backward.stepping, backward=self._backward_of_finite)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -297,7 +296,7 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
             nn.utils.clip_grads_with_norm_(trained.values(), clip_at, norm)
         return norm
 
-    def _check_norm(self, norm: Tensor, gradients: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+    def _check_norm(self, norm: Tensor, gradients: Mapping[str, Tensor]) -> None:
         """Refuses to step along gradients that are no numbers; where a loss scaler does, by skipping a step.
 
         Raises:

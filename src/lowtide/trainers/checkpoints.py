@@ -28,6 +28,12 @@ RUN_STATE = "run_state.json"
 """The file of a checkpoint for what a run carries from step to step, and transformers knows nothing of."""
 
 
+def saved_run_state(checkpoint: str | None) -> dict[str, Any]:
+    """What `run_state` gave when a checkpoint was written; empty where there is none, or it was written without."""
+    path = None if checkpoint is None else Path(checkpoint, RUN_STATE)
+    return json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+
 class WholeCheckpoints(Trainer):
     """`transformers.Trainer` that writes a checkpoint beside, then renames it: a full disk or a kill leaves the
     checkpoints before it whole."""
@@ -109,8 +115,8 @@ class WholeCheckpoints(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with loading_projectors(unwrap_optimizer(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and Path(checkpoint, RUN_STATE).exists():
-            self.set_run_state(json.loads(Path(checkpoint, RUN_STATE).read_text()))
+        if state := saved_run_state(checkpoint):
+            self.set_run_state(state)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; what could not be written is said of the folder that it was meant for.

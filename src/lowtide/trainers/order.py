@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
-from lowtide.trainers.checkpoints import RUN_STATE
+from lowtide.trainers.checkpoints import saved_run_state
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +66,7 @@ class RepeatableOrder(Trainer):
         start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
         if checkpoint is None or has_length(self.train_dataset) or self.args.ignore_data_skip:
             return start
-        state = Path(checkpoint, RUN_STATE)
-        place = json.loads(state.read_text()).get("place") if state.exists() else None
+        place = saved_run_state(checkpoint).get("place")
         if place is None:
             logger.warning(
                 f"{checkpoint} does not say how far the stream was read: it goes on behind the first {start[1]} "

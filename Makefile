@@ -8,21 +8,25 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constra
 DEMO_OUTPUT ?= demo-output
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test test-faults check bench docs clean
 
 help:
-	@echo "make demo    train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
-	@echo "make test    the whole test suite, on a CPU"
-	@echo "make check   ruff, pyright and import-linter"
-	@echo "make bench   lowtide and TRL side by side"
-	@echo "make docs    regenerate the pages and tables that come from code and recorded results"
-	@echo "make clean   remove the environment and the caches"
+	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
+	@echo "make test         the whole test suite, on a CPU"
+	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
+	@echo "make check        ruff, pyright and import-linter"
+	@echo "make bench        lowtide and TRL side by side"
+	@echo "make docs         regenerate the pages and tables that come from code and recorded results"
+	@echo "make clean        remove the environment and the caches"
 
 demo: $(VENV)/.runtime
 	$(PY) -m lowtide demo --output_dir "$(DEMO_OUTPUT)"
 
 test: $(VENV)/.extras
 	$(PY) -m pytest
+
+test-faults: $(VENV)/.extras
+	$(PY) -m tests.faults
 
 check: $(VENV)/.extras
 	$(PY) -m ruff check .

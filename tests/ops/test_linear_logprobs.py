@@ -138,6 +138,25 @@ def test_hooks_of_a_weight_see_its_gradient(variant, before):
     assert torch.equal(weight.grad, torch.full_like(weight, float(before)))
 
 
+@pytest.mark.parametrize("variant", ["logprobs", "loss"])
+def test_a_weight_with_a_hook_after_accumulation_gets_its_gradient_from_autograd(variant):
+    (terms, index, target, _), seen = problem(), []
+    weight = terms[0].weight
+    weight.grad = torch.ones_like(weight)
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    if variant == "loss":
+        loss = linear_loss(terms, index, target, LOSSES["nll"], accumulate=True)[0]
+    else:
+        loss = -linear_logprobs(terms, index, target, accumulate=True).logprobs.sum()
+    assert torch.equal(weight.grad, torch.ones_like(weight))  # not touched in forward
+    (through_autograd,) = torch.autograd.grad(loss, weight, retain_graph=variant == "logprobs", allow_unused=True)
+    assert through_autograd is not None
+    assert not seen
+    if variant == "logprobs":
+        loss.backward()
+        assert torch.equal(*seen, through_autograd + 1)
+
+
 def test_accumulating_reaches_the_weight_under_hooks_for_saved_tensors():
     """What such hooks give back in backward is another tensor with the weight's values."""
     terms, index, target, _ = problem()

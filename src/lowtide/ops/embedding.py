@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lowtide.ops.in_place import takes_gradient_in_place
 from lowtide.ops.target import target_of
 
 
@@ -20,10 +21,10 @@ def embed_tokens(
     """`F.embedding`, with the same values and the same gradient, added to `weight.grad` in backward.
 
     Args:
-        weight: a parameter; anything else takes the ordinary path.
+        weight: a parameter without hooks; anything else takes the ordinary path.
         padding_idx: a token whose embedding gets no gradient.
     """
-    if not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()):
+    if not (torch.is_grad_enabled() and takes_gradient_in_place(weight)):
         return F.embedding(token_ids, weight, padding_idx)
     return _EmbedTokens.apply(token_ids, weight, padding_idx)
 

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lowtide.ops.in_place import takes_gradient_in_place
 from lowtide.ops.logit_rows import Projection, Rows, RowStats, Slopes, Want, rows_of
 from lowtide.ops.target import target_of
 
@@ -238,15 +239,15 @@ def _add_product(into: Tensor, slope: Tensor, x: Tensor) -> None:
 
 
 def _leaves(terms: Sequence[Term]) -> list[Tensor | None]:
-    """The weights that may take their gradient directly: a leaf's hooks wait for autograd to bring it."""
-    return [t.weight if t.weight.is_leaf and not t.weight._backward_hooks else None for t in terms]
+    """The weights that may take their gradient directly; None for the others."""
+    return [t.weight if takes_gradient_in_place(t.weight) else None for t in terms]
 
 
 def _sinks(leaves: Sequence[Tensor | None], accumulate: bool) -> list[Tensor | None]:
     """The `.grad` of each weight that takes its gradient directly, made if it is not there yet."""
     sinks: list[Tensor | None] = []
     for weight in leaves:
-        if weight is None or not (accumulate and weight.requires_grad):
+        if weight is None or not accumulate:
             sinks.append(None)
             continue
         if weight.grad is None:

@@ -246,7 +246,14 @@ def classes(kind: str) -> tuple[type, type]:
     return type(f"Watched{kind}", (Watched, own), {}), getattr(lowtide, f"{kind}Config")
 
 
-def make(kind: str, *, model: PreTrainedModel | None = None, peft_config: Any = None, **options: Any) -> Any:
+def make(
+    kind: str,
+    *,
+    model: PreTrainedModel | None = None,
+    peft_config: Any = None,
+    data_collator: Any = None,
+    **options: Any,
+) -> Any:
     """A trainer on the rows of its kind, by default of all weights of the tiny Llama."""
     trainer_class, config_class = classes(kind)
     options = {"output_dir": str(folder()), **COMMON, **options}
@@ -256,6 +263,7 @@ def make(kind: str, *, model: PreTrainedModel | None = None, peft_config: Any = 
         made = trainer_class(
             model=build(kind, width) if model is None else model,
             args=config_class(**options),
+            data_collator=data_collator,
             train_dataset=rows(kind),
             processing_class=tokenizer(),
             peft_config=peft_config,

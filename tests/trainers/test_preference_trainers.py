@@ -163,6 +163,28 @@ def test_a_precomputed_reference_is_found_again_and_never_when_it_is_stale(tmp_p
     assert len(computed) == 5, "the same weights in another model"
 
 
+class Collator:
+    """A user's own, whose text is its address."""
+
+    def __init__(self, sharing: bool) -> None:
+        self.sharing = sharing
+
+    def __call__(self, made: list[dict]):
+        return CompletionCollator(("chosen_ids", "rejected_ids"), sharing=self.sharing, values=("number",))(made)
+
+
+def test_a_precomputed_reference_is_found_again_with_a_collator_of_ones_own(tmp_path, monkeypatch):
+    import lowtide.trainers.precompute as module
+
+    computed = []
+    compute = module._compute
+    monkeypatch.setattr(module, "_compute", lambda *a: computed.append(1) or compute(*a))
+    for sharing in (True, True, False):
+        arguments = {"data_collator": Collator(sharing)}
+        trainer("dpo", tmp_path, precompute_ref_log_probs=True, arguments=arguments)
+    assert len(computed) == 2, "the same collator is found again, one that differs is not"
+
+
 def test_precomputed_log_probs_are_the_references_own(tmp_path):
     from lowtide.data.collate import CompletionCollator
     from lowtide.engine.reference import FrozenModel

@@ -28,6 +28,7 @@ from sabotage import OPTIMIZER, PLACES, out_of_memory
 from torch import Tensor, nn
 
 from lowtide import replicas
+from lowtide.data.collate import CompletionCollator
 from lowtide.trainers import precompute, rehearsal
 from lowtide.watch import OutOfMemory
 
@@ -232,6 +233,25 @@ def exhausted_in_reference(rank: int) -> dict[str, Any]:
         return {"error": error_of(lambda: shared("DPO", precompute_ref_log_probs=True))}
 
 
+class OwnCollator:
+    """A user's own, whose text is its address and whose state differs among ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, rows: list[dict]) -> Any:
+        return CompletionCollator(("chosen_ids", "rejected_ids"), values=("number",))(rows)
+
+
+def precomputed(rank: int) -> dict[str, Any]:
+    """A start computes the reference, and the next one finds it."""
+    computed, compute = [], precompute._compute
+    with mock.patch.object(precompute, "_compute", lambda *args: computed.append(1) or compute(*args)):
+        for _ in range(2):
+            made = shared("DPO", precompute_ref_log_probs=True, data_collator=OwnCollator(rank))
+    return {"computed": len(computed), "values": made.train_dataset["ref_logprobs"][:]}
+
+
 def unwritten(rank: int) -> dict[str, Any]:
     """The disk is full where the reference's log-probabilities go."""
     full = mock.Mock(side_effect=OSError("No space left on device"))
@@ -260,6 +280,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "gradients": gradients,
     "exhausted in reference": exhausted_in_reference,
     "unwritten": unwritten,
+    "precomputed": precomputed,
     **{f"evaluated {kind}": functools.partial(evaluated, kind=kind) for kind in TRAINERS},
     "exhausted in evaluation": functools.partial(exhausted_in_evaluation, kind="SFT"),
     **{
@@ -413,6 +434,12 @@ def test_precomputing_that_runs_out_of_memory_on_one_rank_stops_both(found):
     assert first == second == OutOfMemory.__name__
     assert text == "another rank ran out of memory"
     assert its_text.startswith("in reference of micro-batch 0 ")
+
+
+def test_ranks_share_what_the_first_precomputed(found):
+    first, second = (each["precomputed"] for each in found)
+    assert first["computed"] == second["computed"] == 1
+    assert first["values"] == second["values"]
 
 
 def test_a_cache_that_cannot_be_written_stops_both(found):

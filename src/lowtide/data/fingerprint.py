@@ -75,7 +75,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def function_fingerprint(function: Callable[..., Any] | None) -> str:
-    """The same for functions with the same code and closure.
+    """The same for functions, or callable objects, with the same code and closure.
 
     `datasets` looks into functions that are defined in the running script, and knows those of a module by name only;
     for these the module's source counts too.
@@ -85,7 +85,8 @@ def function_fingerprint(function: Callable[..., Any] | None) -> str:
     try:
         code = Hasher.hash(function)
     except Exception as error:  # whatever pickling raises for an object that a closure happens to hold
-        logger.warning("formatting_func can't be hashed (%s), so a later start won't find what is prepared now.", error)
+        name = getattr(function, "__name__", type(function).__name__)
+        logger.warning("%s can't be hashed (%s), so a later start won't find what is prepared now.", name, error)
         return generate_random_fingerprint()
     defined = inspect.unwrap(getattr(function, "func", function))
     module = sys.modules.get(getattr(defined, "__module__", None) or type(defined).__module__)

@@ -22,7 +22,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from lowtide.data.collate import REFERENCE_COLUMN
-from lowtide.data.fingerprint import cache_file, combine
+from lowtide.data.fingerprint import cache_file, combine, function_fingerprint
 from lowtide.engine.forward import causal_model
 from lowtide.metrics import distributed
 from lowtide.ragged import RaggedBatch
@@ -79,9 +79,9 @@ def _with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: st
     limits = Limits(rows, args.tokens_per_microbatch)
     order = (args.seed, args.data_seed, args.world_size, args.gradient_accumulation_steps, args.train_batch_size)
     precision = (args.bf16, args.fp16, trainer.padding_free, str(args.device), torch.__version__, LAYOUT)
-    path = cache_file(
-        combine(weights, dataset._fingerprint, limits, training and order, precision, trainer.data_collator)
-    )
+    collator = function_fingerprint(trainer.data_collator)
+    path = cache_file(combine(weights, dataset._fingerprint, limits, training and order, precision, collator))
+    path = _of_first_on_node(path, args)
     known = Path(path).exists() and is_caching_enabled()
     if worst_of_ranks(not known, args.device):  # all compute where one has to
         values = _compute(trainer, dataset, limits, training, name)
@@ -91,6 +91,17 @@ def _with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: st
                 _write(values, path)
         watch.meet(args.device)
     return concatenate_datasets([dataset, Dataset.from_file(path)], axis=1)
+
+
+def _of_first_on_node(path: str, args: Any) -> str:
+    """The file that the first rank of this node writes.
+
+    Another rank may name another one: its device, its temporary folder and what cannot be hashed are its own.
+    """
+    if not distributed():
+        return path
+    paths: list[str] = gather_object([path])
+    return paths[args.process_index - args.local_process_index]
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ over all ranks, so that however the batch is cut, the gradients are the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,23 +114,10 @@ def train_step(
         run = WholeRun(models, objective, counts, ranks, ways.accumulate, totals, parts, watch)
     else:
         run = RowRun(models, objective, counts, ranks, ways.accumulate, totals)
-    losses: list[Tensor] = []
     loss, exchange_gradients = torch.zeros(()), _nothing
     alone = ways.exchange is not None or ranks == 1
     with watch.local() if alone else contextlib.nullcontext():
-        for number, part in enumerate(parts):
-            watch.phase, watch.micro_batch, watch.part = "forward", number, part
-            last = number == len(parts) - 1
-            quiet = contextlib.nullcontext() if last and ways.exchange is None else ways.no_sync()
-            with quiet, ways.around_last() if last else contextlib.nullcontext():
-                output, loss = run(number, part)
-                if output.aux_loss is not None and part.scores:
-                    loss = loss + objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)
-                watch.phase = "backward"
-                ways.backward(loss)
-            losses.append(loss.detach())
-            totals.take_in(output, part)
-        loss = run.reported(torch.stack(losses).sum())
+        loss = _forward_and_backward(run, batch, parts, ways, watch, totals)
         if ways.finite:
             check_finite(loss)
         if ways.exchange is not None:
@@ -140,6 +127,30 @@ def train_step(
         watch.meet(batch.token_ids.device)
     exchange_gradients()
     return loss
+
+
+def _forward_and_backward(
+    run: Run, batch: RaggedBatch, parts: Sequence[RaggedBatch], ways: Ways, watch: Watch, totals: Totals
+) -> Tensor:
+    """The loss of a batch, from its micro-batches one after the other.
+
+    A function of its own, so that after a failure its variables, and with them the graph of a micro-batch, can be
+    dropped before anything else is done.
+    """
+    losses: list[Tensor] = []
+    for number, part in enumerate(parts):
+        watch.phase, watch.micro_batch, watch.part = "forward", number, part
+        last = number == len(parts) - 1
+        quiet = contextlib.nullcontext() if last and ways.exchange is None else ways.no_sync()
+        with quiet, ways.around_last() if last else contextlib.nullcontext():
+            output, loss = run(number, part)
+            if output.aux_loss is not None and part.scores:
+                loss = loss + run.objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)
+            watch.phase = "backward"
+            ways.backward(loss)
+        losses.append(loss.detach())
+        totals.take_in(output, part)
+    return run.reported(torch.stack(losses).sum())
 
 
 def _nothing() -> None:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.memory.living import largest_tensors
-from lowtide.memory.out_of_memory import is_out_of_memory
+from lowtide.memory.living import LargestTensors
+from lowtide.memory.out_of_memory import drop_frames, first_line, is_out_of_memory
 from lowtide.metrics import distributed
 from lowtide.ragged import RaggedBatch
 
@@ -109,17 +109,18 @@ class Watch:
             if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
                 self.error = error
                 return
+            largest = LargestTensors(torch.device("cpu") if self.part is None else self.part.token_ids.device)
+            largest.take_in_frames(error.__traceback__)
+            phase = self._phase(error.__traceback__)
+            drop_frames(error)  # only then is there memory for what follows
+            largest.take_in_living()
             rows = tuple(self.part.row_tokens) if self.part is not None else ()
-            text = str(error).strip().split("\n")[0] or type(error).__name__
-            device = torch.device("cpu") if self.part is None else self.part.token_ids.device
-            largest = largest_tensors(device)  # while the frames of the failure hold them
-            self.failure = Failure(self._phase(error.__traceback__), self.micro_batch, rows, text, largest)
-            traceback.clear_frames(error.__traceback__)  # they hold the tensors that did not fit
+            self.failure = Failure(phase, self.micro_batch, rows, first_line(error), largest.text())
             self.part = None
 
     def _phase(self, trace: TracebackType | None) -> str:
-        files = [frame.filename for frame in traceback.extract_tb(trace)]
-        return "head" if self.phase == "forward" and any(name.endswith(HEAD) for name in files) else self.phase
+        in_head = any(frame.f_code.co_filename.endswith(HEAD) for frame, _ in traceback.walk_tb(trace))
+        return "head" if self.phase == "forward" and in_head else self.phase
 
     @property
     def failed(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from sabotage import out_of_memory
 from test_rehearsal import trainer
 
-from lowtide.memory.living import largest_tensors
+from lowtide.memory.living import LargestTensors
 from lowtide.trainers.foretelling import foretold
 from lowtide.watch import OutOfMemory
 
@@ -29,7 +29,9 @@ def test_the_largest_tensors_are_found_once_each():
     views = [big[1:], big.view(3, -1)]
     weight = torch.nn.Parameter(torch.zeros(5 << 20))
     weight.grad = torch.zeros(5 << 20)
-    found = largest_tensors(torch.device("cpu"), 3)
+    largest = LargestTensors(torch.device("cpu"))
+    largest.take_in_living()
+    found = largest.text(3)
     assert found[0] == "24.0 MiB tensor int64 [3145728]"
     assert set(found[1:]) == {"20.0 MiB weight float32 [5242880]", "20.0 MiB gradient float32 [5242880]"}
     assert len(views) == 2

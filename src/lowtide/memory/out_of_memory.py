@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import traceback
 
 import torch
 
-SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "cannot allocate memory")
-"""What torch's allocators, cuBLAS, cuDNN and the system say, where the error has no type of its own."""
+SIGNS = (
+    *("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "cannot allocate memory"),
+    "std::bad_alloc",
+)
+"""What torch's allocators, cuBLAS, cuDNN, C++ and the system say, where the error has no type of its own."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -15,6 +19,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and any(sign.lower() in str(error).lower() for sign in SIGNS)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Empties the frames that an error and those before it passed: they hold the tensors that did not fit."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def free_caches() -> None:

@@ -1,11 +1,13 @@
 """A model is proved where it will run, in a precision that can train it."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from exactness.matrix import build
 
+from lowtide.engine import forward
 from lowtide.trainers import setup
 from lowtide.trainers.setup import install_engine
 
@@ -28,3 +30,37 @@ def test_gradients_in_bfloat16_are_not_scaled_for_float16(dtype, optim):
     args = SimpleNamespace(fp16=True, bf16=False, device=torch.device("cuda"), optim=optim)
     with pytest.raises(ValueError, match=r"fp16=True scales its losses, and gradients in bfloat16 \(.*take bf16=True"):
         install_engine(model, args)
+
+
+def run_padded_or_raise(monkeypatch, error: Exception) -> setup.Engine:
+    """What is made of a model whose ragged forward raises."""
+
+    def failing(batch):
+        raise error
+
+    monkeypatch.setattr(forward, "ragged_inputs", failing)
+    args = SimpleNamespace(place_model_on_device=False, device=torch.device("cpu"), padding_free=True)
+    return setup._proved(build("SFT", 64), args)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        MemoryError("std::bad_alloc"),
+    ],
+)
+def test_memory_that_runs_out_in_the_probe_is_no_word_on_the_model(error, monkeypatch):
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        run_padded_or_raise(monkeypatch, error)
+
+
+def test_another_failure_of_the_ragged_forward_is_named(monkeypatch, caplog):
+    engine = run_padded_or_raise(monkeypatch, RuntimeError("shape '[3, 4]' is invalid\nand more lines"))
+    assert not engine.padding_free
+    assert engine.reason == (
+        "model type llama cannot run segments that are laid end to end (RuntimeError: shape '[3, 4]' is invalid)"
+    )
+    assert f"running padded: {engine.reason}" in caplog.text

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,6 +42,8 @@ class Probe:
     """Of a segment that goes on from a shared prefix."""
     tolerance: float
     leak_tolerance: float
+    error: Exception | None = None
+    """What the model raised when it was given segments laid end to end; the three errors of segments are then inf."""
 
     @property
     def isolated(self) -> bool:
@@ -89,6 +92,7 @@ def probe(model: nn.Module) -> Probe:
                 "logits in a way that lowtide does not know; please report the model type"
             )
         install(model)
+        failure: Exception | None = None
         try:
             ragged = score(model, plain).logprobs
             ragged_error = _difference(ragged, expected)
@@ -97,10 +101,12 @@ def probe(model: nn.Module) -> Probe:
             start, stop = shared.segments[2].score_start, shared.segments[2].score_stop
             sharing = score(model, shared).logprobs[start:stop]
             prefix_error = _difference(sharing, expected[-len(sharing) :])
-        except (TypeError, ValueError, RuntimeError):  # a model that cannot even take the ragged inputs
+        except (TypeError, ValueError, RuntimeError) as error:  # a model that cannot take the ragged inputs, or worse
+            traceback.clear_frames(error.__traceback__)  # they hold the tensors of the forward
             ragged_error = leak = prefix_error = float("inf")
+            failure = error
     leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16])
-    return Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance)
+    return Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, failure)
 
 
 def _rows(vocab: int) -> tuple[list[int], list[int], list[int]]:

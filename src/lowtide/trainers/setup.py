@@ -16,6 +16,7 @@ from lowtide.engine.forward import causal_model, compute_in, install
 from lowtide.engine.loading import check_adapters, has_adapters, release_file
 from lowtide.engine.probe import Probe, probe
 from lowtide.memory.host_heap import settle_heap
+from lowtide.memory.out_of_memory import is_out_of_memory
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.optimizers import OPTIMIZERS, check_own_optimizer
 
@@ -111,16 +112,22 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
     found = probe(model)
     if args.padding_free and found.isolated:
         return Engine(True, "segments proved isolated on this model", found)
+    if found.error is not None and is_out_of_memory(found.error):
+        raise found.error  # it says nothing of the model
     install(model, padding_free=False)
     inner.set_attn_implementation(implementation)
     if not args.padding_free:
         return Engine(False, "padding_free=False", found)
-    reason = (
-        f"model type {inner.config.model_type} lets segments see each other when they are laid end to end "
-        f"(log-probs move by {found.leak:.2g})"
-    )
+    reason = f"model type {inner.config.model_type} {_why_padded(found)}"
     logger.warning(f"running padded: {reason}")
     return Engine(False, reason, found)
+
+
+def _why_padded(found: Probe) -> str:
+    if found.error is not None:
+        text = str(found.error).strip().split("\n")[0]
+        return f"cannot run segments that are laid end to end ({type(found.error).__name__}: {text})"
+    return f"lets segments see each other when they are laid end to end (log-probs move by {found.leak:.2g})"
 
 
 def _place(model: nn.Module, args: TrainingConfig) -> None:

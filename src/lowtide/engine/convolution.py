@@ -1,47 +1,46 @@
 """Short convolutions (LFM2) that stay inside their segment, and reach back into its prefix.
 
-Transformers' fallback for `causal_conv1d_fn` runs over the whole row of tokens, so that the first tokens of a segment
-would see the end of the one before. With a plan, each tap reads the token so many places back in the same segment or
-its prefix, and zero where there is none.
+Transformers' own run over the whole row of tokens, so that the first tokens of a segment would see the end of the one
+before. With a plan, each tap reads the token so many places back in the same segment or its prefix, and zero where
+there is none. It is the instances of a model that are changed: the family's module and classes stay as they are.
 """
 
 from __future__ import annotations
 
-import sys
+import types
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 
 from lowtide.engine.attention import PLAN
 from lowtide.ops.varlen_attention import AttentionPlan
 
 FAMILIES = {"lfm2"}
-"""Model types whose only reach across tokens beside attention is `causal_conv1d_fn`."""
+"""Model types whose only reach across tokens beside attention is a gated short convolution."""
+KIND = "ShortConv"
+"""How the names of its classes end."""
 
 
 def install_convolution(model: PreTrainedModel) -> None:
-    """Replaces the convolution of the model's family by one that knows segments; without a plan it is the old one."""
-    if model.config.get_text_config().model_type not in FAMILIES:
-        return
-    family: Any = sys.modules[type(model).__module__]
-    inner = family.causal_conv1d_fn
-    if getattr(inner, "__lowtide__", False):
-        return
+    """Gives a model's short convolutions a forward that knows segments; without a plan it is their class's own."""
+    if model.config.get_text_config().model_type in FAMILIES:
+        for module in model.modules():
+            if type(module).__name__.endswith(KIND):
+                module.forward = types.MethodType(_forward, module)
 
-    def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
-        plan = kwargs.pop(PLAN, None)
-        if plan is None:
-            return inner(hidden_states, weight, bias, activation, **kwargs)
-        out = segment_convolution(hidden_states[0].t().to(weight.dtype), weight, plan)
-        out = out if bias is None else out + bias
-        out = out if activation is None else ACT2FN[activation](out)
-        return out.t()[None].to(hidden_states.dtype)
 
-    causal_conv1d_fn.__lowtide__ = True  # type: ignore[attr-defined]
-    family.causal_conv1d_fn = causal_conv1d_fn
+def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What `Lfm2ShortConv.forward` computes, with the taps of the plan. `hidden_states` [1, tokens, hidden]."""
+    plan = kwargs.pop(PLAN, None)
+    if plan is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    gate_in, gate_out, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
+    gated, weight, bias = gate_in * x, self.conv.weight.squeeze(1), self.conv.bias
+    out = segment_convolution(gated.to(weight.dtype), weight, plan)
+    out = out if bias is None else out + bias
+    return self.out_proj(gate_out * out.to(gated.dtype))[None]
 
 
 def segment_convolution(x: Tensor, weight: Tensor, plan: AttentionPlan) -> Tensor:

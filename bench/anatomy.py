@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import AutoConfig
 
+from bench.arguments import no_options
 from bench.docs import write_between
 from bench.processes import ROOT
 from bench.shapes import QWEN_05B
@@ -136,4 +137,5 @@ def draw(described: Any, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     sys.exit(main())

@@ -7,13 +7,13 @@ parent (a finished step, the result); everything else is the library's own outpu
 import copy
 import importlib
 import json
-import sys
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import specification
 from bench.cases import CASES
 from bench.contestants import Contestant, common_flags
 from bench.measure import PeakMeter, hardware, matmul_rate, now
@@ -122,4 +122,4 @@ def main(spec: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(specification(__doc__))

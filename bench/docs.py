@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import no_options
 from bench.compare import BUSY
 from bench.contestants import BATCH, PACKED_BATCH
 from bench.estimate import cells as estimate_cells
@@ -262,4 +263,5 @@ def not_yet_section(measured: set[tuple[str, str]]) -> str:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     sys.exit(main())

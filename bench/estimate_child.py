@@ -1,11 +1,10 @@
 """One run of `estimate.py`, in a process of its own: trains a few steps as a user's script would, or foretells them."""
 
-import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import specification
 from bench.cases import longtail_rows
 from bench.child import say
 from bench.estimate_cases import CASES, MODELS, EstimateCase
@@ -135,4 +134,4 @@ def foretold(case: EstimateCase, device: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(specification(__doc__))

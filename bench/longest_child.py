@@ -1,10 +1,9 @@
 """One run of `longest.py`, in a process of its own: trains single rows of a length, or says that they do not fit."""
 
-import json
-import sys
 import tempfile
 from typing import Any
 
+from bench.arguments import specification
 from bench.cases import longtail_rows
 from bench.child import clock, differences, say
 from bench.longest import CASES, LongCase, flags, shape
@@ -52,4 +51,4 @@ def measured(case: LongCase, length: int, layers: int, steps: int, device: str) 
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(specification(__doc__))

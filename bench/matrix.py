@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from bench.arguments import no_options
 from bench.processes import ROOT
 
 PAGE = ROOT / "docs" / "matrix.md"
@@ -80,4 +81,5 @@ def _remark(cells: list[Any]) -> str:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     sys.exit(main())

@@ -5,12 +5,11 @@ rehearsal in it. The cores' time beside the clock's: other processes on the mach
 """
 
 import importlib
-import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import specification
 from bench.cases import longtail_rows
 from bench.child import clock, differences, say
 from bench.measure import PeakMeter, resident_bytes
@@ -125,4 +124,4 @@ def quantized(weights: Path, device: str) -> Any:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(specification(__doc__))

@@ -6,12 +6,12 @@ micro-batch but the first, so that whatever is held beyond the states is what th
 """
 
 import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import specification
 from bench.cases import CASES
 from bench.child import say
 from bench.contestants import DEFAULTS, common_flags
@@ -100,4 +100,4 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    say("result", **measure(json.loads(sys.argv[1])))
+    say("result", **measure(specification(__doc__)))

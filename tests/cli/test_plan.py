@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors import safe_open
 from transformers import AutoConfig
 
 from lowtide.cli.main import main
@@ -53,6 +54,25 @@ def test_the_run_file_runs_below_the_budget(plan, tmp_path, model, data):
     done = subprocess.run([sys.executable, "-m", "lowtide", *map(str, words)], capture_output=True, env=environment)
     assert done.returncode == 0, done.stderr.decode()
     assert json.loads(report.read_text())["peak_bytes"] < budget
+
+
+def test_a_planned_run_trains_the_adapters_of_all_layers(plan, sft, tmp_path):
+    adapters = ("--use_peft", "--lora_target_modules", "all-linear", "--lora_r", "2")
+    file, trained = tmp_path / "plan.yaml", {}
+    few = (*FEW, "--mlp_tile_tokens", "none", "--optimizer_in_backward", "false")
+    status, _, err = plan("--budget", "64GiB", "--output", str(file), *adapters, *few)
+    assert status == 0, err
+    for name, words in {
+        "planned": ("--config", str(file)),
+        "budget": ("--memory_budget", "64GiB", *adapters, *few),
+        "plain": (*adapters, *few),
+    }.items():
+        status, _, err = sft(*words, "--output_dir", str(tmp_path / name), steps=1)
+        assert status == 0, err
+        with safe_open(tmp_path / name / "adapter_model.safetensors", "pt") as saved:
+            trained[name] = sorted(saved.keys())
+    assert trained["planned"] == trained["budget"] == trained["plain"]
+    assert {name.split(".layers.")[1][0] for name in trained["plain"]} == {"0", "1"}
 
 
 def test_as_json_it_has_runners_up_and_what_each_technique_would_do(plan):

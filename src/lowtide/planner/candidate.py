@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -38,7 +39,7 @@ class Run:
         Raises:
             ValueError: the options do not go together.
         """
-        chosen = {"output_dir": "plan", **self.given, **options, "memory_budget": None}
+        chosen = copy.deepcopy({"output_dir": "plan", **self.given, **options, "memory_budget": None})
         if self.device.kind == "cuda" and chosen.get("bf16") is None:
             chosen["bf16"] = not chosen.get("fp16") and (self.device.capability or (0, 0)) >= (8, 0)
         chosen |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
@@ -109,7 +110,6 @@ def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes]:
         run.described,
         rows,
         processing_class=run.processing_class,
-        peft_config=run.peft_config,
     )
     trainer = fake.trainer()
     prepared = cast(Dataset, trainer.train_dataset)

@@ -160,7 +160,8 @@ class MethodTrainer(LowtideTrainer):
         """The reference's log-probabilities of a micro-batch, for a method that has one."""
         return None
 
-    def adapters(self, peft_config: Any) -> Any:
+    @classmethod
+    def adapters(cls, peft_config: Any) -> Any:
         """The configuration of adapters as the method needs it."""
         return peft_config
 

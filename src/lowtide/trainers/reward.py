@@ -40,7 +40,8 @@ class RewardTrainer(CompletionTrainer):
     method, config, rewards = REWARD, RewardConfig, True
     values = ("margin",)
 
-    def adapters(self, peft_config: Any) -> Any:
+    @classmethod
+    def adapters(cls, peft_config: Any) -> Any:
         """With the value head among what is trained: it is new, and nothing else would train it."""
         task = getattr(peft_config, "task_type", None)
         if task not in (None, "CAUSAL_LM") or "score" in (getattr(peft_config, "modules_to_save", None) or []):

@@ -17,7 +17,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import PretrainedConfig
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.reference_storage import STORAGES
@@ -30,14 +30,10 @@ from lowtide.planner.heaviest import heaviest_rows, rows_in_a_step
 from lowtide.planner.sharding.layout import Layout
 from lowtide.planner.speed import OperationCosts
 from lowtide.planner.states import IN_BFLOAT16, optimizer_name, states_of, wants_room
+from lowtide.planner.tracing.described_model import DescribedModel
 from lowtide.planner.tracing.faked import faked
 from lowtide.planner.tracing.following import follow_layers, follow_phases, label, stack_of
-from lowtide.planner.tracing.four_bit import (
-    check_four_bit,
-    materialized,
-    reference_in_four_bits,
-    store_in_four_bits,
-)
+from lowtide.planner.tracing.four_bit import check_four_bit, reference_in_four_bits
 from lowtide.planner.tracing.host_memory import followed_to_the_host, with_transfers
 from lowtide.planner.tracing.package_optimizers import as_stepped
 from lowtide.planner.tracing.stand_ins import as_on
@@ -102,15 +98,17 @@ class FakeRun:
         prepared: bool = False,
     ) -> None:
         check_four_bit(quantization_config, peft_config)
-        self.quantization_config = quantization_config
-        self.trainer_class, self.described, self.dataset = trainer_class, described, dataset
-        self.processing_class, self.peft_config, self.prepared = processing_class, peft_config, prepared
+        # A trainer writes into what it is given. Copies of all of it are traced, so that the real run finds its own
+        # as they were.
+        given = (config, described, dataset, processing_class, peft_config, quantization_config)
+        self.config, self.described, self.dataset, *more = copy.deepcopy(given)
+        self.processing_class, self.peft_config, self.quantization_config = more
+        self.trainer_class, self.prepared = trainer_class, prepared
         self.rehearsal = bool(config.rehearsal)
         self.evaluates, self.saves = (
             str(getattr(when, "value", when)) != "no" for when in (config.eval_strategy, config.save_strategy)
         )
         self.precomputed = getattr(config, "precompute_ref_log_probs", False)
-        self.config = copy.copy(config)
         self.config.rehearsal, self.config.eval_strategy, self.config.do_eval = False, "no", False
         if self.precomputed:
             self.config.precompute_ref_log_probs = False
@@ -123,16 +121,23 @@ class FakeRun:
         other.described = described
         return other
 
+    @property
+    def model(self) -> DescribedModel:
+        """What is trained."""
+        adapters = None if self.peft_config is None else self.trainer_class.adapters(copy.deepcopy(self.peft_config))
+        return DescribedModel(
+            self.described, self._dtype, self.trainer_class.rewards, self.quantization_config, adapters
+        )
+
     def trainer(self) -> Any:
-        """The trainer with its rows prepared, of one layer."""
+        """The trainer with its rows prepared, of one layer, which no adapter is put on."""
         with faked():
-            return self._trainer(self._model(1))
+            return self._trainer(self.model.of_layers(1), None)
 
     def layout(self) -> Layout:
-        """The parameters of the whole model."""
-        with torch.device("meta"):
-            model = self._model(self.described.get_text_config().num_hidden_layers)
-        return Layout.of(model, optimizer_name(self.config))
+        """The parameters of the whole model, adapters included."""
+        model = self.model
+        return Layout.of(model.on_meta(model.layers), optimizer_name(self.config))
 
     def traced(self, device: Device) -> Traced:
         """Loading, and a step on the heaviest micro-batch of the data, as they would be on a device.
@@ -144,14 +149,18 @@ class FakeRun:
         return replace(traced, costs=with_transfers(traced.costs, traced.events))
 
     def _unrolled(self, device: Device) -> Traced:
-        layers = self.described.get_text_config().num_hidden_layers
+        model = self.model
+        layers = model.layers
         if layers <= TRACED_LAYERS:
             return self._traced(layers, device)
-        few = self._traced(TRACED_LAYERS, device)
         try:
+            if not model.layers_alike():
+                raise UnlikeLayers
+            few = self._traced(TRACED_LAYERS, device)
             events = unrolled(few.events, layers)
         except UnlikeLayers:
-            note = f"the layers of model type {self.described.model_type} are not alike: all {layers} were traced"
+            whose = "the adapters" if self.peft_config is not None else f"model type {self.described.model_type}"
+            note = f"the layers of {whose} are not alike: all {layers} were traced"
             return replace(self._traced(layers, device), notes=(note,))
         return replace(few, events=events, costs={name: each.unrolled(layers) for name, each in few.costs.items()})
 
@@ -176,9 +185,9 @@ class FakeRun:
         self, trace: StorageTrace, fake: FakeTensorMode, layers: int, device: Device
     ) -> tuple[RaggedBatch, int, int]:
         """Returns the heaviest micro-batch, how many of its scores were traced, and micro-batches of a step."""
-        model = self._model(layers)
+        model = self.model.of_layers(layers)
         follow_layers(model, layers, trace)
-        trainer = self._trainer(model)
+        trainer = self._trainer(model, self.peft_config)
         if self.config.gradient_checkpointing:
             inner: Any = causal_model(trainer.model)
             newer = getattr(inner, "activation_checkpointing_enable", None)  # older transformers have the other name
@@ -212,49 +221,32 @@ class FakeRun:
         name = dict(self.config.model_init_kwargs or {}).get("dtype", "float32")
         return getattr(torch, str(name).removeprefix("torch."))
 
-    def _model(self, layers: int) -> nn.Module:
-        described = copy.deepcopy(self.described)
-        vars(described).pop("quantization_config", None)
-        text = described.get_text_config()
-        text.num_hidden_layers = layers
-        for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
-            if isinstance(getattr(text, name, None), list):
-                setattr(text, name, getattr(text, name)[:layers])
-        kind: Any = AutoModelForCausalLM
-        if self.trainer_class.rewards:
-            kind, described.num_labels = AutoModelForSequenceClassification, 1
-        if self.quantization_config is None:
-            return kind.from_config(described, dtype=self._dtype)
-        with torch.device("meta"):  # weights are quantized one by one as they are loaded: never are all of them there
-            model = kind.from_config(described, dtype=self._dtype)
-            store_in_four_bits(model, self.quantization_config)
-        return materialized(model)
-
-    def _trainer(self, model: nn.Module) -> Any:
+    def _trainer(self, model: nn.Module, peft_config: Any) -> Any:
         run = self
 
         class Faked(self.trainer_class):
             needs_tokenizer = not run.prepared
 
             def prepare(self, dataset: Any, name: str) -> Any:
-                if run.prepared:
-                    return dataset, None
-                with _disable_current_modes():
-                    return super().prepare(dataset, name)
+                if not run.prepared:
+                    with _disable_current_modes():
+                        run.dataset, _ = super().prepare(dataset, name)
+                    run.prepared = True
+                return run.dataset, None
 
             def make_reference(self, model: nn.Module, engine: Any) -> Any:
                 if run.precomputed:
                     return lambda batch: torch.zeros(batch.scores)
                 return super().make_reference(model, engine)
 
-        args = copy.copy(self.config)
+        args = copy.deepcopy(self.config)
         args.model_init_kwargs = None  # the model is there
         return Faked(
             model,
             args=args,
             train_dataset=self.dataset,
             processing_class=self.processing_class,
-            peft_config=self.peft_config,
+            peft_config=copy.deepcopy(peft_config),  # PEFT writes into it what it finds in this model
         )
 
     def _heaviest(self, trainer: Any, most: int) -> list[dict]:

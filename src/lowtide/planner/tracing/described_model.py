@@ -1,0 +1,119 @@
+"""A model made from its description, with as many layers as are traced; and whether those stand for all of them.
+
+A trace of few layers is repeated to the model's depth. That holds where the layers in the middle have the same
+parameters, adapters included, and it fails for adapters on some layers only (`layers_to_transform`, names or ranks by
+layer) and for configs that mix kinds of layers. So the whole model is made as well, on torch's `meta` device, where it
+takes no memory, and its layers are compared with those that are traced.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+
+from lowtide.engine.loading import adapt
+from lowtide.planner.tracing.following import stack_of
+from lowtide.planner.tracing.four_bit import materialized, store_in_four_bits
+from lowtide.planner.tracing.unroll import MIDDLE, TRACED_LAYERS
+
+Form = list[tuple[str, torch.Size, torch.dtype, bool]]
+"""Of each parameter of a layer: its name there, its shape and dtype, and whether it is trained."""
+_known: dict[str, bool] = {}
+"""By description, whether the layers are alike: a plan asks again for each trace."""
+
+
+@dataclass(frozen=True)
+class DescribedModel:
+    """What a model is made from."""
+
+    config: PretrainedConfig
+    dtype: torch.dtype
+    """Of the weights."""
+    rewards: bool = False
+    """Whether it gives one value a row."""
+    quantization_config: Any = None
+    peft_config: Any = None
+    """As the method puts it on the model; None without adapters."""
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return self.config.get_text_config().num_hidden_layers
+
+    def of_layers(self, layers: int) -> nn.Module:
+        """The model with so many layers, on the CPU, without adapters; the trainer puts them on."""
+        if self.quantization_config is None:
+            return self._made(layers)
+        with torch.device("meta"):  # weights are quantized one by one as they are loaded: never are all of them there
+            model = self._made(layers)
+        return materialized(model)
+
+    def on_meta(self, layers: int) -> nn.Module:
+        """The model with so many layers and its adapters, which takes no memory.
+
+        Raises:
+            ValueError: the adapters find no place in it; as PEFT says it.
+        """
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself will give those that concern it
+            model = self._made(layers)
+            if self.peft_config is None:
+                return model
+            return adapt(model, copy.deepcopy(self.peft_config), gradient_checkpointing=False)
+
+    def layers_alike(self) -> bool:
+        """Whether a trace of `TRACED_LAYERS` layers has the parameters of all of them.
+
+        Raises:
+            ValueError: the adapters find no place in the model.
+        """
+        adapters = None if self.peft_config is None else sorted(self.peft_config.to_dict().items())
+        key = repr((self.config.to_json_string(use_diff=False), self.dtype, self.rewards, adapters))
+        if key not in _known:
+            _known[key] = self._found_alike()
+        return _known[key]
+
+    def _found_alike(self) -> bool:
+        whole = _forms(self.on_meta(self.layers), self.layers)
+        if len(whole) != self.layers:
+            return False
+        try:
+            few = _forms(self.on_meta(TRACED_LAYERS), TRACED_LAYERS)
+        except (ValueError, IndexError):  # adapters on layers that are not among the few
+            return False
+        after = TRACED_LAYERS - MIDDLE - 1
+        middle = whole[MIDDLE : self.layers - after]
+        ends = [*whole[:MIDDLE], *whole[self.layers - after :]]
+        return all(each == few[MIDDLE] for each in middle) and ends == [*few[:MIDDLE], *few[MIDDLE + 1 :]]
+
+    def _made(self, layers: int) -> nn.Module:
+        config = copy.deepcopy(self.config)
+        vars(config).pop("quantization_config", None)
+        text = config.get_text_config()
+        text.num_hidden_layers = layers
+        for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+            if isinstance(getattr(text, name, None), list):
+                setattr(text, name, getattr(text, name)[:layers])
+        kind: Any = AutoModelForCausalLM
+        if self.rewards:
+            kind, config.num_labels = AutoModelForSequenceClassification, 1
+        model = kind.from_config(config, dtype=self.dtype)
+        if self.quantization_config is not None:
+            store_in_four_bits(model, self.quantization_config)
+        return model
+
+
+def _forms(model: nn.Module, layers: int) -> list[Form]:
+    """By layer; empty where the model's layers are not so many."""
+    return [_form(layer.named_parameters()) for layer in stack_of(model, layers) or ()]
+
+
+def _form(parameters: Iterable[tuple[str, Tensor]]) -> Form:
+    return [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in parameters]

@@ -50,7 +50,7 @@ Source = str | Path | Dataset | IterableDataset | DatasetDict | IterableDatasetD
 
 
 def load_rows(
-    source: Source, *, split: str = "train", name: str | None = None, streaming: bool = False
+    source: Source, *, split: str = "train", name: str | None = None, streaming: bool = False, **places: Any
 ) -> Dataset | IterableDataset:
     """Load the rows of a dataset.
 
@@ -60,11 +60,14 @@ def load_rows(
         split: Which split, where there are several. A single file is all "train".
         name: Which configuration of a dataset on the hub.
         streaming: Read rows as they are asked for, in place of converting them first.
+        places: `data_dir` and `data_files`, as `datasets.load_dataset` takes them, of a folder, a name on the hub, or
+            one of its readers (`json`, `csv`, `parquet`, ...).
 
     Raises:
         FileNotFoundError: nothing is there.
         ValueError: it can't be read; the message names the file, and the line where lines are at fault.
     """
+    places = {key: value for key, value in places.items() if value is not None}
     if isinstance(source, Dataset | IterableDataset):
         return source
     if isinstance(source, DatasetDict | IterableDatasetDict):
@@ -72,7 +75,9 @@ def load_rows(
     if not isinstance(source, str | Path):
         return _from_list(source)
     path = Path(source).expanduser()
-    if path.is_file():
+    if places:
+        rows = _from_hub(str(source), split, name, streaming=streaming, **places)
+    elif path.is_file():
         rows = _from_file(path, split, streaming=streaming)
     elif path.is_dir():
         rows = _from_folder(path, split, name, streaming=streaming)
@@ -161,9 +166,11 @@ def _from_files(
         raise ValueError(problem) from error
 
 
-def _from_hub(source: str, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
+def _from_hub(
+    source: str, split: str, name: str | None, *, streaming: bool, **places: Any
+) -> Dataset | IterableDataset:
     try:
-        return load_dataset(source, name, split=split, streaming=streaming)
+        return load_dataset(source, name, split=split, streaming=streaming, **places)
     except (FileNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
             f"{source!r} is no file or folder here, and no dataset that can be reached on the hub: {_first_line(error)}"

@@ -72,6 +72,13 @@ def test_lengths_are_in_dataset_order_whole_and_without_limit(tokenizer, tmp_pat
     assert left_out == 0
 
 
+def test_several_datasets_are_one(run, tokenizer, tmp_path):
+    first, second = write_rows(tmp_path / "a.jsonl", [9] * 30), write_rows(tmp_path / "b.jsonl", [19] * 30)
+    entry = json.dumps({"path": second, "columns": ["text"], "split": "train[:10]"})
+    printed = run(first, entry, "--tokenizer", tokenizer, "--out", tmp_path / "report")
+    assert "40 500 12 10 20 20 20 20" in printed  # rows, tokens, mean, median, 90%, 95%, 99%, longest
+
+
 def test_rows_with_nothing_to_train_on_are_named(run, tokenizer, tmp_path):
     data = tmp_path / "tokens.jsonl"
     rows = [{"input_ids": [1, 1, 1], "labels": [-100, -100, last]} for last in (1, -100, 1)]

@@ -187,3 +187,32 @@ def test_an_output_folder_that_cannot_be_written_is_said_before_any_work(sft, tm
     status, _, err = sft("--output_dir", str(tmp_path / "file" / "run"))
     assert status == 2
     assert f"output_dir '{tmp_path}/file/run' cannot be written: Not a directory. Name another --output_dir" in err
+
+
+def test_several_datasets_train_as_one_file_of_them_would(sft, tmp_path, model, data):
+    lines = data.read_text().splitlines(keepends=True)
+    one, two, both = (tmp_path / name for name in ("one.jsonl", "two.jsonl", "both.jsonl"))
+    one.write_text("".join(lines[:6]))
+    two.write_text("".join(lines[6:]))
+    both.write_text("".join(lines[:6] + lines[6:8]))
+    file = tmp_path / "given.yaml"
+    entries = [str(one), {"path": str(two), "split": "train[:2]", "columns": ["messages"]}]
+    file.write_text(yaml.safe_dump({"model": str(model), "datasets": entries, "output_dir": str(tmp_path / "mixed")}))
+    mixed = sft("--config", str(file))
+    assert mixed[0] == 0, mixed[2]
+    assert sft("--dataset", str(both), "--output_dir", str(tmp_path / "one"))[0] == 0
+    ours, theirs = weights(tmp_path / "mixed"), weights(tmp_path / "one")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert yaml.safe_load((tmp_path / "mixed" / "run.yaml").read_text())["datasets"] == entries
+
+
+def test_a_share_of_a_mixture_is_kept_for_evaluation(sft, tmp_path, model, data):
+    words = ["--model", str(model), "--output_dir", str(tmp_path / "run"), "--config", str(tmp_path / "run.yaml")]
+    (tmp_path / "run.yaml").write_text("test_split_size: 0.25\n")
+    entry = json.dumps({"path": str(data), "weight": 2})
+    status, out, err = sft(*words, "--datasets", str(data), entry.replace("weight", "weigth"))
+    assert (status, "datasets[1] has the key 'weigth'; did you mean" in err) == (2, True)
+    status, out, err = sft(*words, "--datasets", entry)
+    assert status == 0, err
+    assert "eval_loss" in out
+    assert sft(*words, "--dataset", str(data))[0] == 2  # test_split_size without `datasets`

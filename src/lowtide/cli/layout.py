@@ -4,6 +4,8 @@ LAYOUT: dict[str, list[str]] = {
     "model and data": [
         "model",
         "dataset",
+        "datasets",
+        "test_split_size",
         "output_dir",
         "max_length",
         "packing",

@@ -28,7 +28,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "which one to take.",
         allow_abbrev=False,
     )
-    parser.add_argument("data", metavar="DATA", help="a JSONL, JSON, CSV or Parquet file, a folder, or a hub name")
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        nargs="+",
+        help="a JSONL, JSON, CSV or Parquet file, a folder, or a hub name; several are taken as one, and each may be "
+        "an entry of `datasets` as JSON",
+    )
     parser.add_argument("--tokenizer", required=True, metavar="T", help="a tokenizer's or model's folder or hub name")
     parser.add_argument(
         "--max_length",
@@ -84,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
         report = LengthReport.from_lengths(
             lengths, args.max_length, (*BATCH_SIZES, args.batch_size), args.packing_strategy
         )
-    write_png(report, args.out / "lengths.png", args.data)
-    write_html(report, args.out / "lengths.html", args.data, args.tokenizer)
+    title = " + ".join(args.data)
+    write_png(report, args.out / "lengths.png", title)
+    write_html(report, args.out / "lengths.html", title, args.tokenizer)
     for part in _tables(report, args.batch_size):
         console.print(part)
     if left_out:
@@ -109,17 +116,26 @@ def _lengths(args: argparse.Namespace) -> tuple[Int[np.ndarray, " rows"], int]:
     import numpy as np
 
     from lowtide.data.chat import adopt_chat_template
+    from lowtide.data.mixtures import load_mixture
     from lowtide.data.prepare import PrepareOptions, prepare
     from lowtide.data.sources import load_rows
     from lowtide.engine.loading import load_tokenizer
 
     options = PrepareOptions(
-        max_length=None, dataset_text_field=args.dataset_text_field, num_proc=args.dataset_num_proc, source=args.data
+        max_length=None,
+        dataset_text_field=args.dataset_text_field,
+        num_proc=args.dataset_num_proc,
+        source=" + ".join(args.data),
     )
     tokenizer = load_tokenizer(args.tokenizer)
     if args.chat_template_path is not None:
         adopt_chat_template(tokenizer, args.chat_template_path)
-    rows = load_rows(args.data, split=args.dataset_split, name=args.dataset_config)
+    which = {"split": args.dataset_split, "name": args.dataset_config}
+    if len(args.data) > 1 or args.data[0].startswith("{"):
+        entries = [each if each.startswith("{") else {"path": each, **which} for each in args.data]
+        rows = load_mixture(entries)["train"]
+    else:
+        rows = load_rows(args.data[0], **which)
     prepared, ledger = prepare(
         rows, tokenizer, options, batch_size=args.batch_size, packing=False, name=args.dataset_split
     )

@@ -185,10 +185,11 @@ def _str(value: Any) -> str:
     return str(value)
 
 
-def _list(value: Any) -> list[str]:
+def _list(value: Any) -> list[Any]:
     if value is None or isinstance(value, dict):
         raise TypeError
-    return [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    values = value if isinstance(value, list) else [value]
+    return [each if isinstance(each, dict) else str(each) for each in values]
 
 
 CONVERTERS: dict[type, Callable[[Any], Any]] = {

@@ -51,6 +51,14 @@ class RunOptions:
     dataset: str | None = option(
         None, "The rows: a JSONL, JSON, CSV or Parquet file, a folder, or a hub name.", aliases=["dataset_name"]
     )
+    datasets: list[str | dict] | None = option(
+        None,
+        "Several datasets as one: paths, or mappings (JSON on the command line) of path, name, data_dir, data_files, "
+        "split, columns and fraction, the share of the mixture.",
+    )
+    test_split_size: float | None = option(
+        None, "Share (below 1) or number of the rows of `datasets` that are kept for evaluation."
+    )
     output_dir: str | None = option(
         None, "Folder for the model, its checkpoints and run.yaml. None: named after the model."
     )
@@ -59,7 +67,9 @@ class RunOptions:
     )
     dataset_config: str | None = option(None, "Configuration of a dataset on the hub.")
     dataset_split: str = option("train", "Split to train on.", aliases=["dataset_train_split"])
-    dataset_streaming: bool = option(False, "Read rows while training, in place of preparing them first.")
+    dataset_streaming: bool = option(
+        False, "Read rows while training, in place of preparing them first.", aliases=["streaming"]
+    )
     eval_dataset: str | None = option(None, "Rows to evaluate on, like `dataset`.")
     eval_split: str | None = option(
         None,
@@ -73,9 +83,14 @@ class RunOptions:
         Raises:
             UsageError: an option is missing, or has no effect.
         """
-        for name in ("model", "dataset"):
-            if not getattr(self, name):
+        for name, given in (("model", self.model), ("dataset", self.dataset or self.datasets)):
+            if not given:
                 raise UsageError(f"--{name} is missing: give it, or `{name}:` in the file of --config")
+        if self.test_split_size is not None and not self.datasets:
+            raise UsageError(
+                f"test_split_size={self.test_split_size} requires `datasets`: list the dataset there, or name rows for "
+                "evaluation by --eval_dataset"
+            )
         if self.attn_implementation and padding_free:
             raise UsageError(
                 "attn_implementation is of the padded path: without padding the backend is chosen by device and "
@@ -91,6 +106,8 @@ class RunOptions:
         """The rows to train on, and those to evaluate on if there are any."""
         from lowtide.data.sources import load_rows
 
+        if self.datasets:
+            return self._load_mixture(evaluates=evaluates)
         assert self.dataset is not None
         rows = load_rows(
             self.dataset, split=self.dataset_split, name=self.dataset_config, streaming=self.dataset_streaming
@@ -100,6 +117,27 @@ class RunOptions:
         if evaluates or self.eval_split:
             return rows, load_rows(self.dataset, split=self.eval_split or "test", name=self.dataset_config)
         return rows, None
+
+    def _load_mixture(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
+        """The same from `datasets`."""
+        from lowtide.data.mixtures import load_mixture
+        from lowtide.data.sources import load_rows
+
+        if self.dataset:
+            print(f"--dataset {self.dataset} is not read, since `datasets` is given.", file=sys.stderr)
+        splits = load_mixture(
+            self.datasets or [], streaming=self.dataset_streaming, test_split_size=self.test_split_size
+        )
+        if self.eval_dataset is not None:
+            return splits["train"], load_rows(self.eval_dataset, split=self.eval_split or "train")
+        if evaluates and "test" not in splits:
+            raise UsageError("there are no rows to evaluate on: set test_split_size, or name them by --eval_dataset")
+        return splits["train"], splits.get("test")
+
+    @property
+    def dataset_title(self) -> str:
+        """What error messages call the rows to train on."""
+        return "the mixture of `datasets`" if self.datasets else str(self.dataset)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -160,7 +198,8 @@ class Run:
         """The method's trainer, its model and data loaded."""
         what = self.what
         train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
-        with _named({"the train dataset": what.dataset, "the eval dataset": what.eval_dataset or what.dataset}):
+        title = what.dataset_title
+        with _named({"the train dataset": title, "the eval dataset": what.eval_dataset or title}):
             return _trainer(self.method)[1](
                 model=what.model,
                 args=config,

@@ -10,6 +10,7 @@ test rows depends on `seed` alone, so that all ranks make the same one.
 """
 
 import dataclasses
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,7 @@ def load_mixture(
     """Load several datasets as one, with the splits "train" and, where it is asked for, "test".
 
     Args:
-        datasets: For each a path, a mapping with the fields of `DatasetConfig`, or an object with them.
+        datasets: For each a path, a mapping with the fields of `DatasetConfig` or its JSON, or an object with them.
         streaming: Read rows as they are asked for.
         test_split_size: The share (below 1) or the number of rows that are taken for "test".
         seed: Of the split, and of the order in which a stream draws from its datasets.
@@ -76,20 +77,27 @@ def load_mixture(
     parts = [_load(entry, f"datasets[{n}]", streaming=streaming) for n, entry in enumerate(entries)]
     _warn_of_columns(entries, parts)
     mixture = _mixed(parts, shares, seed)
-    if test_split_size is None:
-        return _as_splits({"train": mixture})
     if isinstance(mixture, IterableDataset):
+        if test_split_size is None:
+            return IterableDatasetDict({"train": mixture})
         raise ValueError(
             f"test_split_size={test_split_size} needs the number of rows, which a stream does not tell: give rows for "
             "evaluation as a dataset of their own, or set streaming=False"
         )
+    if test_split_size is None:
+        return DatasetDict({"train": mixture})
     return mixture.train_test_split(test_size=test_split_size, seed=seed)
 
 
 def _entry(given: Any, title: str) -> DatasetConfig:
     """An entry of the list, in one form."""
-    if isinstance(given, str):
+    if isinstance(given, str) and not given.startswith("{"):
         return DatasetConfig(given)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{title} is neither a path nor JSON ({error}): {given}") from error
     if isinstance(given, Mapping):
         values = dict(given)
     elif dataclasses.is_dataclass(given):
@@ -98,11 +106,11 @@ def _entry(given: Any, title: str) -> DatasetConfig:
         raise ValueError(f"{title} is a {type(given).__name__}; it must be a path, or a mapping with a `path`.")
     if "weight" in values:
         values.setdefault("fraction", values.pop("weight"))
-    known = [field.name for field in dataclasses.fields(DatasetConfig)]
+    names = [field.name for field in dataclasses.fields(DatasetConfig)]
     for name in values:
-        if name not in known:
+        if name not in names:
             raise ValueError(
-                f"{title} has the key {name!r}{nearest(str(name), known)}: the keys are {', '.join(known)}."
+                f"{title} has the key {name!r}{nearest(str(name), [*names, 'weight'])}: the keys are {', '.join(names)}."
             )
     if not isinstance(values.get("path"), str):
         raise ValueError(f"{title} has no `path`; it must name a file, a folder or a dataset on the hub.")
@@ -173,9 +181,7 @@ def _warn_of_columns(entries: Sequence[DatasetConfig], parts: Sequence[Dataset |
         )
 
 
-def _mixed(
-    parts: Sequence[Dataset | IterableDataset], shares: Sequence[float] | None, seed: int
-) -> Dataset | IterableDataset:
+def _mixed(parts: Sequence[Any], shares: Sequence[float] | None, seed: int) -> Dataset | IterableDataset:
     try:
         if shares is None:
             if len(parts) > 1 and isinstance(parts[0], IterableDataset):
@@ -186,8 +192,9 @@ def _mixed(
             return concatenate_datasets(list(parts))
         wanted = [(part, share) for part, share in zip(parts, shares, strict=True) if share > 0]
         if isinstance(parts[0], IterableDataset):
-            drawn: Any = [part for part, _ in wanted]
-            return interleave_datasets(drawn, probabilities=[share for _, share in wanted], seed=seed)
+            return interleave_datasets(
+                [part for part, _ in wanted], probabilities=[share for _, share in wanted], seed=seed
+            )
         most = min(len(part) / share for part, share in wanted)
         return concatenate_datasets([part.select(range(round(share * most))) for part, share in wanted])
     except (ValueError, TypeError) as error:
@@ -195,8 +202,3 @@ def _mixed(
             f"the datasets of `datasets` can't be put together: {str(error).strip().splitlines()[0]} Choose columns "
             "that have the same kind of values in all of them by `columns`."
         ) from error
-
-
-def _as_splits(splits: dict[str, Dataset | IterableDataset]) -> DatasetDict | IterableDatasetDict:
-    streams = any(isinstance(rows, IterableDataset) for rows in splits.values())
-    return IterableDatasetDict(splits) if streams else DatasetDict(splits)

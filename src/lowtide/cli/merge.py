@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--output_dir {output} is a file: give a folder")
 
     import torch
-    from peft import PeftModel
 
+    from lowtide.engine.complete_weights import load_adapters
     from lowtide.engine.loading import load_model
     from lowtide.engine.merging import save_merged
 
     trust = arguments.trust_remote_code
     base = load_model(name, trust_remote_code=trust, rewards=config.get("task_type") == "SEQ_CLS", dtype="auto")
-    model = PeftModel.from_pretrained(base, str(adapter))
+    model = load_adapters(base, str(adapter))
     save_merged(model, output, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None)
     has_tokenizer = _save_tokenizer(str(adapter), name, output, trust)
     print(f"The merged model is in {output}" + ("." if has_tokenizer else "; no tokenizer was found to write with it."))

@@ -109,9 +109,8 @@ def _entry(given: Any, title: str) -> DatasetConfig:
     names = [field.name for field in dataclasses.fields(DatasetConfig)]
     for name in values:
         if name not in names:
-            raise ValueError(
-                f"{title} has the key {name!r}{nearest(str(name), [*names, 'weight'])}: the keys are {', '.join(names)}."
-            )
+            hint = nearest(str(name), [*names, "weight"])
+            raise ValueError(f"{title} has the key {name!r}{hint}: the keys are {', '.join(names)}.")
     if not isinstance(values.get("path"), str):
         raise ValueError(f"{title} has no `path`; it must name a file, a folder or a dataset on the hub.")
     columns = values.get("columns")

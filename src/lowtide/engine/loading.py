@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lowtide.engine.complete_weights import load_complete
 from lowtide.engine.quantized import check_torchao
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -27,8 +28,8 @@ def load_model(name: str, *, trust_remote_code: bool = False, rewards: bool = Fa
         rewards: a model of one value a row in its place, whose head is new where the weights have none.
 
     Raises:
-        ValueError: the dtype is unknown, there is no such model, or it cannot be quantized so; names what was
-            asked for.
+        ValueError: the dtype is unknown, there is no such model, its files lack weights or cannot be read, or it
+            cannot be quantized so; names what was asked for.
     """
     dtype = init.pop("dtype", init.pop("torch_dtype", "float32"))
     if isinstance(dtype, str):
@@ -42,7 +43,7 @@ def load_model(name: str, *, trust_remote_code: bool = False, rewards: bool = Fa
     try:
         kind: Any = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
         init = {"num_labels": 1, **init} if rewards else init
-        return kind.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code, **init)
+        return load_complete(kind, name, new_head=rewards, dtype=dtype, trust_remote_code=trust_remote_code, **init)
     except OSError as error:
         raise ValueError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
 

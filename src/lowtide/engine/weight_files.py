@@ -1,0 +1,114 @@
+"""The files of a model: which of them cannot be read, and why.
+
+What is raised for a broken file is raised deep inside of safetensors, torch or json, and names no file. So after a
+failure the files are looked through, one by one: headers and sizes of safetensors, the index of a sharded model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+
+INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
+AGAIN = "copy or download the folder again"
+
+
+@contextlib.contextmanager
+def broken_files_named(name: str) -> Iterator[None]:
+    """Has a failure to load a model or its adapters name the file at fault, where one is.
+
+    Args:
+        name: the folder, or the name on the hub.
+
+    Raises:
+        ValueError: a file cannot be read; names it.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        fault = find_fault(_folder(name))
+        if fault is None:
+            raise
+        raise ValueError(f"model {name!r} cannot be loaded: {fault}: {AGAIN}") from error
+
+
+def find_fault(folder: Path | None) -> str | None:
+    """The first file of a model's folder that cannot be read, and what is wrong with it; None where all can be."""
+    if folder is None or not folder.is_dir():
+        return None
+    for index in _matching(folder, *INDEXES):
+        if fault := _fault_of_index(index):
+            return fault
+    for path in _matching(folder, "*.safetensors", "pytorch_model*.bin", "adapter_model*.bin"):
+        if fault := _fault_of_weights(path):
+            return f"{path} {fault}"
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it holds none; names the file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): {AGAIN}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a JSON {type(found).__name__} where an object belongs: {AGAIN}")
+    return found
+
+
+def _matching(folder: Path, *patterns: str) -> list[Path]:
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+
+
+def _folder(name: str) -> Path | None:
+    """The folder of a model, in the hub's cache for one that was downloaded."""
+    if Path(name).is_dir():
+        return Path(name)
+    with contextlib.suppress(Exception):  # no valid name of the hub's
+        cached = try_to_load_from_cache(name, "config.json")
+        return Path(cached).parent if isinstance(cached, str) else None
+    return None
+
+
+def _fault_of_index(index: Path) -> str | None:
+    """What is wrong with the index of a sharded model, or with the list of its shards."""
+    try:
+        shards = read_json(index).get("weight_map")
+    except ValueError as error:
+        return str(error).removesuffix(f": {AGAIN}")
+    if not isinstance(shards, dict):
+        return f"{index} has no `weight_map`, which tells the shard of each weight"
+    gone = sorted({str(shard) for shard in shards.values() if not (index.parent / str(shard)).is_file()})
+    return f"{index.parent / gone[0]} is not there, which {index.name} names" if gone else None
+
+
+def _fault_of_weights(path: Path) -> str | None:
+    """What is wrong with a file of weights."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):
+                return None
+        weights = torch.load(path, map_location="meta", weights_only=True)
+    except SafetensorError as error:
+        size = path.stat().st_size
+        return f"({size:,} bytes) is truncated, or no safetensors file ({str(error).strip()})"
+    except Exception as error:
+        return f"({path.stat().st_size:,} bytes) cannot be read ({_first_line(error)})"
+    return None if isinstance(weights, dict) else f"holds a {type(weights).__name__} where named weights belong"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]

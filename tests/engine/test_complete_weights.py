@@ -1,0 +1,220 @@
+"""A model is loaded whole or refused: weights that its files lack, of another shape, or in files that are broken."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+from lowtide.engine.complete_weights import load_adapters
+from lowtide.engine.loading import load_model
+
+UP = "model.layers.1.mlp.up_proj.weight"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, Path]:
+    """A small Llama, with its head tied to its embedding, with one of its own, and in shards."""
+    folders = {}
+    for name, tied in (("tied", True), ("untied", False)):
+        config = LlamaConfig(
+            **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+            **{"num_attention_heads": 2, "tie_word_embeddings": tied},
+        )
+        torch.manual_seed(0)
+        folders[name] = tmp_path_factory.mktemp(name)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folders[name])
+    folders["shards"] = tmp_path_factory.mktemp("shards")
+    load_model(str(folders["untied"])).save_pretrained(folders["shards"], max_shard_size="8KB")
+    return folders
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of one of them, of whose weights some were taken away or replaced."""
+
+    def make(kind: str = "untied", *without: str, **replaced: torch.Tensor) -> Path:
+        copy = Path(shutil.copytree(saved[kind], tmp_path / kind, dirs_exist_ok=True))
+        if without or replaced:
+            weights = load_file(copy / "model.safetensors")
+            kept = {name: tensor for name, tensor in weights.items() if name not in without}
+            save_file(kept | replaced, copy / "model.safetensors", metadata={"format": "pt"})
+        return copy
+
+    return make
+
+
+def test_whole_models_load_as_before_and_say_nothing(saved, caplog):
+    for name in ("tied", "untied", "shards"):
+        ours = load_model(str(saved[name])).state_dict()
+        theirs = AutoModelForCausalLM.from_pretrained(saved[name], dtype=torch.float32).state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("weight", [UP, "lm_head.weight", "model.embed_tokens.weight"])
+def test_a_weight_that_the_files_lack_is_named(folder, weight):
+    with pytest.raises(ValueError, match=f"is incomplete: its files hold no {weight}, which would be trained from"):
+        load_model(str(folder("untied", weight)))
+
+
+def test_a_tied_head_is_not_missing_and_its_embedding_is(folder):
+    path = folder("tied")
+    assert "lm_head.weight" not in load_file(path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"hold no lm_head.weight, model.embed_tokens.weight"):
+        load_model(str(folder("tied", "model.embed_tokens.weight")))
+
+
+def test_many_weights_are_counted(folder):
+    names = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("up", "down", "gate")]
+    names += [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkvo"]
+    with pytest.raises(ValueError, match=r"up_proj.weight, .* and 3 more, which"):
+        load_model(str(folder("untied", *names)))
+
+
+def test_an_index_without_some_weights_and_a_shard_that_is_gone(folder):
+    path = folder("shards")
+    index = json.loads((path / INDEX).read_text())
+    shard = index["weight_map"][UP]
+    lost = sorted(name for name, file in index["weight_map"].items() if file == shard)
+    kept = {name: file for name, file in index["weight_map"].items() if file != shard}
+    (path / INDEX).write_text(json.dumps({**index, "weight_map": kept}))
+    with pytest.raises(ValueError, match=f"is incomplete: its files hold no {', '.join(lost[:4])}"):
+        load_model(str(path))
+    (path / INDEX).write_text(json.dumps(index))
+    (path / shard).unlink()
+    with pytest.raises(ValueError, match=f"{shard} is not there, which {INDEX} names"):
+        load_model(str(path))
+
+
+def test_another_shape_is_refused_unless_it_is_asked_for(folder, caplog):
+    path = folder("untied", **{UP: torch.zeros(3, 3)})
+    with pytest.raises(
+        ValueError, match=rf"does not fit its config.json: {UP} \(stored \(3, 3\), the model's \(32, 16\)"
+    ):
+        load_model(str(path))
+    assert not caplog.records
+    assert load_model(str(path), ignore_mismatched_sizes=True).state_dict()[UP].shape == (32, 16)
+    assert f"{UP} is new: it begins with random values" in caplog.text
+
+
+def test_weights_that_the_model_has_no_place_for_are_said(folder, caplog):
+    load_model(str(folder("untied", **{"model.extra.weight": torch.zeros(3)})))
+    assert "LlamaForCausalLM has no place for model.extra.weight, which are not used" in caplog.text
+    assert "LOAD REPORT" not in caplog.text
+
+
+def test_the_head_of_a_reward_model_may_be_new_and_its_body_not(folder, caplog):
+    model = load_model(str(folder("untied")), rewards=True)
+    assert model.num_labels == 1
+    assert "score.weight is new: it begins with random values" in caplog.text
+    assert "lm_head" not in caplog.text
+    with pytest.raises(ValueError, match=f"hold no {UP}, which"):
+        load_model(str(folder("untied", UP)), rewards=True)
+
+
+def test_a_reward_model_that_lost_its_head_is_refused(saved, tmp_path):
+    AutoModelForSequenceClassification.from_pretrained(saved["tied"], num_labels=1).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path), rewards=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"hold no score.weight, which"):
+        load_model(str(tmp_path), rewards=True)
+
+
+def test_a_classifier_of_several_labels_is_no_reward_model(saved, tmp_path):
+    AutoModelForSequenceClassification.from_pretrained(saved["tied"], num_labels=3).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"score.weight \(stored \(3, 16\), the model's \(1, 16\)\)"):
+        load_model(str(tmp_path), rewards=True)
+
+
+def test_quantized_models_are_whole_too(folder):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    model = load_model(str(folder("untied")), quantization_config=config)
+    assert model.is_loaded_in_4bit
+    with pytest.raises(ValueError, match=f"hold no {UP}"):
+        load_model(str(folder("untied", UP)), quantization_config=config)
+    model.save_pretrained(path := folder("untied").parent / "four")
+    assert load_model(str(path)).is_loaded_in_4bit
+
+
+@pytest.fixture
+def adapters(folder, tmp_path) -> Path:
+    """A folder of adapters on a folder of a model."""
+    base = AutoModelForCausalLM.from_pretrained(folder("untied"))
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(
+        tmp_path / "adapters"
+    )
+    return tmp_path / "adapters"
+
+
+def change_adapters(folder: Path, change) -> None:
+    weights = load_file(folder / "adapter_model.safetensors")
+    change(weights)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def as_model(path: Path, base: Path):
+    return load_model(str(path))
+
+
+def as_adapters(path: Path, base: Path):
+    return load_adapters(load_model(str(base)), str(path))
+
+
+@pytest.mark.parametrize("load", [as_model, as_adapters])
+def test_adapters_are_whole_or_refused(adapters, folder, load, tmp_path):
+    base, tokens = tmp_path / "untied", torch.arange(9)[None]
+    expected = AutoModelForCausalLM.from_pretrained(adapters)(tokens).logits
+    assert torch.allclose(load(adapters, base)(tokens).logits, expected, atol=1e-6)
+    change_adapters(adapters, lambda weights: weights.update(alien=torch.zeros(2)))
+    with pytest.raises(ValueError, match=r"no place for alien"):
+        load(adapters, base)
+    change_adapters(adapters, lambda weights: [weights.pop("alien"), weights.pop(next(iter(weights)))])
+    with pytest.raises(ValueError, match=r"adapters' are incomplete: their files hold no .*lora_A"):
+        load(adapters, base)
+    (adapters / "adapter_model.safetensors").write_bytes(b"\0" * 99)
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors \(99 bytes\) is truncated"):
+        load(adapters, base)
+    folder("untied", UP)
+    with pytest.raises(ValueError, match=rf"hold no {UP}"):
+        load(adapters, base)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+BREAK = {
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": truncate,
+    "garbage": lambda path: path.write_bytes(b"garbage" * 999),
+    "another object": lambda path: torch.save([1, 2], path),
+}
+
+
+@pytest.mark.parametrize("how", BREAK)
+@pytest.mark.parametrize("kind", ["safetensors", "shard", "bin", "index"])
+def test_the_file_that_is_broken_is_named(folder, how, kind):
+    path = folder("shards" if kind in ("shard", "index") else "untied")
+    file = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin", "index": INDEX}.get(
+        kind, "model-00002-of-00004.safetensors"
+    )
+    if kind == "bin":
+        torch.save(load_file(path / "model.safetensors"), path / file)
+        (path / "model.safetensors").unlink()
+    assert (path / file).is_file(), sorted(each.name for each in path.iterdir())
+    BREAK[how](path / file)
+    with pytest.raises(ValueError, match=f"cannot be loaded: .*{file}.*: copy or download the folder again") as caught:
+        load_model(str(path))
+    assert len(str(caught.value).splitlines()) == 1

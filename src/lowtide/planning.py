@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 import lowtide
 from lowtide.data.sources import Source, load_rows
 from lowtide.engine.loading import load_tokenizer
+from lowtide.engine.model_init import config_init, model_init
 from lowtide.methods import METHODS
 from lowtide.planner.candidate import Run, config_of_model, first_rows, measured, prepared_rows
 from lowtide.planner.devices import device_named
@@ -58,14 +59,19 @@ def estimate(
     """
     if (lengths is None) == (dataset is None):
         raise ValueError("estimate needs either `lengths` or `dataset`, to know what a step will see")
+    init = model_init(
+        cast(Any, config.model_init_kwargs),
+        trust_remote_code=config.trust_remote_code,
+        quantization_config=quantization_config,
+    )
     run = FakeRun(
         trainer_of(config),
         config,
-        config_of_model(model, trust_remote_code=config.trust_remote_code),
+        config_of_model(model, **config_init(init)),
         dataset if dataset is not None else Dataset.from_list(rows_of(lengths or ())),
         processing_class=processing_class,
         peft_config=peft_config,
-        quantization_config=quantization_config,
+        quantization_config=init.get("quantization_config"),
         prepared=lengths is not None,
     )
     spread = Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None
@@ -151,11 +157,15 @@ def _run(
 ) -> tuple[Run, Dataset | IterableDataset]:
     trainer_class, place = _trainer_named(method), device_named(device)
     given = dict(config.given if isinstance(config, TrainingConfig) else config or {})
-    trusts = bool(given.get("trust_remote_code"))
-    described = config_of_model(model, trust_remote_code=trusts)
+    init = model_init(
+        given.get("model_init_kwargs"),
+        trust_remote_code=bool(given.get("trust_remote_code")),
+        quantization_config=quantization_config,
+    )
+    described = config_of_model(model, **config_init(init))
     if processing_class is None and isinstance(model, str):
-        processing_class = load_tokenizer(model, trust_remote_code=trusts)
-    run = Run(trainer_class, described, given, place, processing_class, peft_config, quantization_config)
+        processing_class = load_tokenizer(model, **config_init(init))
+    run = Run(trainer_class, described, given, place, processing_class, peft_config, init.get("quantization_config"))
     return run, load_rows(dataset)
 
 

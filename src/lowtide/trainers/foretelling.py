@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from datasets import Dataset
 
 from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.model_init import config_init, model_init
 from lowtide.planner.candidate import Run, config_of_model
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import estimate_run
@@ -30,7 +31,14 @@ def run_of(
     """What is trained, with the user's own settings; of a model that is there, or by its name."""
     own = {**given, "output_dir": args.output_dir}
     if isinstance(model, str):
-        described = config_of_model(model, trust_remote_code=args.trust_remote_code)
+        init = model_init(
+            cast(Any, args.model_init_kwargs),
+            trust_remote_code=args.trust_remote_code,
+            quantization_config=quantization_config,
+        )
+        described = config_of_model(model, **config_init(init))
+        quantization_config = init.pop("quantization_config", None)
+        own["model_init_kwargs"] = init
     else:
         described = causal_model(model).config
         quantization_config = getattr(described, "quantization_config", None)

@@ -12,6 +12,7 @@ from lowtide.data.cached_map import with_end_token
 from lowtide.data.chat import adopt_chat_template
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.loading import check_tokenizer, load_model, load_tokenizer
+from lowtide.engine.model_init import config_init, model_init
 from lowtide.trainers.config import TrainingConfig
 
 Config = TypeVar("Config", bound=TrainingConfig)
@@ -57,20 +58,19 @@ def load_inputs(
     Raises:
         ValueError: they cannot be loaded, or do not belong together.
     """
-    init = dict(cast(dict, args.model_init_kwargs) or {})
+    given_init = cast(dict, args.model_init_kwargs)
     if not isinstance(model, str):
-        for given, what in ((init, "model_init_kwargs"), (quantization_config, "quantization_config")):
+        for given, what in ((given_init, "model_init_kwargs"), (quantization_config, "quantization_config")):
             if given:
                 raise ValueError(f"{what} came with a model that is loaded already: pass the model's name, or drop it")
+    init = model_init(given_init, trust_remote_code=args.trust_remote_code, quantization_config=quantization_config)
     name = model_name(model)
     if tokenizer is None and needs_tokenizer:
         if not name:
             raise ValueError("a model without a name needs its tokenizer: pass it as `processing_class`")
-        tokenizer = load_tokenizer(name, trust_remote_code=args.trust_remote_code, revision=init.get("revision"))
+        tokenizer = load_tokenizer(name, **config_init(init))
     if isinstance(model, str):
-        if quantization_config is not None:
-            init["quantization_config"] = quantization_config
-        model = load_model(model, trust_remote_code=args.trust_remote_code, rewards=rewards, **init)
+        model = load_model(model, rewards=rewards, **init)
     if tokenizer is not None:
         tokenizer = cast(PreTrainedTokenizerBase, getattr(tokenizer, "tokenizer", tokenizer))  # a processor's
         end = getattr(args, "eos_token", None)

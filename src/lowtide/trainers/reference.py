@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight
 from lowtide.engine.loading import load_model, load_tokenizer
+from lowtide.engine.model_init import model_init
 from lowtide.engine.quantized import is_quantized
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.reference_storage import STORAGES
@@ -165,7 +166,7 @@ class ReferenceTrainer(CompletionTrainer):
         if isinstance(reference, str):
             self._check_its_tokenizer(reference)
             weight = embedding_weight(policy)
-            reference = load_model(reference, trust_remote_code=self.args.trust_remote_code, dtype=weight.dtype)
+            reference = load_model(reference, trust_remote_code=self._trusts_code, dtype=weight.dtype)
         ours, theirs = embedding_weight(policy).shape[0], embedding_weight(reference).shape[0]
         if ours != theirs:
             raise ValueError(
@@ -175,10 +176,15 @@ class ReferenceTrainer(CompletionTrainer):
             )
         return reference
 
+    @property
+    def _trusts_code(self) -> bool:
+        args: Any = self.args
+        return model_init(args.model_init_kwargs, trust_remote_code=args.trust_remote_code)["trust_remote_code"]
+
     def _check_its_tokenizer(self, name: str) -> None:
         """Refuses a reference that was trained on other tokens of the same number."""
         try:
-            theirs = load_tokenizer(name, trust_remote_code=self.args.trust_remote_code)
+            theirs = load_tokenizer(name, trust_remote_code=self._trusts_code)
         except ValueError:  # a folder of weights alone
             return
         if self.tokenizer is not None and theirs.get_vocab() != self.tokenizer.get_vocab():

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig
 
 from lowtide.engine.forward import causal_model
+from lowtide.engine.model_init import model_init
 from lowtide.engine.reference_storage import STORAGES
 from lowtide.memory import host_heap, offloading
 from lowtide.memory.narrow_step import unwrap_optimizer
@@ -218,7 +219,9 @@ class FakeRun:
     @property
     def _dtype(self) -> torch.dtype:
         """Of the weights."""
-        name = dict(self.config.model_init_kwargs or {}).get("dtype", "float32")
+        name = model_init(self.config.model_init_kwargs).get("dtype", "float32")
+        if name == "auto":
+            name = getattr(self.described, "dtype", None) or "float32"
         return getattr(torch, str(name).removeprefix("torch."))
 
     def _trainer(self, model: nn.Module, peft_config: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import field
 from typing import Any
 
@@ -9,5 +10,5 @@ from typing import Any
 def option(default: Any, help: str, **metadata: Any) -> Any:
     """A field of an options class: its default, and the one sentence that documents it."""
     if isinstance(default, dict | list):
-        return field(default_factory=lambda: default, metadata={"help": help, **metadata})
+        return field(default_factory=lambda: copy.copy(default), metadata={"help": help, **metadata})
     return field(default=default, metadata={"help": help, **metadata})

@@ -1,14 +1,59 @@
-"""An option is a dataclass field with the sentence that documents it; the command line and the docs read both."""
+"""An option is a dataclass field with the sentence that documents it and, if it is a number, its range.
+
+The command line, the check at construction and the docs read these (`lowtide.option_values`).
+"""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import field
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A field of an options class: its default, and the one sentence that documents it."""
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option takes. NaN and infinity are in no range; whether None is taken, the type hint says."""
+
+    least: float | None = None
+    """The smallest number; or, as `above`, the number that all are larger than."""
+    most: float | None = None
+    """The largest number; or, as `below`, the number that all are smaller than."""
+    above: float | None = None
+    below: float | None = None
+    also: float | None = None
+    """One number outside the bounds that has a meaning of its own."""
+    note: str = ""
+    """What such a number means, or which other way there is; a clause for messages."""
+
+    def __contains__(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if value == self.also:
+            return True
+        return (
+            (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        words = " and ".join(f"{words} {bound:.15g}" for words, bound in bounds.items() if bound is not None)
+        return (words or "finite") + ("" if self.also is None else f", or {self.also:.15g}")
+
+
+POSITIVE = Range(above=0)
+NOT_NEGATIVE = Range(least=0)
+COUNT = Range(least=1)
+SHARE = Range(least=0, most=1)
+FINITE = Range()
+
+
+def option(default: Any, help: str, range: Range | None = None, **metadata: Any) -> Any:
+    """A field of an options class: its default, the one sentence that documents it and, for a number, its range."""
+    metadata = {"help": help, "range": range, **metadata}
     if isinstance(default, dict | list):
-        return field(default_factory=lambda: copy.copy(default), metadata={"help": help, **metadata})
-    return field(default=default, metadata={"help": help, **metadata})
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)

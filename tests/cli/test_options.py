@@ -1,13 +1,15 @@
 """Dataclass fields as options: conversion by type hint, from text and from YAML."""
 
 import argparse
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 
 import pytest
 
 from lowtide.cli.main import UsageError
-from lowtide.cli.options import add_options, options_of, read_options
+from lowtide.cli.options import add_options, read_options
+from lowtide.option_values import options_of
 from lowtide.trainers.sft import SFTConfig
 
 
@@ -43,7 +45,7 @@ OPTIONS = options_of(Config)
         ("count", "none", None),
         ("count", None, None),
         ("rate", "2e-5", 2e-5),
-        ("rate", 1, 1.0),
+        ("rate", 1, 1),
         ("flag", "true", True),
         ("flag", "No", False),
         ("flag", True, True),
@@ -57,7 +59,6 @@ OPTIONS = options_of(Config)
         ("layers", ["q_proj", "v_proj"], ["q_proj", "v_proj"]),
         ("extra", '{"a": 1}', {"a": 1}),
         ("extra", {"a": 1}, {"a": 1}),
-        ("extra", "a.json", "a.json"),
         ("pace", False, "no"),
         ("pace", "steps", "steps"),
         ("loss", "dft", "dft"),
@@ -72,22 +73,21 @@ def test_values_become_what_the_field_takes(name, given, value):
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("count", "many", "count is 'many'; it must be a whole number or none"),
-        ("count", True, "count is True; it must be a whole number or none"),
-        ("count", 2.5, "count is 2.5; it must be a whole number or none"),
-        ("rate", "fast", "rate is 'fast'; it must be a number"),
-        ("rate", None, "rate is None; it must be a number"),
-        ("flag", "maybe", "flag is 'maybe'; it must be true or false"),
-        ("flag", 2, "flag is 2; it must be true or false"),
-        ("name", [1], "name is [1]; it must be text"),
-        ("pace", "step", "pace is 'step'; it must be one of no, steps; did you mean 'steps'?"),
-        ("loss", "null", "loss is 'null'; it must be one of nll, dft; did you mean 'nll'?"),
+        ("count", "many", "count='many' must be a whole number or none"),
+        ("count", True, "count=True must be a whole number or none"),
+        ("count", 2.5, "count=2.5 must be a whole number or none"),
+        ("rate", "fast", "rate='fast' must be a number"),
+        ("rate", None, "rate=None must be a number"),
+        ("flag", "maybe", "flag='maybe' must be true or false"),
+        ("flag", 2, "flag=2 must be true or false"),
+        ("name", [1], "name=[1] must be text"),
+        ("pace", "step", "pace='step' is not one of no, steps; did you mean 'steps'?"),
+        ("loss", "null", "loss='null' is not one of nll, dft; did you mean 'nll'?"),
     ],
 )
 def test_others_are_refused_with_what_it_takes(name, given, message):
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         OPTIONS[name].convert(given)
-    assert str(error.value) == message
 
 
 def test_a_field_for_objects_is_no_option():
@@ -116,7 +116,7 @@ def test_an_older_name_is_the_same_option():
 
 
 def test_the_option_is_named_where_its_value_is_none():
-    with pytest.raises(UsageError, match=r"^--rate is 'x'; it must be a number$"):
+    with pytest.raises(UsageError, match=r"^--rate='x' must be a number$"):
         parse("--rate", "x")
 
 

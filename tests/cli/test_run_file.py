@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from lowtide.cli.main import UsageError
-from lowtide.cli.options import options_of
 from lowtide.cli.run_file import read_run_file, write_run_file
 from lowtide.cli.train import RunOptions
+from lowtide.option_values import options_of
 from lowtide.trainers.sft import SFTConfig
 
 OPTIONS = options_of(SFTConfig) | options_of(RunOptions)
@@ -25,7 +25,7 @@ def test_values_are_converted_by_their_fields(tmp_path):
         "max_length": None,
         "eval_strategy": "no",
         "packing": True,
-        "warmup_steps": 3.0,
+        "warmup_steps": 3,
     }
 
 
@@ -42,7 +42,7 @@ def test_an_empty_file_gives_nothing(tmp_path):
     [
         ("seed: 1\n\nlearing_rate: 3\n", "line 3: there is no option 'learing_rate'; did you mean 'learning_rate'?"),
         ("7: 3\n", "line 1: there is no option 7"),
-        ("seed: 1\nmax_length: long\n", "line 2: max_length is 'long'; it must be a whole number or none"),
+        ("seed: 1\nmax_length: long\n", "line 2: max_length='long' must be a whole number or none"),
         ("seed: 1\nseed: 2\n", "line 2: seed is given twice"),
         ("model: m\nmodel_name_or_path: n\n", "line 2: model is given twice"),
         ("- seed\n", "line 1: expected `option: value` lines"),

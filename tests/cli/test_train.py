@@ -129,7 +129,7 @@ def largest_file(size: int):
         (["--max_length", "0"], "max_length"),
         (["--packing", "--max_length", "none"], "packing=True needs max_length"),
         (["--tokens_per_microbatch", "5"], "row"),
-        (["--learning_rate", "fast"], "--learning_rate is 'fast'; it must be a number"),
+        (["--learning_rate", "fast"], "--learning_rate='fast' must be a number"),
         (["--lora_r", "4"], "lora_r has no effect without use_peft: add --use_peft, or drop it"),
         (["--load_in_4bit", "--load_in_8bit", "--use_peft"], "load_in_4bit and load_in_8bit exclude each other"),
         (["--load_in_4bit"], "add --use_peft"),

@@ -115,14 +115,6 @@ def test_bcos_running_mean_goes_on_from_batch_to_batch():
         assert_equal(ours, gradients(plain))
 
 
-@pytest.mark.parametrize("options", [KTOOptions, BCOOptions])
-@pytest.mark.parametrize("name", ["desirable_weight", "undesirable_weight"])
-def test_a_negative_weight_is_refused(options, name):
-    options(**{name: 0.0}).check()
-    with pytest.raises(ValueError, match=f"^{name}=-0.5 must not be negative"):
-        options(**{name: -0.5}).check()
-
-
 def test_evaluation_leaves_bcos_running_mean_alone():
     policy, other = policy_and_reference()
     running = RunningMean()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from lowtide.cli.main import UsageError
-from lowtide.option import option
+from lowtide.option import COUNT, Range, option
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -18,9 +18,9 @@ class AdapterOptions:
     """What is trained in place of the whole model, and how the rest of it is stored."""
 
     use_peft: bool = option(False, "Train a LoRA adapter in place of the whole model.")
-    lora_r: int = option(16, "Rank of the adapter.")
-    lora_alpha: int = option(32, "Scale of the adapter: its output is multiplied by alpha / r.")
-    lora_dropout: float = option(0.05, "Dropout before the adapter.")
+    lora_r: int = option(16, "Rank of the adapter.", COUNT)
+    lora_alpha: int = option(32, "Scale of the adapter: its output is multiplied by alpha / r.", COUNT)
+    lora_dropout: float = option(0.05, "Dropout before the adapter.", Range(least=0, below=1))
     lora_target_modules: str | list[str] | None = option(
         None, "Names of the layers to adapt, or 'all-linear'. None: PEFT's choice for the model type."
     )

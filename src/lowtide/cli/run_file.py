@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lowtide.cli.main import UsageError
-from lowtide.cli.options import Option
+from lowtide.option_values import Option
 from lowtide.spelling import nearest
 
 SECRET = frozenset({"hub_token"})
@@ -36,7 +36,7 @@ def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
             raise UsageError(f"{where}: {name} is given twice")
         try:
             values[name] = options[name].convert(value)
-        except UsageError as error:
+        except ValueError as error:
             raise UsageError(f"{where}: {error}") from None
     return values
 

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lowtide.cli.adapters import AdapterOptions
 from lowtide.cli.layout import LAYOUT
 from lowtide.cli.main import COMMANDS, METHODS, UsageError
-from lowtide.cli.options import Option, add_options, options_of, read_options
+from lowtide.cli.options import add_options, read_options
 from lowtide.cli.run_file import read_run_file, write_run_file
 from lowtide.methods.options import ReferenceOptions
 from lowtide.option import option
+from lowtide.option_values import Option, options_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.memory.checkpointing import POLICIES
-from lowtide.option import option
+from lowtide.option import COUNT, option
 
 TWO_PASS = "two_pass"
 """The value of `optimizer_in_backward` that clips exactly."""
@@ -24,15 +24,17 @@ class MemoryOptions:
         "full", "What a checkpointed layer keeps: nothing, attention outputs, or matrix products too.",
         choices=[*POLICIES],
     )  # fmt: skip
-    checkpointing_every: int = option(1, "Checkpoint each so many-th layer; the others keep their activations.")
+    checkpointing_every: int = option(1, "Checkpoint each so many-th layer; the others keep their activations.", COUNT)
     activation_offloading: bool = option(
         False, "Keep what backward needs in host memory (from a GPU) or in a file (from a CPU) until it is needed."
     )
     activation_offloading_dir: str | None = option(
         None, "Folder of that file, on a disk; by default the system's for temporary files, or the output folder."
     )
-    activation_offloading_max_bytes: int | None = option(None, "The most that is away at a time. None: no limit.")
-    mlp_tile_tokens: int | None = option(None, "Tokens that an MLP sees at a time, for long rows. None: all.")
+    activation_offloading_max_bytes: int | None = option(
+        None, "The most that is away at a time. None: no limit.", COUNT
+    )
+    mlp_tile_tokens: int | None = option(None, "Tokens that an MLP sees at a time, for long rows. None: all.", COUNT)
     optimizer_in_backward: bool | str = option(
         False,
         "Step each parameter as its gradient arrives, and free that. 'two_pass' clips exactly, at twice the time.",
@@ -50,12 +52,6 @@ class MemoryOptions:
             ValueError: naming the options and the way out.
         """
         self._take_checkpointing_kwargs()
-        if self.checkpointing_policy not in POLICIES:
-            raise ValueError(f"checkpointing_policy={self.checkpointing_policy!r} is not one of {', '.join(POLICIES)}")
-        for name in ("checkpointing_every", "mlp_tile_tokens", "activation_offloading_max_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
         for name in ("activation_offloading_dir", "activation_offloading_max_bytes"):
             if getattr(self, name) is not None and not self.activation_offloading:
                 raise ValueError(f"{name} is of activation_offloading=True, which is off: set that, or leave this out")

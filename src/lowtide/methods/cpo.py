@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions, in_table
+from lowtide.methods.options import CompletionOptions
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.objectives.outcome import Counts, Mean, Outcome
-from lowtide.objectives.reference_free import LOSSES, PER_TOKEN, SMOOTHED, alpha_reward
-from lowtide.option import option
+from lowtide.objectives.reference_free import INVERSE, LOSSES, PER_TOKEN, SMOOTHED, alpha_reward
+from lowtide.option import FINITE, NOT_NEGATIVE, SHARE, option
 
 
 @dataclass(kw_only=True)
@@ -17,15 +17,18 @@ class CPOOptions(CompletionOptions):
     """The options of contrastive preference optimization, under TRL's names and with its defaults."""
 
     loss_type: str = option("sigmoid", "The contrast: CPO's, a hinge, IPO's, or SimPO's.", choices=[*LOSSES])
-    beta: float = option(0.1, "Temperature of the contrast.")
-    label_smoothing: float = option(0.0, "Share of flipped labels (sigmoid, simpo).")
-    cpo_alpha: float = option(1.0, "Weight of the chosen completions' negative log-likelihood; 0 for plain SimPO.")
-    simpo_gamma: float = option(0.5, "Target margin of loss_type='simpo'.")
-    alpha: float = option(0.0, "Shape of AlphaPO's reward (arXiv 2501.03884); 0 is the log-probability.")
+    beta: float = option(0.1, "Temperature of the contrast.", NOT_NEGATIVE)
+    label_smoothing: float = option(0.0, "Share of flipped labels (sigmoid, simpo).", SHARE)
+    cpo_alpha: float = option(
+        1.0, "Weight of the chosen completions' negative log-likelihood; 0 for plain SimPO.", NOT_NEGATIVE
+    )
+    simpo_gamma: float = option(0.5, "Target margin of loss_type='simpo'.", NOT_NEGATIVE)
+    alpha: float = option(0.0, "Shape of AlphaPO's reward (arXiv 2501.03884); 0 is the log-probability.", FINITE)
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out."""
-        in_table("loss_type", self.loss_type, LOSSES)
+        if self.beta == 0 and self.loss_type in INVERSE:
+            raise ValueError(f"beta=0 must be above 0 for loss_type={self.loss_type!r}, which divides by it")
         if self.label_smoothing and self.loss_type not in SMOOTHED:
             raise ValueError(
                 f"label_smoothing={self.label_smoothing} is read by {', '.join(sorted(SMOOTHED))} only; "

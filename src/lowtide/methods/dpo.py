@@ -6,11 +6,11 @@ import functools
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions, ReferenceOptions, in_table
+from lowtide.methods.options import CompletionOptions, ReferenceOptions
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, read_pairs
 from lowtide.objectives.outcome import Counts, Outcome
-from lowtide.objectives.preference import DIVERGENCES, DIVERGENT, LOSSES, SMOOTHED, WHOLE
-from lowtide.option import option
+from lowtide.objectives.preference import DIVERGENCES, DIVERGENT, INVERSE, LOSSES, SMOOTHED, WHOLE
+from lowtide.option import FINITE, NOT_NEGATIVE, POSITIVE, SHARE, option
 
 SFT_LOSS = "sft"
 """The loss type that is the negative log-likelihood a token of the chosen completions."""
@@ -23,16 +23,16 @@ class DPOOptions(CompletionOptions, ReferenceOptions):
     loss_type: list[str] | str = option(
         ["sigmoid"], "One loss, or several whose weighted sum is taken.", choices=[*LOSSES, SFT_LOSS]
     )
-    loss_weights: list[float] | None = option(None, "Weight of each of several losses. None: 1 each.")
-    beta: float = option(0.1, "How closely the policy keeps to the reference; tau of IPO.")
-    label_smoothing: float = option(0.0, "Share of flipped labels (robust), or epsilon (exo_pair, aot).")
+    loss_weights: list[float] | None = option(None, "Weight of each of several losses. None: 1 each.", NOT_NEGATIVE)
+    beta: float = option(0.1, "How closely the policy keeps to the reference; tau of IPO.", NOT_NEGATIVE)
+    label_smoothing: float = option(0.0, "Share of flipped labels (robust), or epsilon (exo_pair, aot).", SHARE)
     f_divergence_type: str = option("reverse_kl", "What keeps the policy to the reference.", choices=[*DIVERGENCES])
-    f_alpha_divergence_coef: float = option(0.5, "Alpha of f_divergence_type='alpha_divergence'.")
+    f_alpha_divergence_coef: float = option(0.5, "Alpha of f_divergence_type='alpha_divergence'.", FINITE)
     ld_alpha: float | None = option(
-        None, "Weight of tokens beyond the shorter completion's length, 0 to 1 (LD-DPO). None leaves them whole."
+        None, "Weight of tokens beyond the shorter completion's length (LD-DPO). None leaves them whole.", SHARE
     )
     use_weighting: bool = option(False, "Weight each pair by how likely its completions are to the policy (WPO).")
-    discopop_tau: float = option(0.05, "Temperature of loss_type='discopop'.")
+    discopop_tau: float = option(0.05, "Temperature of loss_type='discopop'.", POSITIVE)
 
     @property
     def loss_types(self) -> list[str]:
@@ -45,14 +45,9 @@ class DPOOptions(CompletionOptions, ReferenceOptions):
             ValueError: an option has no such value, or two options exclude each other.
         """
         self.check_reference()
-        if self.loss_weights is not None:
-            self.loss_weights = [float(weight) for weight in self.loss_weights]
         chosen = set(self.loss_types)
         if not chosen:
             raise ValueError("loss_type is empty: name at least one loss")
-        for name in chosen:
-            in_table("loss_type", name, [*LOSSES, SFT_LOSS])
-        in_table("f_divergence_type", self.f_divergence_type, DIVERGENCES)
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_types):
             raise ValueError(
                 f"loss_weights has {len(self.loss_weights)} weights for the {len(self.loss_types)} losses of "
@@ -69,15 +64,15 @@ class DPOOptions(CompletionOptions, ReferenceOptions):
                 f"label_smoothing={self.label_smoothing} is read by {', '.join(sorted(SMOOTHED))} only; "
                 f"loss_type={self.loss_types} would ignore it: choose 'robust' for smoothed DPO, or set it to 0"
             )
-        if "robust" in chosen and not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing={self.label_smoothing} must lie in [0, 0.5) for loss_type='robust'")
+        if self.beta == 0 and chosen & INVERSE:
+            raise ValueError(f"beta=0 must be above 0 for loss_type={min(chosen & INVERSE)!r}, which divides by it")
+        if "robust" in chosen and self.label_smoothing >= 0.5:
+            raise ValueError(f"label_smoothing={self.label_smoothing} must be below 0.5 for loss_type='robust'")
         if "exo_pair" in chosen and not 0 < self.label_smoothing < 1:
             raise ValueError(
                 f"label_smoothing={self.label_smoothing} must lie between 0 and 1 for loss_type='exo_pair'; its paper "
                 "takes 0.001"
             )
-        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
-            raise ValueError(f"ld_alpha={self.ld_alpha} must lie in [0, 1]")
         unweighted = chosen & (WHOLE | {SFT_LOSS})
         if self.use_weighting and unweighted:
             raise ValueError(

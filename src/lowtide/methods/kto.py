@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.methods.method import Method, RowObjective, Scorer
-from lowtide.methods.options import in_table
 from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective
 from lowtide.objectives.kto import LOSSES, Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
@@ -27,11 +26,6 @@ class KTOOptions(UnpairedOptions):
     """The options of Kahneman-Tversky optimization, under TRL's names and with its defaults."""
 
     loss_type: str = option("kto", "KTO's value against a baseline, or APO's without.", choices=[*LOSSES])
-
-    def check(self) -> None:
-        """Refuses what cannot work, naming the option and the way out."""
-        super().check()
-        in_table("loss_type", self.loss_type, LOSSES)
 
 
 def loss(rows: Unpaired, counts: Counts, *, options: KTOOptions) -> Outcome:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.option import option
+from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 
 
 @dataclass(kw_only=True)
 class CompletionOptions:
     """Of the methods over prompts and completions, under TRL's names and with its defaults."""
 
-    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
-    max_length: int | None = option(1024, "Most tokens of a prompt with a completion. None is no limit.")
+    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.", NOT_NEGATIVE)
+    max_length: int | None = option(1024, "Most tokens of a prompt with a completion. None is no limit.", COUNT)
     truncation_mode: str = option(
         "keep_start", "Which end of a row `max_length` keeps.", choices=["keep_start", "keep_end"]
     )
-    max_prompt_length: int | None = option(None, "Most tokens of a prompt; its end is kept.")
-    max_completion_length: int | None = option(None, "Most tokens of a completion; its start is kept.")
+    max_prompt_length: int | None = option(None, "Most tokens of a prompt; its end is kept.", COUNT)
+    max_completion_length: int | None = option(None, "Most tokens of a completion; its start is kept.", COUNT)
     prefix_sharing: bool = option(
         True, "Compute a prompt once for all its completions. False repeats it; the numbers are equal."
     )
     disable_dropout: bool = option(True, "Train without dropout, so that policy and reference are comparable.")
     router_aux_loss_coef: float | None = option(
-        None, "Weight of a mixture of experts' load-balancing loss. None takes the model's own; 0 leaves it out."
+        None,
+        "Weight of a mixture of experts' load-balancing loss. None takes the model's own; 0 leaves it out.",
+        NOT_NEGATIVE,
     )
     token_metrics: bool = option(True, "Log `entropy` and `mean_token_accuracy`; off, they cost nothing.")
 
@@ -36,7 +38,7 @@ class ReferenceOptions:
         False, "Compute the reference's log-probabilities before training, and keep no reference."
     )
     precompute_ref_batch_size: int | None = option(
-        None, "Rows at a time while they are computed. None: `per_device_train_batch_size`."
+        None, "Rows at a time while they are computed. None: `per_device_train_batch_size`.", COUNT
     )
     ref_model_storage: str = option(
         "same",
@@ -44,8 +46,10 @@ class ReferenceOptions:
         choices=["same", "8bit", "4bit", "cpu"],
     )
     sync_ref_model: bool = option(False, "Move the reference towards the policy as training goes on (TR-DPO).")
-    ref_model_mixup_alpha: float = option(0.6, "How far it moves: 1 makes it the policy (arXiv 2404.09656).")
-    ref_model_sync_steps: int = option(512, "Optimizer steps between two such moves.")
+    ref_model_mixup_alpha: float = option(
+        0.6, "How far it moves: 1 makes it the policy (arXiv 2404.09656).", Range(above=0, most=1)
+    )
+    ref_model_sync_steps: int = option(512, "Optimizer steps between two such moves.", COUNT)
 
     def check_reference(self) -> None:
         """Refuses what cannot work together.
@@ -63,7 +67,6 @@ class ReferenceOptions:
                 f"precompute_ref_batch_size={self.precompute_ref_batch_size} is of precompute_ref_log_probs=True, "
                 "which is off: set that, or leave this out"
             )
-        in_table("ref_model_storage", self.ref_model_storage, ("same", "8bit", "4bit", "cpu"))
         if self.ref_model_storage != "same":
             for name in ("sync_ref_model", "precompute_ref_log_probs"):
                 if getattr(self, name):
@@ -71,16 +74,3 @@ class ReferenceOptions:
                         f"ref_model_storage={self.ref_model_storage!r} is of a frozen reference, which {name}=True "
                         "leaves none of: leave one of them out"
                     )
-        if self.sync_ref_model and not 0 < self.ref_model_mixup_alpha <= 1:
-            raise ValueError(f"ref_model_mixup_alpha={self.ref_model_mixup_alpha} must lie above 0 and at most at 1")
-
-
-def in_table(name: str, value: str, table: object) -> None:
-    """Refuses a variant that there is not.
-
-    Raises:
-        ValueError: naming those that there are.
-    """
-    known = list(table)  # type: ignore[call-overload]
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(sorted(known))}")

@@ -16,14 +16,14 @@ from lowtide.methods.options import CompletionOptions
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.reference_free import log_odds_ratio
-from lowtide.option import option
+from lowtide.option import NOT_NEGATIVE, option
 
 
 @dataclass(kw_only=True)
 class ORPOOptions(CompletionOptions):
     """The options of odds ratio preference optimization, under TRL's names and with its defaults."""
 
-    beta: float = option(0.1, "Weight of the odds ratio; lambda in the paper.")
+    beta: float = option(0.1, "Weight of the odds ratio; lambda in the paper.", NOT_NEGATIVE)
 
     def check(self) -> None:
         """Refuses what cannot work."""

@@ -14,7 +14,7 @@ from lowtide.methods.method import Method, RowObjective
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.objectives.reward import bradley_terry
 from lowtide.ops.linear_logprobs import TokenStats
-from lowtide.option import option
+from lowtide.option import COUNT, NOT_NEGATIVE, option
 from lowtide.ragged import RaggedBatch
 
 MARGIN = "margin"
@@ -25,19 +25,21 @@ MARGIN = "margin"
 class RewardOptions:
     """The options of reward modelling, under TRL's names and with its defaults."""
 
-    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
+    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.", NOT_NEGATIVE)
     chat_template_path: str | None = option(None, "Chat template: a Jinja file, or a tokenizer's folder or hub name.")
     eos_token: str | None = option(None, "Token that ends a text, in place of the tokenizer's own.")
     pad_token: str | None = option(
         None, "Token that the trained model takes for padding. None: the tokenizer's, or the one that ends a text."
     )
-    max_length: int | None = option(1024, "Pairs with a longer side are left out, and counted. None is no limit.")
+    max_length: int | None = option(
+        1024, "Pairs with a longer side are left out, and counted. None is no limit.", COUNT
+    )
     prefix_sharing: bool = option(
         True, "Compute what both sides begin with once. False repeats it; the numbers are equal."
     )
     disable_dropout: bool = option(True, "Train without dropout.")
     center_rewards_coefficient: float | None = option(
-        None, "Coefficient that keeps rewards around zero (arXiv 2312.09244); the paper takes 0.01."
+        None, "Coefficient that keeps rewards around zero (arXiv 2312.09244); the paper takes 0.01.", NOT_NEGATIVE
     )
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
-from lowtide.option import option
+from lowtide.option import COUNT, NOT_NEGATIVE, option
 
 
 @dataclass(kw_only=True)
@@ -20,15 +20,15 @@ class SFTOptions:
     dataset_kwargs: dict | str | None = option(
         None, "Only {'skip_prepare_dataset': true}: rows are `input_ids` and `labels` already, used as they are."
     )
-    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
+    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.", NOT_NEGATIVE)
     chat_template_path: str | None = option(None, "Chat template: a Jinja file, or a tokenizer's folder or hub name.")
     eos_token: str | None = option(None, "Token that ends a text, in place of the tokenizer's own.")
-    max_length: int | None = option(1024, "Most tokens of a row, and the capacity of a bin. None is no limit.")
+    max_length: int | None = option(1024, "Most tokens of a row, and the capacity of a bin. None is no limit.", COUNT)
     truncation_mode: str = option(
         "keep_start", "Which end of a row `max_length` keeps.", choices=["keep_start", "keep_end"]
     )
-    max_prompt_length: int | None = option(None, "Most tokens of a prompt; its end is kept.")
-    max_completion_length: int | None = option(None, "Most tokens of a completion; its start is kept.")
+    max_prompt_length: int | None = option(None, "Most tokens of a prompt; its end is kept.", COUNT)
+    max_completion_length: int | None = option(None, "Most tokens of a completion; its start is kept.", COUNT)
     shuffle_dataset: bool = option(False, "Shuffle the rows once, before they are packed.")
     packing: bool = option(False, "Put several rows into one bin of `max_length` tokens; they never see each other.")
     packing_strategy: str = option(
@@ -48,10 +48,12 @@ class SFTOptions:
         choices=[*LOSSES, "chunked_nll"],
     )
     router_aux_loss_coef: float | None = option(
-        None, "Weight of a mixture of experts' load-balancing loss. None takes the model's own; 0 leaves it out."
+        None,
+        "Weight of a mixture of experts' load-balancing loss. None takes the model's own; 0 leaves it out.",
+        NOT_NEGATIVE,
     )
     token_metrics: bool = option(True, "Log `entropy` and `mean_token_accuracy`; off, they cost nothing.")
-    label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target, 0 to 1.")
+    label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
@@ -64,10 +66,6 @@ class SFTOptions:
                 f"dataset_kwargs has {sorted(set(self.dataset_kwargs) - {'skip_prepare_dataset'})}: "
                 "its only key is 'skip_prepare_dataset'"
             )
-        if self.loss_type not in LOSSES:
-            raise ValueError(f"loss_type={self.loss_type!r} is not one of {', '.join(sorted(LOSSES))}")
-        if not 0 <= self.label_smoothing_factor <= 1:
-            raise ValueError(f"label_smoothing_factor={self.label_smoothing_factor} must lie between 0 and 1")
         if self.label_smoothing_factor and self.loss_type != "nll":
             raise ValueError(
                 f"label_smoothing_factor={self.label_smoothing_factor} smooths the targets of loss_type='nll'; "

@@ -17,7 +17,7 @@ from lowtide.methods.options import CompletionOptions, ReferenceOptions
 from lowtide.objectives.kto import Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.ops.linear_logprobs import TokenStats, Want
-from lowtide.option import option
+from lowtide.option import NOT_NEGATIVE, option
 from lowtide.ragged import RaggedBatch
 
 LABEL = "label"
@@ -28,16 +28,13 @@ LABEL = "label"
 class UnpairedOptions(CompletionOptions, ReferenceOptions):
     """Of the methods over single completions, under TRL's names and with its defaults."""
 
-    beta: float = option(0.1, "How closely the policy keeps to the reference.")
-    desirable_weight: float = option(1.0, "Weight of the losses of desirable rows.")
-    undesirable_weight: float = option(1.0, "Weight of the losses of undesirable rows.")
+    beta: float = option(0.1, "How closely the policy keeps to the reference.", NOT_NEGATIVE)
+    desirable_weight: float = option(1.0, "Weight of the losses of desirable rows.", NOT_NEGATIVE)
+    undesirable_weight: float = option(1.0, "Weight of the losses of undesirable rows.", NOT_NEGATIVE)
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out."""
         self.check_reference()
-        for name in ("desirable_weight", "undesirable_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
 
 def read_unpaired(batch: RaggedBatch, stats: TokenStats, reference: Float[Tensor, " scores"] | None) -> Unpaired:

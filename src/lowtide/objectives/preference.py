@@ -220,5 +220,7 @@ WHOLE = frozenset({"aot", "aot_unpaired"})
 """Those that are no sum over pairs."""
 SMOOTHED = frozenset({"exo_pair", "robust", "aot", "aot_unpaired"})
 """Those that read `label_smoothing`."""
+INVERSE = frozenset({"ipo", "sppo_hard"})
+"""Those that divide by `beta`."""
 DIVERGENT = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"})
 """Those that read `f_divergence_type`."""

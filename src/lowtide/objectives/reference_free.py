@@ -83,3 +83,5 @@ PER_TOKEN = frozenset({"ipo", "simpo"})
 """Those that take means a token."""
 SMOOTHED = frozenset({"sigmoid", "simpo"})
 """Those that read `label_smoothing`."""
+INVERSE = frozenset({"ipo", "simpo"})
+"""Those that divide by `beta`."""

@@ -30,14 +30,6 @@ class CompletionConfig(TrainingConfig):
 
     learning_rate: float = option(1e-6, "The initial learning rate.")
 
-    def __post_init__(self) -> None:
-        self.check()
-        super().__post_init__()
-
-    def check(self) -> None:
-        """The method's own checks; its options class has them."""
-        raise NotImplementedError
-
 
 class CompletionTrainer(MethodTrainer):
     """A trainer over rows of a prompt and one or two completions."""

@@ -13,8 +13,10 @@ from transformers.training_args import OptimizerNames
 from lowtide.engine.attention import NAME
 from lowtide.memory.options import MemoryOptions
 from lowtide.methods import METHODS
-from lowtide.option import option
+from lowtide.option import COUNT, Range, option
+from lowtide.option_values import take_values
 from lowtide.spelling import nearest
+from lowtide.trainers.inherited_ranges import INHERITED_RANGES
 from lowtide.trainers.optimizers import OPTIMIZERS, check_optimizer_name
 
 DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
@@ -48,6 +50,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
 
     refused: ClassVar[dict[str, str]] = REFUSED
     """Options that this config has from `TrainingArguments` and refuses, and why."""
+    inherited_ranges: ClassVar[dict[str, Range]] = INHERITED_RANGES
 
     model_init_kwargs: dict | str | None = option(
         None, "Arguments of `from_pretrained`, where the model is given by name; `dtype` is float32 if left out."
@@ -55,7 +58,9 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     trust_remote_code: bool = option(False, "Run Python code that comes with a model or tokenizer.")
     padding_free: bool = option(True, "Run batches without padding. False runs the padded path, with equal numbers.")
     tokens_per_microbatch: int | None = option(
-        None, "Token budget: the most tokens that one forward sees. The batch of a step is cut to fit; same numbers."
+        None,
+        "Token budget: the most tokens that one forward sees. The batch of a step is cut to fit; same numbers.",
+        COUNT,
     )
     memory_budget: str | None = option(
         None, "Choose exact settings that fit so much memory ('24GiB', or 'auto' for what is free); yours stay as set."
@@ -104,7 +109,16 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             return dict(given)
         return {name: value for name, value in given.items() if value != default_of(type(self), name)}
 
+    def check(self) -> None:
+        """The method's own checks; its options class has them."""
+
     def __post_init__(self) -> None:
+        take_values(self, leave=self.refused)
+        self.check()
+        if self.save_strategy == "steps" and self.save_steps == 0:
+            raise ValueError(
+                "save_steps=0 must be above 0 with save_strategy='steps': set save_strategy='no' to save no checkpoints"
+            )
         if self.pad_to_multiple_of == "auto":
             self.pad_to_multiple_of = None
         defaults = {field.name: field.default for field in fields(self)}
@@ -115,11 +129,6 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             raise ValueError(
                 f"{type(self).__name__}: neftune_noise_alpha={self.neftune_noise_alpha} scales its noise by the length "
                 "of a padded row, which there is none of: set padding_free=False with it, or leave it out"
-            )
-        if self.tokens_per_microbatch is not None and self.tokens_per_microbatch < 1:
-            raise ValueError(
-                f"{type(self).__name__}: tokens_per_microbatch={self.tokens_per_microbatch} must be at least 1, "
-                "or None for no limit"
             )
         check_optimizer_name(str(getattr(self.optim, "value", self.optim)))
         if self.bf16 is None:

@@ -13,6 +13,7 @@ from lowtide.data.chat import adopt_chat_template
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.model_init import config_init, model_init
+from lowtide.option_values import check_ranges
 from lowtide.trainers.config import TrainingConfig
 
 Config = TypeVar("Config", bound=TrainingConfig)
@@ -21,6 +22,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 def config_of(kind: type[Config], args: TrainingArguments | None, model: Any, title: str) -> Config:
     """The options as the trainer's own kind: a plain `TrainingArguments` gets the others' defaults."""
     if isinstance(args, kind):
+        check_ranges(args)
         return args
     if args is None:
         name = model_name(model) or "model"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.engine.forward import embedding_weight
 from lowtide.methods.sft import SFT, SFTOptions
-from lowtide.option import option
+from lowtide.option import COUNT, option
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.method import MethodTrainer, Prepared
 
@@ -25,9 +25,10 @@ class SFTConfig(SFTOptions, TrainingConfig):
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
 
-    max_seq_length: int | None = option(None, "The older name of `max_length`.")
+    max_seq_length: int | None = option(None, "The older name of `max_length`.", COUNT)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Takes older names for the present ones, then checks as `SFTOptions` does."""
         if self.max_seq_length is not None:
             if self.max_length not in (1024, self.max_seq_length):
                 raise ValueError(
@@ -37,8 +38,7 @@ class SFTConfig(SFTOptions, TrainingConfig):
             self.max_length, self.max_seq_length = self.max_seq_length, None
         if self.loss_type == "chunked_nll":  # TRL's older name of the same
             self.loss_type = "nll"
-        self.check()
-        super().__post_init__()
+        super().check()
 
 
 class SFTTrainer(MethodTrainer):

@@ -39,8 +39,8 @@ class Option:
     """Other names of it."""
     range: Range | None = None
     """Of a number, or of the numbers of a list."""
-    items: type = str
-    """The kind of a list's items."""
+    items: frozenset[type] = frozenset({str})
+    """The kinds of a list's items."""
     literals: tuple[Any, ...] = ()
     """Values that it takes beside those of its kinds."""
 
@@ -52,7 +52,8 @@ class Option:
         enums = [each for each in members if isinstance(each, type) and issubclass(each, enum.Enum)]
         kinds = {str if each in enums else get_origin(each) or each for each in members} & CONVERTERS.keys()
         choices = field.metadata.get("choices") or [member.value for each in enums for member in each]
-        items = next((get_args(each)[0] for each in members if get_origin(each) is list), str)
+        item = next((get_args(each)[0] for each in members if get_origin(each) is list), str)
+        items = set(get_args(item) if get_origin(item) in (Union, UnionType) else (item,)) & CONVERTERS.keys()
         return cls(
             name=field.name,
             kinds=frozenset(kinds - {str} if dict in kinds else kinds),
@@ -61,7 +62,7 @@ class Option:
             choices=tuple(choices),
             aliases=tuple(field.metadata.get("aliases", ())),
             range=range,
-            items=items if items in CONVERTERS else str,
+            items=frozenset(items or {str}),
             literals=tuple(value for each in members if get_origin(each) is Literal for value in get_args(each)),
         )
 
@@ -99,11 +100,16 @@ class Option:
         """The items of a list, each of its kind and, where there are any, of the choices."""
         if value is None or isinstance(value, Mapping):
             raise TypeError
-        convert = CONVERTERS[self.items]
-        items = [convert(plain(each)) for each in (value if isinstance(value, list | tuple | set) else [value])]
+        items = [self._item(plain(each)) for each in (value if isinstance(value, list | tuple | set) else [value])]
         if self.choices and not set(items) <= set(self.choices):
             raise ValueError
         return items
+
+    def _item(self, value: Any) -> Any:
+        if isinstance(value, Mapping) and dict in self.items:
+            return value
+        (kind,) = self.items - {dict} or {dict}
+        return CONVERTERS[kind](value)
 
     def _check_range(self, value: Any) -> None:
         for each in value if isinstance(value, list) else [value]:

@@ -1,4 +1,4 @@
-"""What TRL's scripts put into `model_init_kwargs`, most of it after the config was made, is read and not stumbled over."""
+"""What TRL's scripts put into `model_init_kwargs`, most of it after the config was made, is read."""
 
 import pytest
 import torch

@@ -133,7 +133,6 @@ def largest_file(size: int):
         (["--lora_r", "4"], "lora_r has no effect without use_peft: add --use_peft, or drop it"),
         (["--load_in_4bit", "--load_in_8bit", "--use_peft"], "load_in_4bit and load_in_8bit exclude each other"),
         (["--load_in_4bit"], "add --use_peft"),
-        (["--attn_implementation", "sdpa"], "attn_implementation is of the padded path"),
         (["--config", "nowhere.yaml"], "there is no file 'nowhere.yaml'"),
         (["--resume_from_checkpoint", "nowhere"], "'nowhere' is no checkpoint folder. There is none in"),
         (["--completion_only_loss", "true"], "completion_only_loss=True needs 'prompt' and 'completion'"),

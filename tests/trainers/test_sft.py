@@ -116,14 +116,6 @@ def test_a_model_that_came_with_virtual_tokens_is_refused(tokenizer, rows, tmp_p
         SFTTrainer(model, config(tmp_path), train_dataset=rows, processing_class=tokenizer)
 
 
-@pytest.mark.parametrize("given", [{"attn_implementation": "eager"}, '{"attn_implementation": "eager"}'])
-def test_an_attention_of_the_padded_path_is_refused_without_padding(given, tmp_path):
-    with pytest.raises(ValueError, match=r"attn_implementation='eager' is of the padded path.*padding_free=False"):
-        config(tmp_path, model_init_kwargs=given)
-    assert config(tmp_path, model_init_kwargs=given, padding_free=False)
-    assert config(tmp_path, model_init_kwargs={"attn_implementation": "lowtide"})
-
-
 class Kill(TrainerCallback):
     """Ends the process' training in the middle, as a kill would: by an exception after a step."""
 
@@ -332,13 +324,10 @@ def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path, rows, t
         ({"optim": "lomo"}, "'lomo' steps by itself.*optimizer_in_backward=True"),
         ({"optim": "galore_adamw_layerwise"}, "take 'galore_adamw' with optimizer_in_backward=True"),
         ({"optim": "adamw_anyprecision"}, "torchdistx"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"max_seq_length": 8, "max_length": 9}, "contradict"),
         ({"dataset_kwargs": {"no_such": 1}}, "no_such"),
         ({"fsdp": "full_shard"}, "fsdp"),
-        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of"),
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches"),
-        ({"liger_kernel_config": {"rope": False}}, "liger_kernel_config"),
         ({"eos_token": "<end>"}, "'<end>' is not in the tokenizer's vocabulary"),
     ],
 )

@@ -48,7 +48,9 @@ class RunOptions:
         None, "What weights are stored in; float32 if left out.", choices=["float32", "bfloat16", "float16", "auto"]
     )
     model_init_kwargs: dict | None = option(None, "Further arguments of `from_pretrained`.")
-    attn_implementation: str | None = option(None, "Attention of the padded path (padding_free=false).")
+    attn_implementation: str | None = option(
+        None, "Attention of the padded path (padding_free=false); without padding the report names what is used."
+    )
     dataset: str | None = option(
         None, "The rows: a JSONL, JSON, CSV or Parquet file, a folder, or a hub name.", aliases=["dataset_name"]
     )
@@ -78,7 +80,7 @@ class RunOptions:
         aliases=["dataset_test_split"],
     )
 
-    def check(self, *, padding_free: bool) -> None:
+    def check(self) -> None:
         """Refuses what cannot work.
 
         Raises:
@@ -91,11 +93,6 @@ class RunOptions:
             raise UsageError(
                 f"test_split_size={self.test_split_size} requires `datasets`: list the dataset there, or name rows for "
                 "evaluation by --eval_dataset"
-            )
-        if self.attn_implementation and padding_free:
-            raise UsageError(
-                "attn_implementation is of the padded path: without padding the backend is chosen by device and "
-                "model. Drop it, or add --padding_free false"
             )
 
     def model_init(self) -> dict[str, Any]:
@@ -166,10 +163,11 @@ def add_parser(
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="a run file: YAML with options, such as an earlier run's"
     )
-    left = {name: each for name, each in options.items() if name not in config.refused}
+    unlisted = {*config.refused, *config.without_effect}
+    left = {name: each for name, each in options.items() if name not in unlisted}
     for title, names in LAYOUT.items():
         add_options(parser.add_argument_group(title), [left.pop(name) for name in names if name in left])
-    add_options(parser, [each for name, each in options.items() if name in left or name in config.refused], shown=False)
+    add_options(parser, [each for name, each in options.items() if name in left or name in unlisted], shown=False)
     parser.epilog = "Also accepted, as transformers.TrainingArguments documents them: " + ", ".join(left)
     parser.set_defaults(run=run, method=method, options=options)
     return parser
@@ -240,7 +238,7 @@ def read_run(arguments: argparse.Namespace, **changes: Any) -> Run:
     values = read_run_file(arguments.config, options) if arguments.config else {}
     values |= read_options(arguments, options) | changes
     what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
-    what.check(padding_free=values.get("padding_free", True))
+    what.check()
     adapters.check()
     values["output_dir"] = what.output_dir or f"{Path(what.model or '').name}-{arguments.method}"
     values.pop("resume_from_checkpoint", None)

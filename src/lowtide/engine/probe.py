@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lowtide.engine.forward import causal_model, embedding_weight, install, score
 from lowtide.engine.head import is_reward_model, pad_id
 from lowtide.engine.quantized import keep_trainable
+from lowtide.ops.varlen_attention import BACKENDS, observed_backends
 from lowtide.ragged import RaggedBatch
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
@@ -107,6 +108,20 @@ def probe(model: nn.Module) -> Probe:
             failure = error
     leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16])
     return Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, failure)
+
+
+def attention_backends(model: nn.Module) -> list[str]:
+    """The titles of the backends that a model's attention runs on without padding, in order of preference.
+
+    Args:
+        model: prepared by `install`, in the precision that it computes in (`engine.forward.compute_in`).
+    """
+    weight = embedding_weight(model)
+    reward = is_reward_model(causal_model(model))
+    batch = RaggedBatch.from_segments(_rows(weight.shape[0])[:2], read_last=reward).to(weight.device)
+    with _inference(model), observed_backends() as names:
+        score(model, batch)
+    return [backend.title for name, backend in BACKENDS.items() if name in names]
 
 
 def _rows(vocab: int) -> tuple[list[int], list[int], list[int]]:

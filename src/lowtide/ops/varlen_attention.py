@@ -11,7 +11,9 @@ Shapes: `heads` query heads, `kv_heads` key and value heads (`heads` is a multip
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -38,16 +40,35 @@ class Backend(NamedTuple):
     """(query, key, value, plan, rules)"""
     why_not: Callable[[Tensor, Tensor, Tensor, Rules], str | None]
     """What keeps it from serving (query, key, value, rules), None if nothing does."""
+    title: str = ""
+    """What it is called in a report."""
 
 
 BACKENDS: dict[str, Backend] = {
-    "flash3": Backend(flash3_attention, why_not_flash3),
-    "flash2": Backend(flash2_attention, why_not_flash2),
-    "varlen": Backend(torch_varlen_attention, why_not_varlen),
-    "flex": Backend(flex_ragged_attention, why_not_flex),
-    "grouped": Backend(grouped_attention, lambda query, key, value, rules: None),
+    "flash3": Backend(flash3_attention, why_not_flash3, "FlashAttention 3"),
+    "flash2": Backend(flash2_attention, why_not_flash2, "FlashAttention 2"),
+    "varlen": Backend(torch_varlen_attention, why_not_varlen, "torch.nn.attention.varlen"),
+    "flex": Backend(flex_ragged_attention, why_not_flex, "flex attention"),
+    "grouped": Backend(
+        grouped_attention,
+        lambda query, key, value, rules: None,
+        "scaled_dot_product_attention on segments of equal length together",
+    ),
 }
 """By name, the preferred ones first."""
+
+_observed: ContextVar[set[str] | None] = ContextVar("observed", default=None)
+
+
+@contextlib.contextmanager
+def observed_backends() -> Iterator[set[str]]:
+    """Collects the names of the backends that serve the calls made while the context lasts."""
+    names: set[str] = set()
+    token = _observed.set(names)
+    try:
+        yield names
+    finally:
+        _observed.reset(token)
 
 
 def varlen_attention(
@@ -89,6 +110,9 @@ def varlen_attention(
     sight = Sight(window, chunk).within(plan.longest)
     rules = Rules(query.shape[-1] ** -0.5 if scale is None else scale, sight, softcap, sinks, dropout)
     name = backend or _choose(query, key, value, rules)
+    observed = _observed.get()
+    if observed is not None:
+        observed.add(name)
     if backend is not None and (reason := BACKENDS[name].why_not(query, key, value, rules)):
         raise ValueError(f"the attention backend {backend!r} {reason}: choose another, or leave the choice open")
     return BACKENDS[name].run(query, key, value, plan, rules)

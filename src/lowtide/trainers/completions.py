@@ -22,10 +22,10 @@ from lowtide.trainers.setup import Engine, check_prefixes
 class CompletionConfig(TrainingConfig):
     """What the configs of these trainers have in common beyond `TrainingConfig`."""
 
-    refused: ClassVar[dict[str, str]] = {
-        **TrainingConfig.refused,
-        "label_smoothing_factor": "it smooths the targets of supervised fine-tuning; preferences have label_smoothing",
-        "neftune_noise_alpha": "its noise would differ between the policy and its reference; it is of sft",
+    without_effect: ClassVar[dict[str, str]] = {
+        **TrainingConfig.without_effect,
+        "label_smoothing_factor": "it smooths the targets of supervised fine-tuning, as in TRL. The losses of "
+        "preferences that can be smoothed have `label_smoothing`",
     }
 
     learning_rate: float = option(1e-6, "The initial learning rate.")

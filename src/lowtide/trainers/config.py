@@ -18,22 +18,16 @@ from lowtide.option_values import take_values
 from lowtide.spelling import nearest
 from lowtide.trainers.inherited_ranges import INHERITED_RANGES
 from lowtide.trainers.optimizers import OPTIMIZERS, check_optimizer_name
-
-DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+from lowtide.trainers.without_effect import WITHOUT_EFFECT
 
 REFUSED: dict[str, str] = {
-    "label_names": "labels are found by their column, `labels`",
     "include_for_metrics": "`compute_metrics` gets token ids and log-probs; there are no inputs or losses to include",
     "batch_eval_metrics": "`compute_metrics` is called once, over the whole evaluation set",
     "deepspeed": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
     "fsdp": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
     "parallelism_config": "sharded models are not built yet; several GPUs train with equal weights on each (torchrun)",
-    **dict.fromkeys(DDP, "gradients are exchanged after backward, without DistributedDataParallel; leave it out"),
-    "liger_kernel_config": "Liger's kernels are all put in where the model can have them, but for its losses",
-    "pad_to_multiple_of": "there is no padding; leave it out",
-    "pad_token": "there is no padding; leave it out",
 }
-"""Options that would be without effect or wrong, and why; refused when they are set."""
+"""Options that would train something else than was asked for, and why; refused when they are set."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +45,8 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     refused: ClassVar[dict[str, str]] = REFUSED
     """Options that this config has from `TrainingArguments` and refuses, and why."""
     inherited_ranges: ClassVar[dict[str, Range]] = INHERITED_RANGES
+    without_effect: ClassVar[dict[str, str]] = WITHOUT_EFFECT
+    """Options that are accepted and change nothing, and why."""
 
     model_init_kwargs: dict | str | None = option(
         None, "Arguments of `from_pretrained`, where the model is given by name; `dtype` is float32 if left out."
@@ -81,9 +77,9 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     bf16: bool | None = option(
         None, "bfloat16 mixed precision. None: on a GPU that has it, if fp16 is not set; on a CPU float32."
     )
-    # TRL's, refused with a reason rather than as unknown
-    pad_to_multiple_of: int | str | None = option(None, "Refused: there is no padding.")
-    pad_token: str | None = option(None, "Refused: there is no padding.")
+    # TRL's, accepted for the scripts that set them
+    pad_to_multiple_of: int | str | None = option(None, "Without effect: batches have no padding.")
+    pad_token: str | None = option(None, "Without effect: batches have no padding.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuses options that there are not, before `__init__` would in fewer words.
@@ -99,6 +95,12 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         positional = (each.name for each in fields(cls) if each.init and not each.kw_only)
         made.__dict__["_given"] = {**dict(zip(positional, args, strict=False)), **kwargs}
         return made
+
+    @property
+    def asked_attention(self) -> str | None:
+        """The attention implementation of transformers that is asked for; without padding it is not the one used."""
+        asked = cast(dict, self.model_init_kwargs or {}).get("attn_implementation")
+        return None if asked == NAME else asked
 
     @property
     def given(self) -> dict[str, Any]:
@@ -125,11 +127,6 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         for name, reason in self.refused.items():
             if getattr(self, name, None) and getattr(self, name) != defaults.get(name):
                 raise ValueError(f"{type(self).__name__}: {name}={getattr(self, name)!r} is refused: {reason}")
-        if self.neftune_noise_alpha is not None and self.padding_free:
-            raise ValueError(
-                f"{type(self).__name__}: neftune_noise_alpha={self.neftune_noise_alpha} scales its noise by the length "
-                "of a padded row, which there is none of: set padding_free=False with it, or leave it out"
-            )
         check_optimizer_name(str(getattr(self.optim, "value", self.optim)))
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_bf16(self.use_cpu)
@@ -146,12 +143,6 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             self.optim = "adamw_torch_fused"  # transformers knows its own names alone
         super().__post_init__()
         self.optim = own or self.optim
-        attention = cast(dict, self.model_init_kwargs or {}).get("attn_implementation")
-        if self.padding_free and attention not in (None, NAME):
-            raise ValueError(
-                f"{type(self).__name__}: attn_implementation={attention!r} is of the padded path: without padding the "
-                "backend is chosen by device and model. Drop it from model_init_kwargs, or set padding_free=False"
-            )
         if self.n_gpu > 1:
             logger.warning(
                 f"this process sees {self.n_gpu} GPUs and trains on the first of them: start with "

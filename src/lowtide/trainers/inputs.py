@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -15,6 +16,8 @@ from lowtide.engine.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.model_init import config_init, model_init
 from lowtide.option_values import check_ranges
 from lowtide.trainers.config import TrainingConfig
+
+logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=TrainingConfig)
 
@@ -60,12 +63,21 @@ def load_inputs(
     Raises:
         ValueError: they cannot be loaded, or do not belong together.
     """
-    given_init = cast(dict, args.model_init_kwargs)
+    init = model_init(
+        cast(dict, args.model_init_kwargs),
+        trust_remote_code=args.trust_remote_code,
+        quantization_config=quantization_config,
+    )
+    if args.padding_free:  # attention without padding is lowtide's; the start-up report says which backend runs
+        init.pop("attn_implementation", None)
     if not isinstance(model, str):
-        for given, what in ((given_init, "model_init_kwargs"), (quantization_config, "quantization_config")):
-            if given:
-                raise ValueError(f"{what} came with a model that is loaded already: pass the model's name, or drop it")
-    init = model_init(given_init, trust_remote_code=args.trust_remote_code, quantization_config=quantization_config)
+        if args.model_init_kwargs:
+            names = ", ".join(args.model_init_kwargs)
+            logger.warning(f"model_init_kwargs ({names}) have no effect: the model that was passed is loaded already")
+        if quantization_config:
+            raise ValueError(
+                "quantization_config came with a model that is loaded already: pass the model's name, or drop it"
+            )
     name = model_name(model)
     if tokenizer is None and needs_tokenizer:
         if not name:

@@ -18,11 +18,21 @@ from lowtide.memory.measure import bytes_text, peak_bytes
 from lowtide.planner.states import predict_states
 from lowtide.trainers.config import cpu_has_bf16
 from lowtide.trainers.setup import Engine
+from lowtide.trainers.without_effect import without_effect
 
 if TYPE_CHECKING:
     from lowtide.trainers.method import MethodTrainer
 
 logger = logging.getLogger(__name__)
+
+
+def noise_text(args: Any, reference: object) -> str:
+    """What the noise on embeddings is, and where there is none."""
+    without = "none in evaluation" if reference is None else "none in evaluation and in the reference"
+    return (
+        f"embeddings get noise in training, uniform within {args.neftune_noise_alpha:g} / sqrt(tokens of the row x "
+        f"hidden size); {without}"
+    )
 
 
 class StartReport(TrainerCallback):
@@ -66,6 +76,7 @@ class StartReport(TrainerCallback):
             ("model", f"{model.config.model_type}, {total:,} parameters, {share:.1%} trained"),
             ("precision", self._precision(trained)),
             ("path", f"{'ragged' if self.engine.padding_free else 'padded'} ({self.engine.reason})"),
+            *([("attention", self.engine.attention)] if self.engine.attention else []),
             (
                 "step",
                 f"{args.per_device_train_batch_size} rows x {args.gradient_accumulation_steps} accumulated x "
@@ -83,6 +94,8 @@ class StartReport(TrainerCallback):
                 if args.use_liger_loss
                 else []
             ),
+            *([("NEFTune", noise_text(args, self.trainer.reference))] if args.neftune_noise_alpha else []),
+            *without_effect(args),
             *self.trainer.report_lines(),
         ]
 

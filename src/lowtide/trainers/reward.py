@@ -23,8 +23,8 @@ from lowtide.trainers.method import Prepared
 class RewardConfig(RewardOptions, CompletionConfig):
     """Options of reward modelling: `RewardOptions`, `TrainingConfig` and `TrainingArguments`."""
 
-    refused: ClassVar[dict[str, str]] = {
-        name: why for name, why in CompletionConfig.refused.items() if name != "pad_token"
+    without_effect: ClassVar[dict[str, str]] = {
+        name: why for name, why in CompletionConfig.without_effect.items() if name != "pad_token"
     }
 
     learning_rate: float = option(1e-4, "The initial learning rate.")

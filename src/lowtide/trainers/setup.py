@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, compute_in, install
 from lowtide.engine.loading import check_adapters, has_adapters, release_file
-from lowtide.engine.probe import Probe, probe
+from lowtide.engine.probe import Probe, attention_backends, probe
 from lowtide.memory.host_heap import settle_heap
 from lowtide.memory.out_of_memory import is_out_of_memory
 from lowtide.trainers.config import TrainingConfig
@@ -32,6 +32,8 @@ class Engine:
     found: Probe
     computed_in: torch.dtype | None = None
     """What autocast takes products in; None for the dtype of the weights."""
+    attention: str = ""
+    """What attention runs on, where another implementation was asked for and is not used."""
 
 
 def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
@@ -51,7 +53,22 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     mixed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     engine = replace(_proved(model, args), computed_in=mixed)
     compute_in(model, mixed)
-    return engine
+    return replace(engine, attention=_other_attention(model, args, engine))
+
+
+def _other_attention(model: nn.Module, args: TrainingConfig, engine: Engine) -> str:
+    """A sentence where an attention implementation was asked for and is not used; empty elsewhere."""
+    if args.asked_attention is None or not args.padding_free or isinstance(next(model.parameters()), FakeTensor):
+        return ""
+    runs_on = " and ".join(attention_backends(model)) if engine.padding_free else _implementation(model)
+    return (
+        f"{runs_on}. {args.asked_attention!r} is not used: it is for padding_free=False; without padding lowtide "
+        "chooses by device and model, and keeps rows apart with each"
+    )
+
+
+def _implementation(model: nn.Module) -> str:
+    return causal_model(model).config._attn_implementation or "eager"
 
 
 def _check_rows_alone(adapters: Iterable[Any]) -> None:
@@ -108,7 +125,7 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
     _place(model, args)
     settle_heap(model)
     inner = causal_model(model)
-    implementation = inner.config._attn_implementation or "eager"
+    implementation = _implementation(inner)
     found = probe(model)
     if args.padding_free and found.isolated:
         return Engine(True, "segments proved isolated on this model", found)

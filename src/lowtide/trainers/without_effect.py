@@ -1,0 +1,32 @@
+"""Options of TRL and transformers that are accepted and change nothing here; the start-up report says why.
+
+A script that was written for another trainer runs as it is. What would train something else than was asked for is not
+in this table: it is refused (`REFUSED` in `trainers.config`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+
+WITHOUT_EFFECT: dict[str, str] = {
+    "pad_to_multiple_of": "batches have no padding",
+    "pad_token": "batches have no padding",
+    "label_names": "labels are found by their column, `labels`",
+    "liger_kernel_config": "use_liger_kernel=True puts in all kernels that the model can have, except Liger's losses",
+    **dict.fromkeys(DDP, "ranks add up gradients after backward, without DistributedDataParallel"),
+}
+"""By name, why an option has no effect in any trainer."""
+
+
+def without_effect(args: Any) -> list[tuple[str, str]]:
+    """(option, sentence) for each option that was set and has no effect."""
+    defaults = {each.name: each.default for each in fields(args)}
+    found = []
+    for name, why in args.without_effect.items():
+        value = getattr(args, name, None)
+        if value is not None and value != defaults.get(name):
+            found.append((name, f"{value!r} has no effect: {why}"))
+    return found

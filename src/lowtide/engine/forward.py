@@ -18,6 +18,7 @@ from lowtide.engine.attention import NAME, ragged_inputs
 from lowtide.engine.convolution import install_convolution
 from lowtide.engine.embedding import install_embedding
 from lowtide.engine.head import ScoreOutput, Scores, install_head
+from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.quantized import keep_trainable
 from lowtide.ragged import RaggedBatch
 
@@ -101,8 +102,9 @@ def score(
     with _autocast(model):
         if not padding_free:
             inputs, index = pad(batch)
-            return model(**inputs, scores=replace(scores, index=index))
-        with ragged_inputs(batch) as inputs:
+            with noisy_embeddings(causal_model(model), batch, inputs["attention_mask"]):
+                return model(**inputs, scores=replace(scores, index=index))
+        with ragged_inputs(batch) as inputs, noisy_embeddings(causal_model(model), batch):
             return model(**inputs, scores=scores)
 
 

@@ -25,6 +25,8 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.data.collate import ragged_from_collated
 from lowtide.engine.diagnose import find_nonfinite
+from lowtide.engine.forward import causal_model
+from lowtide.engine.noise import set_noise
 from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.methods import Objective
 from lowtide.methods.method import Scorer
@@ -96,6 +98,7 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
         super().__init__(callbacks=callbacks, **kwargs)
+        self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `engine.noise` does not
         self.check_optimizer()
         self._mark = HighWater(self.args.device)
         self._memory_log = MemoryLog(self._mark)
@@ -255,6 +258,9 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
         self._mark.note("loading")
         if distributed():
             broadcast_weights(model)
+        if self.args.neftune_noise_alpha:
+            set_noise(causal_model(model), self.args.neftune_noise_alpha)
+            self._undo.append(functools.partial(set_noise, causal_model(model), None))
         inner = unwrap_optimizer(self.optimizer)
         step = self.optimizer.step
 

@@ -21,7 +21,7 @@ from lowtide.engine.forward import score_shared
 from lowtide.engine.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.metrics import Totals, distributed
-from lowtide.objectives.outcome import Counts
+from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ragged import RaggedBatch
 from lowtide.watch import Watch, random_state, set_random_state
 
@@ -67,9 +67,18 @@ class Run:
     def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
         raise NotImplementedError
 
+    def begin(self) -> None:
+        """What comes before the first micro-batch."""
+
     def reported(self, loss: Tensor) -> Tensor:
         """The step's loss, from the sum of the losses that went backward."""
         return loss
+
+    def outcome(self, rows: Any) -> Outcome:
+        """The loss of rows that are trained on."""
+        if self.objective.observe is not None:
+            self.objective.observe(rows)
+        return self.objective.loss(rows, self.counts)
 
 
 @dataclass
@@ -95,9 +104,9 @@ class RowRun(Run):
     def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
         referred = self.models.referred(part, self.objective)  # first, while no activations are held
         output = self.models.forward(part, scores_of(part, self.objective, self.accumulate))
-        if part.scores == 0:  # it keeps other ranks company
+        if part.scores == 0:  # an empty micro-batch, so that all ranks run equally many
             return output, output.logprobs.sum()
-        outcome = self.objective.loss(self.objective.read(part, output.stats, referred), self.counts)
+        outcome = self.outcome(self.objective.read(part, output.stats, referred))
         self.totals.take_outcome(outcome)
         return output, outcome.loss * self.ranks
 
@@ -113,12 +122,19 @@ class WholeRun(Run):
     def __post_init__(self) -> None:
         self.device = self.parts[0].token_ids.device
         self.random: list[list[Tensor]] = []
+
+    def begin(self) -> None:
+        """The first pass: the loss of the whole batch, and its gradient with respect to each log-probability.
+
+        Raises:
+            OutOfMemory: a rank ran out of memory in it; all ranks raise.
+        """
         leaves: list[Tensor] = []
         rows: list[Any] = []
         with self.watch.local():
             self._first_pass(leaves, rows)
         self.watch.meet(self.device)
-        outcome = self.objective.loss(join_rows(gathered_rows(join_rows(rows))), self.counts)
+        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows))))
         self.slopes = iter(torch.autograd.grad(outcome.loss, leaves))
         self.loss = outcome.loss.detach()
         self.totals.take_outcome(outcome)

@@ -114,6 +114,7 @@ def train_step(
         run = WholeRun(models, objective, counts, ranks, ways.accumulate, totals, parts, watch)
     else:
         run = RowRun(models, objective, counts, ranks, ways.accumulate, totals)
+    run.begin()
     loss, exchange_gradients = torch.zeros(()), _nothing
     alone = ways.exchange is not None or ranks == 1
     with watch.local() if alone else contextlib.nullcontext():

@@ -130,7 +130,7 @@ def test_each_dpo_loss_has_the_dense_gradients_under_any_cut(name):
     policy, other = policy_and_reference()
     plain = dense(policy)
     pairs, chosen, _ = dense_pairs(plain, dense(other), rows())
-    expected = -chosen.mean() if name == "sft" else preference.LOSSES[name](pairs, options).mean()
+    expected = -chosen.mean() if name == "sft" else preference.LOSSES[name].fn(pairs, options).mean()
     expected.backward()
     for limits in CUTS:
         for sharing in (True, False):

@@ -1,9 +1,9 @@
 """The largest living tensors, for the report of a run that ran out of memory.
 
 They are looked for while memory is exhausted, so nothing here may need much of it, and what is found is kept as text
-and numbers. First the variables of the frames that failed, which takes no memory to speak of; once these are cleared, what
-the garbage collector knows, which is every tensor that Python holds: a list of all objects, some megabytes. What
-autograd alone has saved is not among them.
+and numbers. First come the variables of the frames that failed, which takes no memory to speak of. Once these are
+cleared comes what the garbage collector knows, which is every tensor that Python holds: a list of all objects, some
+megabytes. What autograd alone has saved is not among them.
 """
 
 from __future__ import annotations

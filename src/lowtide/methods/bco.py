@@ -39,10 +39,8 @@ class RunningMean:
 
 
 def loss(rows: Unpaired, counts: Counts, *, options: BCOOptions, running: RunningMean) -> Outcome:
-    """The weighted losses of the rows of the whole batch. Where gradients are taken, the running mean goes on."""
-    if torch.is_grad_enabled():
-        running.take_in(options.beta * rows.ratio)
-    losses = bco(rows, options.beta, running.value) * row_weights(rows, options)
+    """The weighted losses of the rows of the whole batch, against the running mean."""
+    losses = bco(rows.shifted_by(running.value), options) * row_weights(rows, options)
     means = {**unpaired_metrics(rows, options.beta), "delta": Mean(torch.tensor(running.value), 1.0)}
     return Outcome(losses.sum() / counts["rows"], means)
 
@@ -51,7 +49,11 @@ def objective(options: BCOOptions, *, aux_coefficient: float = 0.0, running: Run
     """The loss of the options over single completions; `running` is kept by the caller who checkpoints it."""
     running = running or RunningMean()
     with_mean = functools.partial(loss, running=running)
-    return unpaired_objective(with_mean, options, aux_coefficient, whole=True, running=running)
+
+    def observe(rows: Unpaired) -> None:
+        running.take_in(options.beta * rows.ratio)
+
+    return unpaired_objective(with_mean, options, aux_coefficient, whole=True, running=running, observe=observe)
 
 
 BCO = Method("bco", "binary classifier optimization", BCOOptions, objective)

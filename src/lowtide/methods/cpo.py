@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions
+from lowtide.methods.options import CompletionOptions, check_read
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.objectives.outcome import Counts, Mean, Outcome
-from lowtide.objectives.reference_free import INVERSE, LOSSES, PER_TOKEN, SMOOTHED, alpha_reward
+from lowtide.objectives.reference_free import LOSSES, alpha_reward
 from lowtide.option import FINITE, NOT_NEGATIVE, SHARE, option
 
 
@@ -27,20 +27,17 @@ class CPOOptions(CompletionOptions):
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out."""
-        if self.beta == 0 and self.loss_type in INVERSE:
+        if self.beta == 0 and LOSSES[self.loss_type].divides_by_beta:
             raise ValueError(f"beta=0 must be above 0 for loss_type={self.loss_type!r}, which divides by it")
-        if self.label_smoothing and self.loss_type not in SMOOTHED:
-            raise ValueError(
-                f"label_smoothing={self.label_smoothing} is read by {', '.join(sorted(SMOOTHED))} only; "
-                f"loss_type={self.loss_type!r} would ignore it: set it to 0"
-            )
+        check_read(self, ("label_smoothing", "simpo_gamma"), LOSSES, [self.loss_type])
 
 
 def loss(pairs: ReadPairs, counts: Counts, *, options: CPOOptions) -> Outcome:
     """The contrast, a mean over pairs, and `cpo_alpha` times the negative log-likelihood, a mean over tokens."""
-    pairs = per_token(pairs) if options.loss_type in PER_TOKEN else pairs
+    variant = LOSSES[options.loss_type]
+    pairs = per_token(pairs) if variant.per_token else pairs
     chosen, rejected = (alpha_reward(logps, options.alpha) for logps in (pairs.chosen, pairs.rejected))
-    total = LOSSES[options.loss_type](chosen - rejected, options).sum() / counts["pairs"]
+    total = variant.fn(chosen - rejected, options).sum() / counts["pairs"]
     means = dict(pair_metrics(pairs, options.beta * chosen, options.beta * rejected))
     if options.cpo_alpha:
         total = total + options.cpo_alpha * pairs.nll.sum() / counts["nll_tokens"]

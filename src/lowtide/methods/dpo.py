@@ -6,10 +6,10 @@ import functools
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions, ReferenceOptions
+from lowtide.methods.options import CompletionOptions, ReferenceOptions, check_read
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, read_pairs
 from lowtide.objectives.outcome import Counts, Outcome
-from lowtide.objectives.preference import DIVERGENCES, DIVERGENT, INVERSE, LOSSES, SMOOTHED, WHOLE
+from lowtide.objectives.preference import DIVERGENCES, LOSSES
 from lowtide.option import FINITE, NOT_NEGATIVE, POSITIVE, SHARE, option
 
 SFT_LOSS = "sft"
@@ -53,19 +53,17 @@ class DPOOptions(CompletionOptions, ReferenceOptions):
                 f"loss_weights has {len(self.loss_weights)} weights for the {len(self.loss_types)} losses of "
                 f"loss_type={self.loss_types}: give one for each"
             )
-        if self.f_divergence_type != "reverse_kl" and not chosen <= DIVERGENT | {SFT_LOSS}:
+        divergent = {name for name, loss in LOSSES.items() if "f_divergence_type" in loss.reads}
+        if self.f_divergence_type != "reverse_kl" and not chosen <= divergent | {SFT_LOSS}:
             raise ValueError(
-                f"f_divergence_type={self.f_divergence_type!r} is of losses of the score difference "
-                f"({', '.join(sorted(DIVERGENT))}); {', '.join(sorted(chosen - DIVERGENT))} has none: "
-                "set it back to 'reverse_kl'"
+                f"f_divergence_type={self.f_divergence_type!r} would have no effect on loss_type="
+                f"{', '.join(sorted(chosen - divergent - {SFT_LOSS}))}, which does not read it: choose among "
+                f"{', '.join(sorted(divergent))}, or set it back to 'reverse_kl'"
             )
-        if self.label_smoothing and not chosen & SMOOTHED:
-            raise ValueError(
-                f"label_smoothing={self.label_smoothing} is read by {', '.join(sorted(SMOOTHED))} only; "
-                f"loss_type={self.loss_types} would ignore it: choose 'robust' for smoothed DPO, or set it to 0"
-            )
-        if self.beta == 0 and chosen & INVERSE:
-            raise ValueError(f"beta=0 must be above 0 for loss_type={min(chosen & INVERSE)!r}, which divides by it")
+        check_read(self, ("label_smoothing", "discopop_tau"), LOSSES, self.loss_types)
+        dividing = sorted(name for name in chosen - {SFT_LOSS} if LOSSES[name].divides_by_beta)
+        if self.beta == 0 and dividing:
+            raise ValueError(f"beta=0 must be above 0 for loss_type={dividing[0]!r}, which divides by it")
         if "robust" in chosen and self.label_smoothing >= 0.5:
             raise ValueError(f"label_smoothing={self.label_smoothing} must be below 0.5 for loss_type='robust'")
         if "exo_pair" in chosen and not 0 < self.label_smoothing < 1:
@@ -73,7 +71,7 @@ class DPOOptions(CompletionOptions, ReferenceOptions):
                 f"label_smoothing={self.label_smoothing} must lie between 0 and 1 for loss_type='exo_pair'; its paper "
                 "takes 0.001"
             )
-        unweighted = chosen & (WHOLE | {SFT_LOSS})
+        unweighted = {name for name in chosen if name == SFT_LOSS or LOSSES[name].whole}
         if self.use_weighting and unweighted:
             raise ValueError(
                 f"use_weighting=True weights the loss of each pair, which {', '.join(sorted(unweighted))} has not: "
@@ -89,7 +87,7 @@ def loss(pairs: ReadPairs, counts: Counts, *, options: DPOOptions) -> Outcome:
         if name == SFT_LOSS:
             total = total + weight * pairs.nll.sum() / counts["nll_tokens"]
         else:
-            losses = LOSSES[name](pairs, options)
+            losses = LOSSES[name].fn(pairs, options)
             losses = losses if pairs.weights is None else losses * pairs.weights
             total = total + weight * losses.sum() / counts["pairs"]
     return Outcome(total, pair_metrics(pairs, options.beta * pairs.chosen_ratio, options.beta * pairs.rejected_ratio))
@@ -104,7 +102,7 @@ def objective(options: DPOOptions, *, aux_coefficient: float = 0.0) -> RowObject
         read=functools.partial(read_pairs, ld_alpha=options.ld_alpha, weighted=options.use_weighting),
         collisions=options.use_weighting,
         needs_reference=True,
-        whole=bool(WHOLE & set(options.loss_types)),
+        whole=any(LOSSES[name].whole for name in options.loss_types if name != SFT_LOSS),
     )
 
 

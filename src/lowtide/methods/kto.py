@@ -17,9 +17,6 @@ from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.option import option
 from lowtide.ragged import RaggedBatch
 
-BASELINE = "kto"
-"""The loss type that has a baseline."""
-
 
 @dataclass(kw_only=True)
 class KTOOptions(UnpairedOptions):
@@ -31,7 +28,7 @@ class KTOOptions(UnpairedOptions):
 def loss(rows: Unpaired, counts: Counts, *, options: KTOOptions) -> Outcome:
     """The weighted losses of the rows, over the rows of the whole batch."""
     shift = max(counts["kl"] / counts["kl_rows"], 0.0) if "kl" in counts else 0.0
-    losses = LOSSES[options.loss_type](rows, options.beta, shift) * row_weights(rows, options)
+    losses = LOSSES[options.loss_type].fn(rows.shifted_by(shift), options) * row_weights(rows, options)
     means = {**unpaired_metrics(rows, options.beta), "kl": Mean(torch.tensor(shift), 1.0)}
     return Outcome(losses.sum() / counts["rows"], means)
 
@@ -49,8 +46,8 @@ def baseline(batch: RaggedBatch, policy: Scorer, reference: Scorer) -> tuple[Rag
 
 def objective(options: KTOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
     """The loss of the options over single completions."""
-    has_baseline = options.loss_type == BASELINE
-    return unpaired_objective(loss, options, aux_coefficient, baseline=baseline if has_baseline else None)
+    first = baseline if LOSSES[options.loss_type].baseline else None
+    return unpaired_objective(loss, options, aux_coefficient, baseline=first)
 
 
 KTO = Method("kto", "Kahneman-Tversky optimization", KTOOptions, objective)

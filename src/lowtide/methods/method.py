@@ -56,6 +56,9 @@ class RowObjective:
     the batch to train on."""
     running: Any = None
     """What the loss carries from step to step, an object with plain attributes; put back when a step is repeated."""
+    observe: Callable[[Any], None] | None = None
+    """Called before the loss of a training step, with the statistics of the whole batch, to carry them in `running`.
+    Evaluation does not call it."""
 
 
 Objective = TokenObjective | RowObjective

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 
@@ -74,3 +76,26 @@ class ReferenceOptions:
                         f"ref_model_storage={self.ref_model_storage!r} is of a frozen reference, which {name}=True "
                         "leaves none of: leave one of them out"
                     )
+
+
+def check_read(options: Any, names: Iterable[str], losses: Mapping[str, Any], chosen: Iterable[str]) -> None:
+    """Refuses options that are set and that none of the chosen losses reads.
+
+    Args:
+        options: a dataclass of options.
+        names: the options that only some losses read.
+        losses: the table of losses, whose entries say what they read.
+        chosen: the losses of this run, as far as they are in the table.
+
+    Raises:
+        ValueError: naming the option and the losses that read it.
+    """
+    defaults = {each.name: each.default for each in fields(options)}
+    chosen = list(chosen)
+    for name in names:
+        value, readers = getattr(options, name), sorted(key for key, loss in losses.items() if name in loss.reads)
+        if value != defaults[name] and not set(readers) & set(chosen):
+            raise ValueError(
+                f"{name}={value!r} would have no effect, since loss_type={', '.join(chosen)} does not read it: "
+                f"choose a loss that does ({', '.join(readers)}), or set {name} back to {defaults[name]!r}"
+            )

@@ -1,12 +1,13 @@
 """Losses over single completions that are desirable or not: KTO and BCO, and APO's unpaired form.
 
-One function a variant, from `Unpaired` to [rows]; nothing here knows of batches or models.
+One function a variant, from `Unpaired` and the options to [rows]; nothing here knows of batches or models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,12 @@ class Unpaired:
     policy: Float[Tensor, " rows"]
     reference: Float[Tensor, " rows"]
     desirable: Bool[Tensor, " rows"]
+    shift: Float[Tensor, " rows"] | None = None
+    """What a row's reward is compared with, for the losses that have such a baseline; the same for all rows."""
+
+    def shifted_by(self, shift: float) -> Unpaired:
+        """The rows with a baseline."""
+        return replace(self, shift=torch.full_like(self.policy, shift))
 
     @property
     def ratio(self) -> Tensor:
@@ -32,24 +39,43 @@ class Unpaired:
         return self.desirable.to(self.policy.dtype) * 2 - 1
 
 
-def kto(rows: Unpaired, beta: float, shift: Tensor | float) -> Float[Tensor, " rows"]:
-    """Prospect-theoretic value of the log-ratio against the baseline `shift`, the estimated KL to the reference
+class Settings(Protocol):
+    """The options that the losses read."""
+
+    beta: float
+
+
+def kto(rows: Unpaired, settings: Settings) -> Float[Tensor, " rows"]:
+    """Prospect-theoretic value of the log-ratio against `rows.shift`, the estimated KL to the reference
     (arXiv 2402.01306, equations 7 and 8)."""
-    return torch.sigmoid(-beta * rows.sign * (rows.ratio - shift))
+    assert rows.shift is not None
+    return torch.sigmoid(-settings.beta * rows.sign * (rows.ratio - rows.shift))
 
 
-def apo_zero_unpaired(rows: Unpaired, beta: float, shift: Tensor | float) -> Float[Tensor, " rows"]:
+def apo_zero_unpaired(rows: Unpaired, settings: Settings) -> Float[Tensor, " rows"]:
     """The same with a baseline of zero (arXiv 2408.06266, equation 7, unpaired)."""
-    return torch.sigmoid(-beta * rows.sign * rows.ratio)
+    return torch.sigmoid(-settings.beta * rows.sign * rows.ratio)
 
 
-def bco(rows: Unpaired, beta: float, shift: Tensor | float) -> Float[Tensor, " rows"]:
-    """Logistic classification of the reward beta * log-ratio against the running mean `shift` of rewards
+def bco(rows: Unpaired, settings: Settings) -> Float[Tensor, " rows"]:
+    """Logistic classification of the reward beta * log-ratio against `rows.shift`, the running mean of rewards
     (arXiv 2404.04656, equation 11)."""
-    return -F.logsigmoid(rows.sign * (beta * rows.ratio - shift))
+    assert rows.shift is not None
+    return -F.logsigmoid(rows.sign * (settings.beta * rows.ratio - rows.shift))
 
 
-UnpairedLoss = Callable[[Unpaired, float, "Tensor | float"], Tensor]
+@dataclass(frozen=True)
+class UnpairedLoss:
+    """A variant of KTO's `loss_type`."""
 
-LOSSES: dict[str, UnpairedLoss] = {"kto": kto, "apo_zero_unpaired": apo_zero_unpaired}
+    fn: Callable[[Unpaired, Settings], Tensor]
+    """From rows to the loss of each, [rows]."""
+    baseline: bool = field(default=False, kw_only=True)
+    """It reads `rows.shift`, the mean log-ratio of mismatched completions over the whole batch."""
+
+
+LOSSES: dict[str, UnpairedLoss] = {
+    "kto": UnpairedLoss(kto, baseline=True),
+    "apo_zero_unpaired": UnpairedLoss(apo_zero_unpaired),
+}
 """The variants of KTO's `loss_type`."""

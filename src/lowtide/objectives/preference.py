@@ -1,6 +1,7 @@
 """Preference losses over pairs, from the log-probabilities of their completions.
 
-One function a variant, each [pairs] to [pairs]; `LOSSES` is the table that `loss_type` chooses from. The names and
+One function a variant, each [pairs] to [pairs]; `LOSSES` is the table that `loss_type` chooses from, and says what each
+reads. The names and
 the choices that papers leave open are those of TRL 1.16. Notation: a pair's log-ratio is log pi(y|x) - log ref(y|x)
 of a completion y; a score is f'(ratio) of the divergence that the objective is regularized with (the log-ratio itself
 for the reverse KL of DPO); delta is the chosen score less the rejected one.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -196,31 +197,35 @@ def aot_unpaired(pairs: Pairs, settings: Settings) -> Float[Tensor, " pairs"]:
     return _smoothed(settings.beta * (chosen - rejected), settings.label_smoothing)
 
 
-PairLoss = Callable[[Pairs, Settings], Tensor]
+@dataclass(frozen=True)
+class PairLoss:
+    """A variant of DPO's `loss_type`."""
+
+    fn: Callable[[Pairs, Settings], Tensor]
+    """From pairs to the loss of each, [pairs]."""
+    reads: frozenset[str] = field(default=frozenset(), kw_only=True)
+    """The options that it reads beside `beta`; another that is set for it alone would be without effect."""
+    whole: bool = field(default=False, kw_only=True)
+    """It is no sum over pairs: it has to see the whole batch of an optimizer step at once."""
+    divides_by_beta: bool = field(default=False, kw_only=True)
+
+
+DIVERGENCE, SMOOTHING = frozenset({"f_divergence_type"}), frozenset({"label_smoothing"})
 
 LOSSES: dict[str, PairLoss] = {
-    "sigmoid": sigmoid,
-    "sigmoid_norm": sigmoid_norm,
-    "hinge": hinge,
-    "ipo": ipo,
-    "exo_pair": exo_pair,
-    "nca_pair": nca_pair,
-    "robust": robust,
-    "bco_pair": bco_pair,
-    "sppo_hard": sppo_hard,
-    "aot": aot,
-    "aot_unpaired": aot_unpaired,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
-    "discopop": discopop,
+    "sigmoid": PairLoss(sigmoid, reads=DIVERGENCE),
+    "sigmoid_norm": PairLoss(sigmoid_norm, reads=DIVERGENCE),
+    "hinge": PairLoss(hinge, reads=DIVERGENCE),
+    "ipo": PairLoss(ipo, reads=DIVERGENCE, divides_by_beta=True),
+    "exo_pair": PairLoss(exo_pair, reads=DIVERGENCE | SMOOTHING),
+    "nca_pair": PairLoss(nca_pair),
+    "robust": PairLoss(robust, reads=DIVERGENCE | SMOOTHING),
+    "bco_pair": PairLoss(bco_pair),
+    "sppo_hard": PairLoss(sppo_hard, divides_by_beta=True),
+    "aot": PairLoss(aot, reads=SMOOTHING, whole=True),
+    "aot_unpaired": PairLoss(aot_unpaired, reads=SMOOTHING, whole=True),
+    "apo_zero": PairLoss(apo_zero),
+    "apo_down": PairLoss(apo_down),
+    "discopop": PairLoss(discopop, reads=DIVERGENCE | {"discopop_tau"}),
 }
 """The variants of DPO's `loss_type`, but for `sft`, which is a mean over tokens."""
-
-WHOLE = frozenset({"aot", "aot_unpaired"})
-"""Those that are no sum over pairs."""
-SMOOTHED = frozenset({"exo_pair", "robust", "aot", "aot_unpaired"})
-"""Those that read `label_smoothing`."""
-INVERSE = frozenset({"ipo", "sppo_hard"})
-"""Those that divide by `beta`."""
-DIVERGENT = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"})
-"""Those that read `f_divergence_type`."""

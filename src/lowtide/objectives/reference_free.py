@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -72,16 +73,25 @@ def ipo(contrast: Tensor, settings: Settings) -> Float[Tensor, " pairs"]:
     return (contrast - 1 / (2 * settings.beta)) ** 2
 
 
-LOSSES: dict[str, Callable[[Tensor, Settings], Tensor]] = {
-    "sigmoid": sigmoid,
-    "hinge": hinge,
-    "ipo": ipo,
-    "simpo": simpo,
+@dataclass(frozen=True)
+class ContrastLoss:
+    """A variant of CPO's `loss_type`."""
+
+    fn: Callable[[Tensor, Settings], Tensor]
+    """From the chosen log-probability (or reward) less the rejected one, [pairs], to the loss of each, [pairs]."""
+    reads: frozenset[str] = field(default=frozenset(), kw_only=True)
+    """The options that it reads beside `beta`; another that is set would be without effect."""
+    per_token: bool = field(default=False, kw_only=True)
+    """Log-probabilities are means over a completion's tokens, in place of sums."""
+    divides_by_beta: bool = field(default=False, kw_only=True)
+
+
+LOSSES: dict[str, ContrastLoss] = {
+    "sigmoid": ContrastLoss(sigmoid, reads=frozenset({"label_smoothing"})),
+    "hinge": ContrastLoss(hinge),
+    "ipo": ContrastLoss(ipo, per_token=True, divides_by_beta=True),
+    "simpo": ContrastLoss(
+        simpo, reads=frozenset({"label_smoothing", "simpo_gamma"}), per_token=True, divides_by_beta=True
+    ),
 }
-"""The variants of CPO's `loss_type`, from the chosen log-probability (or reward) less the rejected one."""
-PER_TOKEN = frozenset({"ipo", "simpo"})
-"""Those that take means a token."""
-SMOOTHED = frozenset({"sigmoid", "simpo"})
-"""Those that read `label_smoothing`."""
-INVERSE = frozenset({"ipo", "simpo"})
-"""Those that divide by `beta`."""
+"""The variants of CPO's `loss_type`."""

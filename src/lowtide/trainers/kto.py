@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.methods.kto import BASELINE, KTO, KTOOptions
+from lowtide.methods.kto import KTO, KTOOptions
+from lowtide.objectives.kto import LOSSES
 from lowtide.option import option
 from lowtide.trainers.completions import CompletionConfig
 from lowtide.trainers.unpaired import UnpairedTrainer
@@ -32,4 +33,4 @@ class KTOTrainer(UnpairedTrainer):
     def columns(self) -> tuple[str, ...]:  # type: ignore[override]
         """The completion, and the mismatched one where the loss has a baseline."""
         args: Any = self.args
-        return ("completion_ids", "kl_completion_ids") if args.loss_type == BASELINE else ("completion_ids",)
+        return ("completion_ids", "kl_completion_ids") if LOSSES[args.loss_type].baseline else ("completion_ids",)

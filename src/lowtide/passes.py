@@ -111,6 +111,40 @@ class RowRun(Run):
         return output, outcome.loss * self.ranks
 
 
+@dataclass(frozen=True)
+class OwnLoss:
+    """In place of an objective: a loss that its caller computes with forwards of its own."""
+
+    inner: TokenObjective | RowObjective
+    """The method's objective, which the caller may use; rows and scores are counted as it counts them."""
+    compute: Callable[[nn.Module, RaggedBatch, Counts, Totals], ScoreOutput]
+    """From the model, a micro-batch, the counts of the whole step over all ranks, and what takes in metrics, to an
+    output whose `loss` is the micro-batch's part of the loss of the step."""
+
+    @property
+    def aux_coefficient(self) -> float:
+        return self.inner.aux_coefficient
+
+    def counts(self, batch: RaggedBatch) -> Counts:
+        return self.inner.counts(batch)
+
+
+@dataclass
+class OwnRun(Run):
+    """The loss is the caller's."""
+
+    totals: Totals
+
+    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        if part.scores == 0:  # so that all ranks run equally many micro-batches
+            output = self.models.forward(part, Scores(part.score_index, part.score_target))
+            return output, output.logprobs.sum()
+        with self.models.around():
+            output = self.objective.compute(self.models.policy, part, self.counts, self.totals)
+        assert output.loss is not None
+        return output, output.loss * self.ranks
+
+
 @dataclass
 class WholeRun(Run):
     """The loss is of the whole batch over all ranks: a first pass gives its gradient at each log-probability."""

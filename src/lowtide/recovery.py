@@ -20,7 +20,7 @@ from torch import Tensor
 from lowtide.memory.out_of_memory import free_caches, is_out_of_memory
 from lowtide.methods.method import Objective
 from lowtide.metrics import Totals, distributed
-from lowtide.passes import Models
+from lowtide.passes import Models, OwnLoss
 from lowtide.ragged import RaggedBatch
 from lowtide.step import Limits, Ways, train_step
 from lowtide.watch import End, OutOfMemory, random_state, set_random_state, worst_of_ranks
@@ -29,7 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 def surviving_step(
-    models: Models, batch: RaggedBatch, objective: Objective, *, limits: Limits, totals: Totals, ways: Ways = Ways()
+    models: Models,
+    batch: RaggedBatch,
+    objective: Objective | OwnLoss,
+    *,
+    limits: Limits,
+    totals: Totals,
+    ways: Ways = Ways(),
 ) -> tuple[Tensor, Limits]:
     """`train_step`, repeated with half the token budget for as long as it runs out of memory.
 
@@ -62,7 +68,7 @@ def surviving_step(
 class Before:
     """What a step changes beside gradients and metrics: the random state, and what the objective carries along."""
 
-    def __init__(self, objective: Objective, device: torch.device) -> None:
+    def __init__(self, objective: Objective | OwnLoss, device: torch.device) -> None:
         self.device, self.random = device, random_state(device)
         self.running = getattr(objective, "running", None)
         self.carried = {} if self.running is None else copy.deepcopy(vars(self.running))

@@ -19,7 +19,7 @@ from lowtide.engine.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.metrics import Totals, distributed
 from lowtide.objectives.outcome import Counts
-from lowtide.passes import Models, RowRun, Run, TokenRun, WholeRun, join_rows, scores_of
+from lowtide.passes import Models, OwnLoss, OwnRun, RowRun, Run, TokenRun, WholeRun, join_rows, scores_of
 from lowtide.ragged import RaggedBatch
 from lowtide.watch import Watch, check_finite
 
@@ -74,7 +74,7 @@ def agree(counts: Counts, pieces: int, device: torch.device) -> tuple[Counts, in
 def train_step(
     model: nn.Module | Models,
     batch: RaggedBatch,
-    objective: Objective,
+    objective: Objective | OwnLoss,
     *,
     limits: Limits = Limits(),
     ways: Ways = Ways(),
@@ -110,6 +110,8 @@ def train_step(
     parts = batch.split(limits.tokens, limits.rows, pieces=pieces)
     if isinstance(objective, TokenObjective):
         run: Run = TokenRun(models, objective, counts, ranks, ways.accumulate, ways.grad_scale)
+    elif isinstance(objective, OwnLoss):
+        run = OwnRun(models, objective, counts, ranks, ways.accumulate, totals)
     elif objective.whole and (len(parts) > 1 or ranks > 1):
         run = WholeRun(models, objective, counts, ranks, ways.accumulate, totals, parts, watch)
     else:
@@ -189,9 +191,9 @@ def evaluate_batch(
 
 
 def _watched_baseline(
-    watch: Watch, models: Models, batch: RaggedBatch, objective: Objective, limits: Limits
+    watch: Watch, models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
 ) -> tuple[RaggedBatch, Counts]:
-    if isinstance(objective, TokenObjective) or objective.baseline is None:
+    if isinstance(objective, TokenObjective | OwnLoss) or objective.baseline is None:
         return batch, {}
     found: tuple[RaggedBatch, Counts] = (batch, {})
     with watch.local():
@@ -201,9 +203,11 @@ def _watched_baseline(
 
 
 @torch.no_grad()
-def _baseline(models: Models, batch: RaggedBatch, objective: Objective, limits: Limits) -> tuple[RaggedBatch, Counts]:
+def _baseline(
+    models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
+) -> tuple[RaggedBatch, Counts]:
     """The batch to train on, and the statistics of the whole batch that the objective computes before."""
-    if isinstance(objective, TokenObjective) or objective.baseline is None:
+    if isinstance(objective, TokenObjective | OwnLoss) or objective.baseline is None:
         return batch, {}
 
     def policy(part: RaggedBatch) -> Tensor:

@@ -336,13 +336,6 @@ def test_what_cannot_work_is_refused_at_construction(changes, message, tmp_path,
         SFTTrainer(build(), config(tmp_path, **changes), train_dataset=rows, processing_class=tokenizer)
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "prediction_step"])
-def test_a_method_that_would_not_be_called_is_refused(name, tmp_path, rows, tokenizer):
-    own = type("Own", (SFTTrainer,), {name: lambda self, *args, **kwargs: None})
-    with pytest.raises(ValueError, match=rf"Own.{name} would not be called.*make_objective"):
-        own(build(), config(tmp_path), train_dataset=rows, processing_class=tokenizer)
-
-
 def test_another_end_token_is_that_of_what_is_saved(tmp_path, tokenizer):
     model, rows = build(), Dataset.from_dict({"text": ["w1 w2 ", "w3 "]})
     model.generation_config.eos_token_id = 0

@@ -1,4 +1,4 @@
-"""Two processes with gloo against one: the same weights, the same losses, the same evaluation."""
+"""Two processes with gloo against one: the same weights, the same losses, the same evaluation; a user's loss too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,19 @@ from lowtide import SFTConfig, SFTTrainer
 ROWS = 21  # no multiple of the batch: the last one is filled up with rows that must not count twice
 
 
-def run(folder: str, batch_size: int) -> tuple[dict[str, torch.Tensor], list[float], dict[str, float]]:
+class OwnMean(SFTTrainer):
+    """A mean over the micro-batch, by logits."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+KINDS = {"the method's loss": SFTTrainer, "a loss of one's own": OwnMean}
+
+
+def run(folder: str, batch_size: int, kind: str) -> tuple[dict[str, torch.Tensor], list[float], dict[str, float]]:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(2, 20, (ROWS,), generator=generator).tolist()
@@ -41,35 +53,40 @@ def run(folder: str, batch_size: int) -> tuple[dict[str, torch.Tensor], list[flo
         disable_tqdm=True,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    trainer = SFTTrainer(model, args, train_dataset=data, eval_dataset=data)
+    trainer = KINDS[kind](model, args, train_dataset=data, eval_dataset=data)
     trainer.train()
     evaluation = trainer.evaluate()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     keys = ("eval_loss", "eval_entropy", "eval_mean_token_accuracy")
-    return {n: p.detach() for n, p in model.named_parameters()}, losses, {key: evaluation[key] for key in keys}
+    return (
+        {n: p.detach() for n, p in model.named_parameters()},
+        losses,
+        {key: evaluation[key] for key in keys if key in evaluation},
+    )
 
 
-def rank_main(rank: int, folder: str) -> None:
+def rank_main(rank: int, folder: str, kind: str) -> None:
     torch.set_num_threads(1)
     port = Path(folder, "port").read_text()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    found = run(folder, 2)
+    found = run(folder, 2, kind)
     if rank == 0:
         torch.save(found, Path(folder, "found.pt"))
     torch.distributed.barrier()  # leave together: gloo's teardown can hang on a rank that is gone
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_train_and_evaluate_as_one(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_and_evaluate_as_one(kind, tmp_path):
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
     port, store = store.port, None
     (tmp_path / "port").write_text(str(port))
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=2)
+    mp.spawn(rank_main, (str(tmp_path), kind), nprocs=2)
     weights, losses, evaluation = torch.load(tmp_path / "found.pt", weights_only=True)
-    expected_weights, expected_losses, expected_evaluation = run(str(tmp_path / "one"), 4)
+    expected_weights, expected_losses, expected_evaluation = run(str(tmp_path / "one"), 4, kind)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert evaluation == pytest.approx(expected_evaluation, rel=1e-5)
     for name, value in expected_weights.items():

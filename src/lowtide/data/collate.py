@@ -33,6 +33,8 @@ from lowtide.ragged import IGNORE, RaggedBatch
 Row = Mapping[str, Any]
 REFERENCE_COLUMN = "ref_logprobs"
 """The column of a reference's log-probabilities, of all scores of a row."""
+OF_TOKENS = ("input_ids", "labels", "attention_mask", "position_ids", "token_type_ids")
+"""Tensors of a collated batch that are of its tokens."""
 
 
 class RaggedCollator:
@@ -109,7 +111,7 @@ def ragged_from_collated(batch: Mapping[str, Any]) -> RaggedBatch:
     Args:
         batch: `input_ids` `[rows, positions]`, and of the same shape `labels` (the tokens themselves if absent)
             and either `attention_mask` (0 where padded) or, for a flattened batch, `position_ids` (a new sequence
-            starts wherever they do not go on by one).
+            starts wherever they do not go on by one). Further tensors [rows, ...] of a padded batch become row values.
     """
     input_ids: Tensor = batch["input_ids"]
     labels: Tensor = batch.get("labels", input_ids)
@@ -122,10 +124,12 @@ def ragged_from_collated(batch: Mapping[str, Any]) -> RaggedBatch:
         starts = torch.diff(positions, prepend=positions[:, :1] - 2) != 1
         bounds = [*torch.nonzero(starts.flatten()).flatten().tolist(), input_ids.numel()]
         lengths = np.diff(bounds).tolist()
-    lengths = [length for length in lengths if length]
+    rows, lengths = len(input_ids), [length for length in lengths if length]
+    values = {name: each for name, each in batch.items() if name not in OF_TOKENS and isinstance(each, Tensor)}
     return RaggedBatch.from_segments(
         [tokens.tolist() for tokens in input_ids[kept].split(lengths)],
         [wanted.tolist() for wanted in labels[kept].split(lengths)],
+        row_values={name: each for name, each in values.items() if each.shape[:1] == (rows,) and rows == len(lengths)},
     )
 
 

@@ -70,9 +70,12 @@ def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
     vars(causal_model(model))[COMPUTED_IN] = dtype
 
 
-def _autocast(model: nn.Module) -> AbstractContextManager:
-    """With its cache, autocast holds a cast of every weight to the end of forward, 2 bytes a parameter, to spare those
-    a second cast that are used twice: none but the tiled MLP's, which has a cache of its own."""
+def computing(model: nn.Module) -> AbstractContextManager:
+    """Autocast, where `compute_in` asks for it.
+
+    With its cache, autocast holds a cast of every weight to the end of forward, 2 bytes a parameter, to spare those a
+    second cast that are used twice: none but the tiled MLP's, which has a cache of its own.
+    """
     dtype = vars(causal_model(model)).get(COMPUTED_IN)
     if dtype is None:
         return nullcontext()
@@ -99,7 +102,7 @@ def score(
         statistics in the order of the batch's scores.
     """
     scores = scores or Scores(batch.score_index, batch.score_target, **options)
-    with _autocast(model):
+    with computing(model):
         if not padding_free:
             inputs, index = pad(batch)
             with noisy_embeddings(causal_model(model), batch, inputs["attention_mask"]):

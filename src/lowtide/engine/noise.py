@@ -24,6 +24,9 @@ from lowtide.ragged import RaggedBatch
 ALPHA = "_lowtide_noise_alpha"
 """The attribute of a transformers model that says how much noise `engine.forward.score` puts on its embeddings."""
 
+LENGTHS = "_lowtide_noise_lengths"
+"""The attribute in which the lengths of rows stand while a forward runs: one for each token, or for each padded row."""
+
 
 def set_noise(inner: nn.Module, alpha: float | None) -> None:
     """Has `engine.forward.score` add noise while the model is in training mode; None ends it.
@@ -48,17 +51,26 @@ def noisy_embeddings(inner: Any, batch: RaggedBatch, attention_mask: Tensor | No
         yield
         return
     lengths = row_lengths(batch)[None] if attention_mask is None else attention_mask.sum(1, keepdim=True)
-
-    def add_noise(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
-        scale = alpha * (lengths * embedded.shape[-1]).float().rsqrt()
-        noise = torch.empty_like(embedded).uniform_(-1, 1)
-        return embedded + noise * scale[..., None].to(embedded)
-
-    handle = inner.get_input_embeddings().register_forward_hook(add_noise)
+    before = vars(inner).get(LENGTHS)
+    vars(inner)[LENGTHS] = lengths
+    handle = None if before is not None else _hook(inner, alpha)
     try:
         yield
     finally:
-        handle.remove()
+        vars(inner)[LENGTHS] = before
+        if handle is not None:
+            handle.remove()
+
+
+def _hook(inner: Any, alpha: float) -> Any:
+    """Adds noise to what comes out of the embedding; contexts within one another share it."""
+
+    def add_noise(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+        scale = alpha * (vars(inner)[LENGTHS] * embedded.shape[-1]).float().rsqrt()
+        noise = torch.empty_like(embedded).uniform_(-1, 1)
+        return embedded + noise * scale[..., None].to(embedded)
+
+    return inner.get_input_embeddings().register_forward_hook(add_noise)
 
 
 def row_lengths(batch: RaggedBatch) -> Float[Tensor, " tokens"]:

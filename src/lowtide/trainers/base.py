@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ import torch
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import EvalPrediction, Trainer
+from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.data.collate import ragged_from_collated
@@ -40,20 +41,20 @@ from lowtide.replicas import averaging, broadcast_weights
 from lowtide.step import Limits, Ways, evaluate_batch
 from lowtide.trainers.checkpoints import WholeCheckpoints
 from lowtide.trainers.config import TrainingConfig
-from lowtide.trainers.evaluation import Predictions, real_rows
+from lowtide.trainers.evaluation import PaddedPredictions, Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
 from lowtide.trainers.optimizers import InBackward, OwnOptimizers
 from lowtide.trainers.order import RepeatableOrder
+from lowtide.trainers.own_loss import OwnLosses
 from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
 from lowtide.watch import NotFinite, Watch, check_finite
 
-NOT_CALLED = ("compute_loss", "prediction_step")
-"""Methods of `transformers.Trainer` that have no part in a step or in evaluation here."""
+logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
+class LowtideTrainer(OwnLosses, WholeCheckpoints, OwnOptimizers, RepeatableOrder):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -72,13 +73,7 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
         callbacks: list | None = None,
         **kwargs: Any,
     ):
-        for name in NOT_CALLED:
-            if getattr(type(self), name) is not getattr(Trainer, name):
-                raise ValueError(
-                    f"{type(self).__name__}.{name} would not be called: a step is computed over all its micro-batches, "
-                    "without logits. Override `make_objective`, which returns the loss of log-probs, or drop it"
-                )
-        self.objective = objective
+        self.objective = self.with_own_loss(objective)
         self.padding_free = padding_free
         self.reference = reference
         self._train_totals = Totals()
@@ -256,6 +251,8 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
     def _before_first_step(self, model: nn.Module) -> None:
         """Ranks start equal; the optimizer survives an out-of-memory that comes before it changes anything."""
         self._mark.note("loading")
+        if cost := self.plain_cost():
+            logger.warning(f"{cost}; a loss of log-probs, from `make_objective`, needs none of them")
         if distributed():
             broadcast_weights(model)
         if self.args.neftune_noise_alpha:
@@ -381,7 +378,9 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
         models = Models(self._evaluation_model(), self.reference, self.padding_free, self._around)
-        totals, kept, rows, watch = Totals(), Predictions(), 0, Watch("evaluation")
+        totals, rows, watch = Totals(), 0, Watch("evaluation")
+        wanted = self.compute_metrics is not None
+        kept = PaddedPredictions() if self.evaluates_plainly else Predictions()
         for number, inputs in enumerate(dataloader):
             batch = self.as_ragged(inputs)
             count = real_rows(self.accelerator, batch.rows, self.args.eval_batch_size)
@@ -391,10 +390,14 @@ class LowtideTrainer(WholeCheckpoints, OwnOptimizers, RepeatableOrder):
             batch = batch if count == batch.rows else batch.select_rows(range(count))
             watch.micro_batch, watch.part = number, batch
             with watch.local(), self.phases.during("evaluation"), self.compute_loss_context_manager():
-                results = evaluate_batch(models, batch, self.objective, totals, limits=self._eval_limits)
+                if isinstance(kept, PaddedPredictions):
+                    own = kept if wanted else None
+                    self.evaluate_plainly(models.policy, batch, totals, self._eval_limits, own)
+                else:
+                    results = evaluate_batch(models, batch, self.inner_objective, totals, limits=self._eval_limits)
+                    if wanted:
+                        kept.take_in(results)
                 rows += batch.rows
-                if self.compute_metrics is not None:
-                    kept.take_in(results)
             if not distributed():
                 watch.meet(self.args.device)
         watch.meet(self.args.device)

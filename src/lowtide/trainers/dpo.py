@@ -21,3 +21,4 @@ class DPOTrainer(ReferenceTrainer):
     """
 
     method, config = DPO, DPOConfig
+    plain_completions = 2

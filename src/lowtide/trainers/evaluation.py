@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
 from lowtide.engine.head import ScoreOutput
 from lowtide.metrics import distributed
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import IGNORE, RaggedBatch
 
 
 def real_rows(accelerator: Accelerator, rows: int, batch_size: int) -> int:
@@ -39,3 +43,29 @@ class Predictions:
         if not logprobs:
             return None, None
         return np.concatenate(logprobs), np.concatenate(targets)
+
+
+class PaddedPredictions:
+    """Logits, or what was made of them, and labels of padded batches, in host memory; for `compute_metrics` alone.
+
+    Batches are padded with -100 to the longest, as `transformers.Trainer` does.
+    """
+
+    def __init__(self) -> None:
+        self.predictions: list[Any] = []
+        self.labels: list[Any] = []
+
+    def take_in(self, predictions: Any, labels: Any) -> None:
+        for held, value in ((self.predictions, predictions), (self.labels, labels)):
+            if value is not None:
+                held.append(nested_numpify(nested_detach(value)))
+
+    def gathered(self) -> tuple[Any, Any]:
+        """Those of all ranks, [lines, longest, ...], or None where nothing was taken in."""
+        found = []
+        for held in (self.predictions, self.labels):
+            whole = gather_object(held) if distributed() else held
+            found.append(
+                functools.reduce(lambda a, b: nested_concat(a, b, padding_index=IGNORE), whole) if whole else None
+            )
+        return found[0], found[1]

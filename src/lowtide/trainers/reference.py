@@ -23,6 +23,7 @@ from lowtide.engine.quantized import is_quantized
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.reference_storage import STORAGES
 from lowtide.memory.measure import bytes_text
+from lowtide.methods.completions import completion_segments, in_completion, segment_sums
 from lowtide.methods.method import Scorer
 from lowtide.trainers.completions import CompletionTrainer
 from lowtide.trainers.config import TrainingConfig
@@ -192,6 +193,16 @@ class ReferenceTrainer(CompletionTrainer):
                 f"the tokenizer of ref_model {name!r} gives other ids than the policy's: their log-probabilities are "
                 "not of the same tokens. Pass the model that the policy started from"
             )
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """[pairs] for the chosen and the rejected completions: the reference's log-probabilities, for a `compute_loss`
+        of a subclass that asks for those of its inputs."""
+        batch = self._micro_of(inputs).batch
+        referred = self.models(model).referred(batch, self.inner_objective)
+        assert referred is not None
+        counted = in_completion(batch, referred)
+        sums = segment_sums(referred * counted, batch)
+        return tuple(sums[segments] for segments in completion_segments(batch, len(self.columns)))
 
     def report_lines(self) -> list[tuple[str, str]]:
         return [("reference", self._reference_text)]

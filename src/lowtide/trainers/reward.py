@@ -39,6 +39,7 @@ class RewardTrainer(CompletionTrainer):
 
     method, config, rewards = REWARD, RewardConfig, True
     values = ("margin",)
+    plain_completions = 2
 
     @classmethod
     def adapters(cls, peft_config: Any) -> Any:

@@ -45,6 +45,8 @@ class SFTTrainer(MethodTrainer):
     """Fine-tunes a causal language model on texts, conversations, or prompts with completions.
 
     Args:
+        compute_loss_func: as `transformers.Trainer` calls it, on dense logits of padded batches.
+        preprocess_logits_for_metrics: what is kept of the logits for `compute_metrics`.
         formatting_func: called with a row, returns its text or its messages.
 
     The others are those of `MethodTrainer`; formats of rows are in `docs/sft.md`. A `data_collator` of another
@@ -52,6 +54,7 @@ class SFTTrainer(MethodTrainer):
     """
 
     method, config = SFT, SFTConfig
+    plain_completions = 0
 
     def __init__(
         self,
@@ -61,21 +64,16 @@ class SFTTrainer(MethodTrainer):
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
-        compute_loss_func: None = None,
+        compute_loss_func: Callable | None = None,
         compute_metrics: Callable | None = None,
         callbacks: list | None = None,
         optimizers: tuple = (None, None),
         optimizer_cls_and_kwargs: tuple | None = None,
-        preprocess_logits_for_metrics: None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable | None = None,
     ):
-        if compute_loss_func is not None or preprocess_logits_for_metrics is not None:
-            raise ValueError(
-                "compute_loss_func and preprocess_logits_for_metrics work on logits, which are never built: choose a "
-                "`loss_type`, add a loss to lowtide.objectives, or use compute_metrics on log-probs"
-            )
         self._formatting_func = formatting_func
         super().__init__(
             model,
@@ -91,6 +89,8 @@ class SFTTrainer(MethodTrainer):
             quantization_config,
             peft_config,
         )
+        self.compute_loss_func, self.preprocess_logits_for_metrics = compute_loss_func, preprocess_logits_for_metrics
+        self.objective = self.with_own_loss(self.inner_objective)
 
     def check_model(self, model: nn.Module) -> None:
         self._options = _prepare_options(self.args, self._formatting_func, model)

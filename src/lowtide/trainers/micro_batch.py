@@ -1,0 +1,60 @@
+"""A micro-batch as a loss of one's own sees it: the padded inputs, and what they were made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lowtide.data.values import LENGTHS
+from lowtide.engine.head import ScoreOutput
+from lowtide.engine.padded import padded_inputs
+from lowtide.objectives.outcome import Counts, Outcome
+from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.ragged import RaggedBatch
+
+
+@dataclass
+class MicroBatch:
+    """What a loss is computed of."""
+
+    batch: RaggedBatch
+    inputs: dict[str, Tensor]
+    """The padded form, as it was handed out."""
+    index: Tensor
+    """[scores]: the predicting places in it."""
+    counts: Counts
+    """Of the whole step over all ranks; in evaluation of this batch alone."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """How often each tensor had been written to when it was handed out."""
+    output: ScoreOutput | None = None
+    """What the method's own loss found, if it was asked."""
+    outcome: Outcome | None = None
+
+    @classmethod
+    def of(cls, batch: RaggedBatch, counts: Counts, *, pad_id: int, with_completions: bool) -> MicroBatch:
+        """A batch in its padded form, the row values that a collator brought among the inputs."""
+        lengths = batch.row_values[LENGTHS] if with_completions else None
+        inputs, index = padded_inputs(batch, pad_id=pad_id, completion_tokens=lengths)
+        inputs |= {name: each for name, each in batch.row_values.items() if name not in ("number", LENGTHS)}
+        return cls(batch, inputs, index, counts, {name: each._version for name, each in inputs.items()})
+
+    @property
+    def share(self) -> float:
+        """Of the step's scored tokens, or pairs: what a mean over this micro-batch counts for."""
+        size, name = (self.batch.scores, "scores") if "scores" in self.counts else (self.batch.rows, "pairs")
+        return size / max(self.counts[name], 1)
+
+    def is_as_given(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the tokens and labels of `inputs` are those that were handed out."""
+        kept = [name for name in self.inputs if name in inputs]
+        same = all(inputs[name] is self.inputs[name] for name in kept)
+        return "input_ids" in kept and same and all(inputs[name]._version == self.versions[name] for name in kept)
+
+
+def detached(stats: TokenStats) -> dict[str, Tensor]:
+    """The statistics that there are, by name, without gradients."""
+    named = {name: getattr(stats, name) for name in ("logprobs", "entropies", "mean_logprobs", "top1", "collisions")}
+    return {name: each.detach() for name, each in named.items() if each is not None}

@@ -1,0 +1,286 @@
+"""Losses that users write themselves: `compute_loss` in a subclass, `compute_loss_func`, `prediction_step`.
+
+They are written for padded batches with dense logits, so they get those: `inputs` as TRL's collators give them, and
+`model(**inputs).logits`. The rest of the step stays: it is cut into micro-batches, each of which goes backward, and the
+numbers do not depend on how it is cut. `loss_is_scaled_for_ga` of `transformers.Trainer` says what a loss is: a sum
+divided by `num_items_in_batch` (True), or a mean over its micro-batch (False), which is weighted by the micro-batch's
+share of the scored tokens, or pairs, of the whole step. Where it is None, a loss is computed once with another
+`num_items_in_batch`, to see whether it is read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from lowtide.data.collate import ragged_from_collated
+from lowtide.engine.forward import causal_model, computing, score_shared
+from lowtide.engine.head import ScoreOutput
+from lowtide.engine.noise import noisy_embeddings
+from lowtide.engine.padded import dense_stats, padded_inputs
+from lowtide.memory.measure import bytes_text
+from lowtide.methods.method import Objective, TokenObjective
+from lowtide.metrics import Totals
+from lowtide.objectives.outcome import Counts
+from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.passes import Models, OwnLoss, scores_of
+from lowtide.ragged import RaggedBatch
+from lowtide.step import Limits
+from lowtide.trainers.evaluation import PaddedPredictions
+from lowtide.trainers.micro_batch import MicroBatch, detached
+from lowtide.watch import random_state, set_random_state
+
+logger = logging.getLogger(__name__)
+
+OF_TRAINING, OF_EVALUATION = ("compute_loss", "compute_loss_func"), ("prediction_step", "preprocess_logits_for_metrics")
+NEVER_CALLED = ("_compute_loss", "concatenated_forward", "dpo_loss", "get_batch_logps", "get_batch_loss_metrics")
+"""Methods of TRL's trainers that subclasses override, and that have no part in a step here."""
+
+
+class OwnLosses(Trainer):
+    """`transformers.Trainer` whose `compute_loss` gives the method's loss of a padded micro-batch."""
+
+    args: Any
+    plain_completions: ClassVar[int | None] = None
+    """Completions in the rows of padded inputs, 0 for texts with labels; None where a loss cannot be one's own."""
+    pad_id: int | None = None
+    _micro: MicroBatch | None = None
+    _is_sum: bool | None = None
+    """Whether a loss is divided by `num_items_in_batch`, as far as it is known."""
+
+    def own_parts(self, *names: str) -> list[str]:
+        """Those of the methods that a subclass overrides, or of the functions that were passed."""
+        passed = [name for name in names if not hasattr(Trainer, name) and getattr(self, name, None) is not None]
+        return passed + [
+            n for n in names if hasattr(Trainer, n) and getattr(type(self), n) is not getattr(OwnLosses, n)
+        ]
+
+    def with_own_loss(self, objective: Objective) -> Objective | OwnLoss:
+        """The objective, or the loss in its place that a subclass or a function computes.
+
+        Raises:
+            ValueError: the method has no form in which a loss of one's own can be computed, or something is overridden
+                that is not called; says what to override.
+        """
+        title = type(self).__name__
+        for name in NEVER_CALLED:
+            if hasattr(type(self), name):
+                raise ValueError(
+                    f"{title}.{name} would not be called: a step computes log-probabilities without logits. Override "
+                    "`make_objective`, which returns the loss of log-probs, or `compute_loss`"
+                )
+        found = self.own_parts(*OF_TRAINING, *OF_EVALUATION)
+        if not found:
+            return objective
+        if self.plain_completions is None or (not isinstance(objective, TokenObjective) and objective.whole):
+            what = "this loss" if self.plain_completions is not None else f"the loss of {title}"
+            raise ValueError(
+                f"{title} overrides {found[0]}, and {what} is of the whole batch of a step, over all its "
+                "micro-batches: override `make_objective`, which returns the loss of log-probs, or drop it"
+            )
+        if self.args.memory_budget:
+            raise ValueError(
+                f"memory_budget={self.args.memory_budget!r} predicts the memory of a step without logits, and {title} "
+                f"has a {found[0]} of its own: set per_device_train_batch_size and tokens_per_microbatch instead"
+            )
+        if not self.own_parts(*OF_TRAINING):
+            return objective
+        self._is_sum = getattr(self, "loss_is_scaled_for_ga", None)
+        return OwnLoss(objective, self._own_loss)
+
+    def plain_cost(self) -> str:
+        """What padded batches with logits take, in words; empty without a loss of one's own."""
+        found = self.own_parts(*OF_TRAINING)
+        lengths = self.row_lengths() if found else None  # type: ignore[attr-defined]
+        if not found:
+            return ""
+        text = f"{type(self).__name__}.{found[0]} on padded batches, with logits of rows x longest row x vocabulary"
+        if lengths is None or not len(lengths):
+            return text
+        rows = self.args.per_device_train_batch_size * max(cast(int, self.plain_completions), 1)
+        vocabulary = causal_model(cast(nn.Module, self.model)).get_output_embeddings()
+        if vocabulary is None:
+            return f"{type(self).__name__}.{found[0]} on padded batches"
+        size = 4 * rows * int(lengths.max()) * cast(Any, vocabulary).weight.shape[0]
+        return f"{text}: up to {bytes_text(size)} in float32, and as much for their gradient"
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def _own_loss(self, model: nn.Module, part: RaggedBatch, counts: Counts, totals: Totals) -> ScoreOutput:
+        """The loss of a micro-batch as its part of the step's."""
+        items = int(counts["scores"]) if "scores" in counts else None
+        if self._is_sum is None and items not in (None, part.scores):
+            self._is_sum = self._reads_items(model, part, counts)
+        micro = self._handed_out(part, counts)
+        loss = self._called(model, micro, items)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(
+                f"{type(self).__name__}.compute_loss returned {type(loss).__name__}"
+                f"{list(loss.shape) if isinstance(loss, Tensor) else ''}: it must return one number as a tensor"
+            )
+        if micro.outcome is not None:
+            totals.take_outcome(micro.outcome)
+        output = micro.output or ScoreOutput(loss.new_empty(0))
+        output.loss = loss if self._is_sum else loss * micro.share
+        self._micro = None
+        return output
+
+    def _called(self, model: nn.Module, micro: MicroBatch, items: int | None) -> Any:
+        """`compute_loss` of a micro-batch; older overrides do not take `num_items_in_batch`."""
+        more: dict[str, Any] = {}
+        takes = inspect.signature(self.compute_loss).parameters
+        if "num_items_in_batch" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+            more["num_items_in_batch"] = None if items is None else torch.tensor(items, device=self.args.device)
+        mask = micro.inputs["attention_mask"]
+        with computing(model), noisy_embeddings(causal_model(model), micro.batch, mask):
+            return self.compute_loss(model, dict(micro.inputs), **more)
+
+    @torch.no_grad()
+    def _reads_items(self, model: nn.Module, part: RaggedBatch, counts: Counts) -> bool:
+        """Whether the loss changes with `num_items_in_batch`; the random state is put back."""
+        before, items = random_state(self.args.device), int(counts["scores"])
+        found = []
+        for count in (items, 2 * items):
+            found.append(self._called(model, self._handed_out(part, counts), count).detach().double())
+            set_random_state(before, self.args.device)
+        once, twice = found
+        if torch.isclose(once, twice, rtol=1e-6, atol=0):
+            return False
+        if not torch.isclose(once, 2 * twice, rtol=1e-3, atol=0):
+            logger.warning(
+                f"a part of {type(self).__name__}.compute_loss is divided by num_items_in_batch and a part is not, "
+                "which is added once for each micro-batch: divide all of it, or set loss_is_scaled_for_ga = False "
+                "and return a mean"
+            )
+        return True
+
+    def _handed_out(self, part: RaggedBatch, counts: Counts) -> MicroBatch:
+        tokenizer = getattr(self, "tokenizer", None)
+        pad_id = self.pad_id if self.pad_id is not None else getattr(tokenizer, "pad_token_id", None)
+        self._micro = MicroBatch.of(part, counts, pad_id=pad_id or 0, with_completions=bool(self.plain_completions))
+        return self._micro
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    @property
+    def evaluates_plainly(self) -> bool:
+        """Whether evaluation needs padded batches with logits."""
+        of_predictions = OF_EVALUATION if self.compute_metrics is not None else OF_EVALUATION[:1]
+        return bool(self.own_parts(*OF_TRAINING, *of_predictions))
+
+    def evaluate_plainly(
+        self, model: nn.Module, batch: RaggedBatch, totals: Totals, limits: Limits, kept: PaddedPredictions | None
+    ) -> None:
+        """Adds the loss of a batch to `totals`, and its predictions to what is kept of them."""
+        for part in batch.split(limits.tokens, limits.rows):
+            micro = self._handed_out(part, self.inner_objective.counts(part))
+            mask = micro.inputs["attention_mask"]
+            with computing(model), noisy_embeddings(causal_model(model), part, mask), torch.no_grad():
+                loss, logits, labels = self.prediction_step(model, dict(micro.inputs), kept is None)
+            totals.add(tokens=part.repeated_tokens, scores=part.scores)
+            if micro.outcome is not None:
+                totals.take_outcome(micro.outcome)
+            if loss is not None:
+                count = part.scores if "scores" in micro.counts else part.rows
+                totals.add_mean("loss", loss.detach().mean() * count, count)
+            if kept is not None:
+                if self.preprocess_logits_for_metrics is not None:
+                    logits = self.preprocess_logits_for_metrics(logits, labels)
+                kept.take_in(logits, labels)
+            self._micro = None
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """(loss, logits, labels) of a padded micro-batch; the latter two are None with `prediction_loss_only`."""
+        labels = inputs.get("labels", inputs["input_ids"])
+        with torch.no_grad():
+            if prediction_loss_only:
+                return self.compute_loss(model, inputs), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, outputs["logits"] if isinstance(outputs, Mapping) else outputs[0], labels
+
+    # -- what a subclass may call ------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The method's loss of a padded micro-batch, for subclasses that add to it.
+
+        Args:
+            inputs: as they came to the subclass's `compute_loss`; for supervised fine-tuning also others, with
+                `input_ids`, `attention_mask` and `labels`.
+            return_outputs: also the model's outputs, whose logits carry gradients.
+            num_items_in_batch: scored tokens of the whole step, by which the sum of the losses is divided; by those of
+                the inputs if None.
+
+        Raises:
+            ValueError: pairs whose inputs were changed.
+        """
+        if self.compute_loss_func is not None:
+            outputs = model(**{name: each for name, each in inputs.items() if name in ("input_ids", "attention_mask")})
+            loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
+            return (loss, outputs) if return_outputs else loss
+        micro = self._micro_of(inputs)
+        objective: Any = self.inner_objective
+        outputs, stats, micro.output = self._stats(model, micro, return_outputs)
+        if isinstance(objective, TokenObjective):
+            items = micro.batch.scores if num_items_in_batch is None else num_items_in_batch
+            loss = objective.loss(stats).sum() / items
+        else:
+            referred = self._models(model).referred(micro.batch, objective)
+            micro.outcome = outcome = objective.loss(objective.read(micro.batch, stats, referred), micro.counts)
+            loss = outcome.loss / micro.share
+        micro.output.loss = loss.detach()
+        return (loss, outputs) if return_outputs else loss
+
+    def _stats(self, model: nn.Module, micro: MicroBatch, with_logits: bool) -> tuple[Any, TokenStats, ScoreOutput]:
+        """(outputs with logits or None, statistics with gradients, the same without)."""
+        objective, batch = self.inner_objective, micro.batch
+        scores = scores_of(batch, objective, accumulate=False)
+        if not with_logits:
+            scores = type(scores)(scores.index, scores.target, objective.want, aux_loss=scores.aux_loss)
+            found = score_shared(model, batch, scores, padding_free=self._models(model).padding_free)
+            return None, found.stats, ScoreOutput(**{**found, **detached(found.stats)})
+        more = {"output_router_logits": True} if scores.aux_loss else {}
+        outputs = model(input_ids=micro.inputs["input_ids"], attention_mask=micro.inputs["attention_mask"], **more)
+        if self.pad_id is not None:  # a reward model's, one a line
+            line = micro.index // micro.inputs["input_ids"].shape[1]
+            stats = TokenStats(outputs.logits.squeeze(-1)[line].float())
+        else:
+            stats = dense_stats(outputs.logits, micro.index, batch.score_target, objective.want)
+        return outputs, stats, ScoreOutput(**detached(stats), aux_loss=getattr(outputs, "aux_loss", None))
+
+    def _micro_of(self, inputs: Mapping[str, Any]) -> MicroBatch:
+        micro = self._micro
+        if micro is not None and micro.is_as_given(inputs):
+            return micro
+        if self.plain_completions:
+            raise ValueError(
+                f"{type(self).__name__}: super().compute_loss got inputs that were changed, of which the pairs are not "
+                "known: pass on those that came"
+            )
+        batch = ragged_from_collated(inputs).to(self.args.device)
+        _, index = padded_inputs(batch)
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        self._micro = MicroBatch(batch, given, index, {} if micro is None else micro.counts)
+        return self._micro
+
+    @property
+    def inner_objective(self) -> Any:
+        """The method's own objective."""
+        objective: Any = self.objective  # type: ignore[attr-defined]
+        return objective.inner if isinstance(objective, OwnLoss) else objective
+
+    def _models(self, model: nn.Module) -> Models:
+        return self.models(model)  # type: ignore[attr-defined]

@@ -8,9 +8,46 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowtide.data.collate import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening
+    from lowtide.data.mixtures import DatasetConfig
     from lowtide.planning import estimate, plan
     from lowtide.ragged import RaggedBatch
+    from lowtide.scripts.arguments import DatasetMixtureConfig, ModelConfig, ScriptArguments
+    from lowtide.scripts.collators import (
+        DataCollatorForChatML,
+        DataCollatorForLanguageModeling,
+        DataCollatorForPreference,
+        DataCollatorForUnpairedPreference,
+    )
+    from lowtide.scripts.datasets import (
+        get_dataset,
+        maybe_unpair_preference_dataset,
+        pack_dataset,
+        truncate_dataset,
+        unpair_preference_dataset,
+    )
+    from lowtide.scripts.logs import init_zero_verbose
+    from lowtide.scripts.models import (
+        create_reference_model,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
+    from lowtide.scripts.parser import TrlParser
+    from lowtide.scripts.rows import (
+        apply_chat_template,
+        extract_prompt,
+        is_conversational,
+        is_conversational_from_value,
+        maybe_apply_chat_template,
+        maybe_convert_to_chatml,
+        maybe_extract_prompt,
+    )
+    from lowtide.scripts.templates import clone_chat_template, setup_chat_format
     from lowtide.trainers.bco import BCOConfig, BCOTrainer
+    from lowtide.trainers.callbacks.bema import BEMACallback
+    from lowtide.trainers.callbacks.log_completions import LogCompletionsCallback
+    from lowtide.trainers.callbacks.rich_progress import RichProgressCallback
+    from lowtide.trainers.callbacks.sync_reference import SyncRefModelCallback
     from lowtide.trainers.cpo import CPOConfig, CPOTrainer
     from lowtide.trainers.dpo import DPOConfig, DPOTrainer
     from lowtide.trainers.kto import KTOConfig, KTOTrainer
@@ -22,60 +59,105 @@ __version__ = "0.1.0"
 __all__ = [
     "BCOConfig",
     "BCOTrainer",
+    "BEMACallback",
     "CPOConfig",
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
+    "DataCollatorForChatML",
     "DataCollatorForCompletionOnlyLM",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForPreference",
+    "DataCollatorForUnpairedPreference",
     "DataCollatorWithFlattening",
+    "DatasetConfig",
+    "DatasetMixtureConfig",
     "KTOConfig",
     "KTOTrainer",
+    "LogCompletionsCallback",
+    "ModelConfig",
     "ORPOConfig",
     "ORPOTrainer",
     "RaggedBatch",
     "RewardConfig",
     "RewardTrainer",
+    "RichProgressCallback",
     "SFTConfig",
     "SFTTrainer",
+    "ScriptArguments",
+    "SyncRefModelCallback",
+    "TrlParser",
+    "apply_chat_template",
+    "clone_chat_template",
+    "create_reference_model",
     "estimate",
+    "extract_prompt",
+    "get_dataset",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
+    "init_zero_verbose",
+    "is_conversational",
+    "is_conversational_from_value",
+    "maybe_apply_chat_template",
+    "maybe_convert_to_chatml",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
+    "pack_dataset",
     "plan",
+    "setup_chat_format",
+    "truncate_dataset",
+    "unpair_preference_dataset",
 ]
 
-_HOME = {
-    "DataCollatorForCompletionOnlyLM": "lowtide.data.collate",
-    "DataCollatorWithFlattening": "lowtide.data.collate",
-    "RaggedBatch": "lowtide.ragged",
-    "BCOConfig": "lowtide.trainers.bco",
-    "BCOTrainer": "lowtide.trainers.bco",
-    "CPOConfig": "lowtide.trainers.cpo",
-    "CPOTrainer": "lowtide.trainers.cpo",
-    "DPOConfig": "lowtide.trainers.dpo",
-    "DPOTrainer": "lowtide.trainers.dpo",
-    "KTOConfig": "lowtide.trainers.kto",
-    "KTOTrainer": "lowtide.trainers.kto",
-    "ORPOConfig": "lowtide.trainers.orpo",
-    "ORPOTrainer": "lowtide.trainers.orpo",
-    "RewardConfig": "lowtide.trainers.reward",
-    "RewardTrainer": "lowtide.trainers.reward",
-    "SFTConfig": "lowtide.trainers.sft",
-    "SFTTrainer": "lowtide.trainers.sft",
-    "estimate": "lowtide.planning",
-    "plan": "lowtide.planning",
+_NAMES = {
+    "lowtide.data.collate": ("DataCollatorForCompletionOnlyLM", "DataCollatorWithFlattening"),
+    "lowtide.data.mixtures": ("DatasetConfig",),
+    "lowtide.planning": ("estimate", "plan"),
+    "lowtide.ragged": ("RaggedBatch",),
+    "lowtide.scripts.arguments": ("DatasetMixtureConfig", "ModelConfig", "ScriptArguments"),
+    "lowtide.scripts.collators": (
+        *("DataCollatorForChatML", "DataCollatorForLanguageModeling", "DataCollatorForPreference"),
+        "DataCollatorForUnpairedPreference",
+    ),
+    "lowtide.scripts.datasets": (
+        *("get_dataset", "maybe_unpair_preference_dataset", "pack_dataset", "truncate_dataset"),
+        "unpair_preference_dataset",
+    ),
+    "lowtide.scripts.logs": ("init_zero_verbose",),
+    "lowtide.scripts.models": (
+        *("create_reference_model", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
+    ),
+    "lowtide.scripts.parser": ("TrlParser",),
+    "lowtide.scripts.rows": (
+        *("apply_chat_template", "extract_prompt", "is_conversational", "is_conversational_from_value"),
+        *("maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt"),
+    ),
+    "lowtide.scripts.templates": ("clone_chat_template", "setup_chat_format"),
+    "lowtide.trainers.bco": ("BCOConfig", "BCOTrainer"),
+    "lowtide.trainers.callbacks.bema": ("BEMACallback",),
+    "lowtide.trainers.callbacks.log_completions": ("LogCompletionsCallback",),
+    "lowtide.trainers.callbacks.rich_progress": ("RichProgressCallback",),
+    "lowtide.trainers.callbacks.sync_reference": ("SyncRefModelCallback",),
+    "lowtide.trainers.cpo": ("CPOConfig", "CPOTrainer"),
+    "lowtide.trainers.dpo": ("DPOConfig", "DPOTrainer"),
+    "lowtide.trainers.kto": ("KTOConfig", "KTOTrainer"),
+    "lowtide.trainers.orpo": ("ORPOConfig", "ORPOTrainer"),
+    "lowtide.trainers.reward": ("RewardConfig", "RewardTrainer"),
+    "lowtide.trainers.sft": ("SFTConfig", "SFTTrainer"),
 }
-_OF_TRL = (
-    *("ModelConfig", "ScriptArguments", "DatasetMixtureConfig", "TrlParser", "RichProgressCallback"),
-    *("get_dataset", "get_peft_config", "get_quantization_config", "clone_chat_template", "apply_chat_template"),
-    *("extract_prompt", "maybe_extract_prompt", "unpair_preference_dataset", "maybe_unpair_preference_dataset"),
-)
-"""What scripts import beside trainers and configs, and goes with lowtide's as it is."""
+"""The public names by the module that they are in."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_TRL:  # an AttributeError's text would not reach who imports the name
-        raise ImportError(f"{name} stays TRL's, and goes with lowtide's trainers: `from trl import {name}`")
-    if name not in _HOME:
-        raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name[:1] != "_":
+        elsewhere = import_module("lowtide.scripts.elsewhere").ELSEWHERE
+        if name in elsewhere:  # an AttributeError's text would not reach who imports the name
+            raise ImportError(f"{name} is not in lowtide: it {elsewhere[name]}")
+    raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

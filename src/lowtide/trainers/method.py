@@ -90,6 +90,8 @@ class MethodTrainer(LowtideTrainer):
             )
         set_seed(args.seed)
         self.args = args
+        if getattr(data_collator, "is_default", False):
+            data_collator = None
         model = self._loaded(model, processing_class, quantization_config, peft_config)
         self._reads_rows = data_collator is None
         train_dataset, eval_dataset = self._read(model, train_dataset, eval_dataset)

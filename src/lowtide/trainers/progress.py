@@ -37,8 +37,9 @@ class RichProgress(TrainerCallback):
 
     @classmethod
     def replace_in(cls, trainer: Trainer) -> None:
-        """Takes the place of the Trainer's default progress bar, if that is there."""
-        if trainer.pop_callback(ProgressCallback) is not None:
+        """Takes the place of the Trainer's default progress bar, if that is there, unless one of ours is."""
+        replaced = trainer.pop_callback(ProgressCallback) is not None
+        if replaced and not any(isinstance(each, cls) for each in trainer.callback_handler.callbacks):
             trainer.add_callback(cls())
 
     def _advance(self, name: str, total: int | None, completed: int | None = None) -> None:

@@ -1,0 +1,57 @@
+"""TRL's public names that are not in lowtide, and what to use instead. `from lowtide import NAME` raises with this."""
+
+from __future__ import annotations
+
+NOT_YET = "trains with completions that the model writes, which lowtide does not yet: keep TRL's"
+VISION = "is for images, and lowtide trains on text: keep TRL's"
+JUDGE = "judges completions with another model, which TRL itself removed: score them outside of training"
+VALUE_HEAD = "was for the older PPOTrainer: train a reward model with RewardTrainer"
+TEMPLATE = "is not needed: assistant_only_loss=True marks or aligns the assistant's turns of any chat template"
+TOOLS = "is of methods that call tools while they write: keep TRL's"
+
+ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "OnlineDPOConfig", "OnlineDPOTrainer"),
+            *("PPOConfig", "PPOTrainer", "XPOConfig", "XPOTrainer", "NashMDConfig", "NashMDTrainer"),
+            *("GKDConfig", "GKDTrainer", "DistillationConfig", "DistillationTrainer"),
+        ),
+        NOT_YET,
+    ),
+    **dict.fromkeys(("PRMConfig", "PRMTrainer"), "trains token classification, which lowtide does not yet: keep TRL's"),
+    **dict.fromkeys(
+        ("AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead", "PreTrainedModelWrapper"),
+        VALUE_HEAD,
+    ),
+    **dict.fromkeys(
+        (
+            *("BaseJudge", "BaseBinaryJudge", "BasePairwiseJudge", "BaseRankJudge", "AllTrueJudge", "HfPairwiseJudge"),
+            *("OpenAIPairwiseJudge", "PairRMJudge"),
+        ),
+        JUDGE,
+    ),
+    "WinRateCallback": "asks a judge in training, and TRL itself removed it: LogCompletionsCallback shows the "
+    "completions, to be judged outside of training",
+    "MergeModelCallback": "needs mergekit, which merges checkpoints as well after training: "
+    "mergekit-yaml merge.yaml OUT; `lowtide merge` merges an adapter into its model",
+    "MergeConfig": "needs mergekit: write its YAML and run mergekit-yaml merge.yaml OUT on the checkpoints",
+    "WeaveCallback": "needs weave: take LogCompletionsCallback with report_to='wandb'",
+    "prepare_multimodal_messages": VISION,
+    "DataCollatorForVisionLanguageModeling": VISION,
+    "DataCollatorForVisionPreference": VISION,
+    "DataCollatorForVisionUnpairedPreference": VISION,
+    "get_training_chat_template": TEMPLATE,
+    "add_response_schema": TOOLS,
+    "supports_tool_calling": TOOLS,
+    "add_fused_lm_head": "is not needed: the head of every trainer is fused",
+    "ConstantLengthDataset": "was removed from TRL: SFTConfig(packing=True) packs, pack_dataset packs by hand",
+    "IterativeSFTConfig": "was removed from TRL: SFTTrainer trains on one dataset after the other",
+    "IterativeSFTTrainer": "was removed from TRL: SFTTrainer trains on one dataset after the other",
+    "AlignPropConfig": VISION,
+    "AlignPropTrainer": VISION,
+    "DDPOConfig": VISION,
+    "DDPOTrainer": VISION,
+    "get_soft_overlong_punishment": "is a reward function of methods that write completions: keep TRL's",
+    "think_format_reward": "is a reward function of methods that write completions: keep TRL's",
+    "accuracy_reward": "is a reward function of methods that write completions: keep TRL's",
+}

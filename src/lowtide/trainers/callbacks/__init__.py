@@ -1,0 +1,1 @@
+"""Callbacks that scripts pass to a trainer, under TRL's names."""

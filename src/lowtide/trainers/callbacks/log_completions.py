@@ -1,0 +1,148 @@
+"""`LogCompletionsCallback`: what the model writes to some prompts, as training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import GenerationConfig, TrainerCallback
+
+from lowtide.scripts.rows import maybe_apply_chat_template
+
+COLUMNS = ("step", "prompt", "completion")
+TRACKERS = ("wandb", "comet_ml", "trackio")
+"""The trackers that show a table."""
+
+
+class LogCompletionsCallback(TrainerCallback):
+    """Writes completions of the evaluation set's prompts every so many steps.
+
+    They go as a table to those of wandb, comet_ml and trackio that `report_to` names, and to the terminal if it names
+    none of them. `table` has all rows so far. They are written as the model's own generation config says, unless there
+    is a `generation_config`.
+
+    Args:
+        trainer: whose `eval_dataset` has a column `prompt`, of texts or conversations.
+        generation_config: how completions are written.
+        num_prompts: the first so many of the prompts; by default all.
+        freq: every so many steps; by default the trainer's `eval_steps`.
+
+    Raises:
+        ValueError: there is no evaluation set, or it has no prompts.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None,
+        freq: int | None = None,
+    ) -> None:
+        if trainer.eval_dataset is None:
+            raise ValueError("LogCompletionsCallback reads prompts from the trainer's eval_dataset: pass one to it")
+        rows = trainer.eval_dataset
+        if "prompt" not in (rows.column_names or []):
+            raise ValueError(
+                f"LogCompletionsCallback reads the column `prompt` of eval_dataset, which has {rows.column_names}: "
+                "evaluate on rows that have one"
+            )
+        self.trainer = trainer
+        self.generation_config = generation_config
+        self.eval_dataset = rows if num_prompts is None else rows.select(range(min(num_prompts, len(rows))))
+        self.freq = freq
+        self.table: list[tuple[str, str, str]] = []
+        self._last_step = -1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        every = self.freq or state.eval_steps
+        if state.global_step == self._last_step or not every or state.global_step % every:
+            return
+        self._last_step = state.global_step
+        accelerator, tokenizer = self.trainer.accelerator, self.trainer.processing_class
+        with accelerator.split_between_processes(list(self.eval_dataset["prompt"])) as own:
+            prompts = [maybe_apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] for prompt in own]
+            model = accelerator.unwrap_model(self.trainer.model_wrapped)
+            completions = write(model, tokenizer, prompts, self.generation_config, args.per_device_eval_batch_size)
+        prompts, completions = gather_object(prompts), gather_object(completions)
+        if accelerator.is_main_process:
+            rows = [(str(state.global_step), *pair) for pair in zip(prompts, completions, strict=True)]
+            self.table += rows
+            _show(self.table, rows, args.report_to)
+
+
+@torch.no_grad()
+def write(
+    model: Any, tokenizer: Any, prompts: Sequence[str], config: GenerationConfig | None, batch_size: int
+) -> list[str]:
+    """A completion of each prompt, as text without special tokens. The model and tokenizer stay as they were."""
+    completions: list[str] = []
+    with _generating(model, tokenizer):
+        for start in range(0, len(prompts), batch_size):
+            batch = tokenizer(
+                list(prompts[start : start + batch_size]), return_tensors="pt", padding=True, add_special_tokens=False
+            ).to(model.device)
+            batch.pop("token_type_ids", None)
+            written = model.generate(**batch, generation_config=config)
+            completions += tokenizer.batch_decode(written[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return completions
+
+
+@contextlib.contextmanager
+def _generating(model: Any, tokenizer: Any) -> Iterator[None]:
+    """In evaluation mode, without checkpointing, which would switch the cache off; padded on the left; and the random
+    state put back, so that training goes on as if nothing had been written."""
+    training, side, pad = model.training, tokenizer.padding_side, tokenizer.pad_token
+    layers = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
+    devices = [model.device] if model.device.type == "cuda" else []
+    tokenizer.padding_side, tokenizer.pad_token = "left", pad or tokenizer.eos_token
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        with torch.random.fork_rng(devices):
+            model.eval()
+            yield
+    finally:
+        model.train(training)
+        tokenizer.padding_side, tokenizer.pad_token = side, pad
+        for layer in layers:
+            layer.gradient_checkpointing = True
+
+
+def _show(table: Sequence[Sequence[str]], new: Sequence[Sequence[str]], report_to: Any) -> None:
+    """Hands the table to the trackers that are reported to, or the new rows to the terminal."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    if not set(names) & set(TRACKERS):
+        _print(new)
+        return
+    import pandas
+
+    frame = pandas.DataFrame(columns=list(COLUMNS), data=[list(row) for row in table])
+    if "wandb" in names:
+        import wandb
+
+        wandb.log({"completions": wandb.Table(dataframe=frame)})
+    if "trackio" in names:
+        import trackio
+
+        trackio.log({"completions": trackio.Table(dataframe=frame)})
+    if "comet_ml" in names:
+        import comet_ml
+
+        experiment = comet_ml.get_running_experiment()
+        if experiment is not None:
+            experiment.log_table(tabular_data=frame, filename="completions.csv")
+
+
+def _print(rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(*COLUMNS, title="Completions", title_justify="left", show_lines=True)
+    for row in rows:
+        shown.add_row(*(Text(text) for text in row))
+    Console(file=sys.stderr).print(shown)

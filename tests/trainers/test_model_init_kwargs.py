@@ -1,4 +1,4 @@
-"""What TRL's scripts put into `model_init_kwargs`, most of it after the config was made, is read."""
+"""What TRL's scripts put into `model_init_kwargs`, much of it after the config was made, is read."""
 
 import pytest
 import torch

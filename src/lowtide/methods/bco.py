@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.methods.method import Method, RowObjective
+from lowtide.methods.paper import Paper
 from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective
 from lowtide.objectives.kto import Unpaired, bco
 from lowtide.objectives.outcome import Counts, Mean, Outcome
@@ -56,4 +57,11 @@ def objective(options: BCOOptions, *, aux_coefficient: float = 0.0, running: Run
     return unpaired_objective(with_mean, options, aux_coefficient, whole=True, running=running, observe=observe)
 
 
-BCO = Method("bco", "binary classifier optimization", BCOOptions, objective)
+PAPER = Paper(
+    "jung2024binary",
+    "Binary Classifier Optimization for Large Language Model Alignment",
+    ("Seungjae Jung", "Gunsoo Han", "Daniel Wontae Nam", "Kyoung-Woon On"),
+    2024,
+    "2404.04656",
+)
+BCO = Method("bco", "binary classifier optimization", BCOOptions, objective, PAPER)

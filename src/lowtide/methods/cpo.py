@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import CompletionOptions, check_read
+from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.reference_free import LOSSES, alpha_reward
@@ -50,4 +51,20 @@ def objective(options: CPOOptions, *, aux_coefficient: float = 0.0) -> RowObject
     return pair_objective(loss, options, aux_coefficient)
 
 
-CPO = Method("cpo", "contrastive preference optimization", CPOOptions, objective)
+PAPER = Paper(
+    "xu2024contrastive",
+    "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
+    (
+        "Haoran Xu",
+        "Amr Sharaf",
+        "Yunmo Chen",
+        "Weiting Tan",
+        "Lingfeng Shen",
+        "Benjamin Van Durme",
+        "Kenton Murray",
+        "Young Jin Kim",
+    ),
+    2024,
+    "2401.08417",
+)
+CPO = Method("cpo", "contrastive preference optimization", CPOOptions, objective, PAPER)

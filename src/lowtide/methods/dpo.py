@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import CompletionOptions, ReferenceOptions, check_read
+from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, read_pairs
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.objectives.preference import DIVERGENCES, LOSSES
@@ -106,4 +107,11 @@ def objective(options: DPOOptions, *, aux_coefficient: float = 0.0) -> RowObject
     )
 
 
-DPO = Method("dpo", "direct preference optimization", DPOOptions, objective)
+PAPER = Paper(
+    "rafailov2023direct",
+    "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+    ("Rafael Rafailov", "Archit Sharma", "Eric Mitchell", "Stefano Ermon", "Christopher D. Manning", "Chelsea Finn"),
+    2023,
+    "2305.18290",
+)
+DPO = Method("dpo", "direct preference optimization", DPOOptions, objective, PAPER)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.methods.method import Method, RowObjective, Scorer
+from lowtide.methods.paper import Paper
 from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective
 from lowtide.objectives.kto import LOSSES, Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
@@ -50,4 +51,11 @@ def objective(options: KTOOptions, *, aux_coefficient: float = 0.0) -> RowObject
     return unpaired_objective(loss, options, aux_coefficient, baseline=first)
 
 
-KTO = Method("kto", "Kahneman-Tversky optimization", KTOOptions, objective)
+PAPER = Paper(
+    "ethayarajh2024kto",
+    "KTO: Model Alignment as Prospect Theoretic Optimization",
+    ("Kawin Ethayarajh", "Winnie Xu", "Niklas Muennighoff", "Dan Jurafsky", "Douwe Kiela"),
+    2024,
+    "2402.01306",
+)
+KTO = Method("kto", "Kahneman-Tversky optimization", KTOOptions, objective, PAPER)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lowtide.methods.paper import Paper
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, TokenStats, Want
 from lowtide.ragged import RaggedBatch
@@ -75,3 +76,5 @@ class Method:
     """A dataclass of its options; config classes inherit from it."""
     objective: Callable[..., Objective]
     """From options to the objective."""
+    paper: Paper | None = None
+    """Where it is from."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import CompletionOptions
+from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.reference_free import log_odds_ratio
@@ -49,4 +50,11 @@ def objective(options: ORPOOptions, *, aux_coefficient: float = 0.0) -> RowObjec
     return pair_objective(loss, options, aux_coefficient)
 
 
-ORPO = Method("orpo", "odds ratio preference optimization", ORPOOptions, objective)
+PAPER = Paper(
+    "hong2024orpo",
+    "ORPO: Monolithic Preference Optimization without Reference Model",
+    ("Jiwoo Hong", "Noah Lee", "James Thorne"),
+    2024,
+    "2403.07691",
+)
+ORPO = Method("orpo", "odds ratio preference optimization", ORPOOptions, objective, PAPER)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowtide.methods.completions import completion_segments
 from lowtide.methods.method import Method, RowObjective
+from lowtide.methods.paper import Paper
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.objectives.reward import bradley_terry
 from lowtide.ops.linear_logprobs import TokenStats
@@ -89,4 +90,11 @@ def objective(options: RewardOptions, *, aux_coefficient: float = 0.0) -> RowObj
     return RowObjective(read=read_rewards, loss=functools.partial(loss, options=options), counts=counts)
 
 
-REWARD = Method("reward", "reward modelling", RewardOptions, objective)
+PAPER = Paper(
+    "ouyang2022training",
+    "Training language models to follow instructions with human feedback",
+    ("Long Ouyang", "Jeff Wu", "Xu Jiang", "Diogo Almeida", "Carroll L. Wainwright", "others"),
+    2022,
+    "2203.02155",
+)
+REWARD = Method("reward", "reward modelling", RewardOptions, objective, PAPER)

@@ -43,6 +43,7 @@ from lowtide.trainers.checkpoints import WholeCheckpoints
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
+from lowtide.trainers.model_card import ModelCards
 from lowtide.trainers.optimizers import InBackward, OwnOptimizers
 from lowtide.trainers.order import RepeatableOrder
 from lowtide.trainers.own_loss import OwnLosses
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(OwnLosses, WholeCheckpoints, OwnOptimizers, RepeatableOrder):
+class LowtideTrainer(OwnLosses, WholeCheckpoints, OwnOptimizers, RepeatableOrder, ModelCards):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.

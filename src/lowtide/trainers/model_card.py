@@ -1,0 +1,155 @@
+"""The card of a trained model, which `push_to_hub` writes: what it is, how it was trained, how to use it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from transformers import Trainer
+
+if TYPE_CHECKING:
+    from lowtide.methods.method import Method
+
+SETTINGS = (
+    *("learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "optim"),
+    *("beta", "loss_type", "max_length", "packing", "seed"),
+)
+"""The options that the card tells."""
+FIGURES = {"train_loss": "loss, mean over training", "loss": "loss, last", "eval_loss": "loss on the evaluation set"}
+PACKAGES = ("lowtide", "transformers", "torch", "datasets", "tokenizers")
+
+
+class ModelCards(Trainer):
+    """`transformers.Trainer` whose `create_model_card` has TRL's arguments."""
+
+    method: Method
+    rewards: bool
+
+    def create_model_card(  # type: ignore[override]
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **metadata: Any,
+    ) -> None:
+        """Writes `README.md` to the output folder, on the first rank.
+
+        Args:
+            model_name: the title; by default the output folder's name.
+            dataset_name: what the model was trained on; a name on the hub is linked.
+            tags: further tags.
+            metadata: further fields of the card's YAML, such as `license` and `language`.
+        """
+        if not self.is_world_process_zero():
+            return
+        folder = Path(str(self.args.output_dir))
+        name = model_name or folder.resolve().name
+        own = ["generated_from_trainer", "lowtide", self.method.name]
+        given = [tags] if isinstance(tags, str) else list(tags or [])
+        data = ModelCardData(
+            model_name=name,
+            base_model=_on_hub(self._base_model),
+            datasets=_on_hub(dataset_name),
+            library_name="peft" if self._is_adapter else "transformers",
+            pipeline_tag="text-classification" if self.rewards else "text-generation",
+            tags=list(dict.fromkeys([*own, *given])),
+            **metadata,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        ModelCard(f"---\n{data.to_yaml()}\n---\n\n{self._card_text(name, dataset_name)}").save(folder / "README.md")
+
+    @property
+    def _base_model(self) -> str | None:
+        model: Any = self.model
+        return getattr(model.config, "_name_or_path", None) or None
+
+    @property
+    def _is_adapter(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+    def _card_text(self, name: str, dataset_name: str | None) -> str:
+        parts = [f"# {name}", self._what_it_is(dataset_name), "## Use", self._use(name)]
+        parts += ["## Training", *self._training(), "## Versions"]
+        parts.append(_table(("package", "version"), ((each, _version(each)) for each in PACKAGES)))
+        if self.method.paper is not None:
+            parts += ["## Citation", f"The method is from:\n\n```bibtex\n{self.method.paper.citation}\n```"]
+        return "\n\n".join(parts) + "\n"
+
+    def _what_it_is(self, dataset_name: str | None) -> str:
+        what = "An adapter of" if self._is_adapter else "A fine-tuned version of"
+        base = _linked(self._base_model, "") or "a new model"
+        data = f" on {_linked(dataset_name, 'datasets/')}" if dataset_name else ""
+        paper = self.method.paper
+        method = f"[{self.method.title}]({paper.url})" if paper is not None else self.method.title
+        return f"{what} {base}, trained with {method}{data} by lowtide."
+
+    def _use(self, name: str) -> str:
+        where = self.hub_model_id or name
+        if self.rewards:
+            lines = [
+                f'scorer = pipeline("text-classification", model="{where}", function_to_apply="none")',
+                'print(scorer("The answer is 4.")[0]["score"])  # higher is better',
+            ]
+        else:
+            lines = [
+                f'writer = pipeline("text-generation", model="{where}")',
+                'talk = [{"role": "user", "content": "What is 2 + 2?"}]',
+                'print(writer(talk, max_new_tokens=128, return_full_text=False)[0]["generated_text"])',
+            ]
+        return "\n".join(["```python", "from transformers import pipeline", "", *lines, "```"])
+
+    def _training(self) -> list[str]:
+        """What it took and came to, its settings, and where a tracker shows it."""
+        state, last = self.state, {name: value for logs in self.state.log_history for name, value in logs.items()}
+        figures: dict[str, Any] = {"optimizer steps": f"{state.global_step:,}"}
+        if state.epoch is not None:
+            figures["epochs"] = f"{state.epoch:.3g}"
+        if last.get("num_tokens"):
+            figures["tokens"] = f"{last['num_tokens']:,.0f}"
+        figures |= {words: f"{last[each]:.4g}" for each, words in FIGURES.items() if each in last}
+        settings = {each: getattr(self.args, each, None) for each in SETTINGS}
+        parts = [
+            _table(("figure", "value"), figures.items()),
+            _table(("setting", "value"), ((f"`{k}`", f"`{_plain(v)}`") for k, v in settings.items() if v is not None)),
+        ]
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        return [*parts, f"Its curves: {run.url}"] if run is not None else parts
+
+
+def _on_hub(name: str | None) -> str | None:
+    """A name of the hub's, which alone may stand in the YAML; None for a path."""
+    if not name or os.path.exists(name):
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _linked(name: str | None, kind: str) -> str:
+    """A name with its link if it is the hub's; a path is told by its last part, which says nothing of its machine."""
+    if not name:
+        return ""
+    return f"[{name}](https://huggingface.co/{kind}{name})" if _on_hub(name) else f"`{Path(name).name}`"
+
+
+def _table(head: tuple[str, str], rows: Iterable[tuple[str, Any]]) -> str:
+    lines = [head, ("---", "---"), *rows]
+    return "\n".join(f"| {name} | {value} |" for name, value in lines)
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def _version(package: str) -> str:
+    import lowtide
+
+    return lowtide.__version__ if package == "lowtide" else version(package)

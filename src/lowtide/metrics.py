@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowtide.engine.head import ScoreOutput
 from lowtide.objectives.outcome import Outcome
+from lowtide.ops.float64 import float64_device, to_float64
 from lowtide.ragged import RaggedBatch
 
 
@@ -82,12 +83,13 @@ class Totals:
         return found | {name: total / count for name, (total, count) in pairs.items() if count}
 
     def _on_host(self, device: torch.device) -> Totals:
+        device = float64_device(device)
         return Totals(*(_moved(held, device) for held in (self.sums, self.means, self.lows, self.highs)))
 
 
 def _number(value: Tensor | float) -> Tensor:
     value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-    return value.double()
+    return to_float64(value)
 
 
 def _fold(held: dict[str, Tensor], name: str, value: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -19,6 +19,7 @@ from lowtide.engine.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.metrics import Totals, distributed
 from lowtide.objectives.outcome import Counts
+from lowtide.ops.float64 import float64_device
 from lowtide.passes import Models, OwnLoss, OwnRun, RowRun, Run, TokenRun, WholeRun, join_rows, scores_of
 from lowtide.ragged import RaggedBatch
 from lowtide.watch import Watch, check_finite
@@ -62,7 +63,7 @@ def agree(counts: Counts, pieces: int, device: torch.device) -> tuple[Counts, in
     one rank says that it could not cut its batch."""
     if not distributed():
         return counts, pieces, 1
-    mine = torch.tensor([*counts.values(), pieces], dtype=torch.float64, device=device)
+    mine = torch.tensor([*counts.values(), pieces], dtype=torch.float64, device=float64_device(device))
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, mine)
     table = torch.stack(everyones)

@@ -16,6 +16,7 @@ from lowtide.methods.paper import Paper
 from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective
 from lowtide.objectives.kto import Unpaired, bco
 from lowtide.objectives.outcome import Counts, Mean, Outcome
+from lowtide.ops.float64 import to_float64
 
 
 @dataclass(kw_only=True)
@@ -35,7 +36,7 @@ class RunningMean:
         return self.total / self.count if self.count else 0.0
 
     def take_in(self, values: torch.Tensor) -> None:
-        self.total += values.detach().double().sum().item()
+        self.total += to_float64(values.detach()).sum().item()
         self.count += values.numel()
 
 

@@ -15,6 +15,7 @@ from lowtide.methods.paper import Paper
 from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective
 from lowtide.objectives.kto import LOSSES, Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
+from lowtide.ops.float64 import to_float64
 from lowtide.option import option
 from lowtide.ragged import RaggedBatch
 
@@ -40,7 +41,7 @@ def baseline(batch: RaggedBatch, policy: Scorer, reference: Scorer) -> tuple[Rag
     matched, mismatched = {end[0] for end in ends}, {end[1] for end in ends}
     numbers = range(len(batch.segments))
     strange = batch.select_segments([n for n in numbers if n not in matched])
-    total = (policy(strange) - reference(strange)).double().sum()
+    total = to_float64(policy(strange) - reference(strange)).sum()
     own = batch.select_segments([n for n in numbers if n not in mismatched])
     return own, {"kl": total.item(), "kl_rows": batch.rows}
 

@@ -9,6 +9,8 @@ from typing import NamedTuple, TypeAlias
 from jaxtyping import Float
 from torch import Tensor
 
+from lowtide.ops.float64 import to_float64
+
 
 class Mean(NamedTuple):
     """A mean that is still a sum and a count, so that micro-batches and ranks add up exactly."""
@@ -36,4 +38,4 @@ Counts: TypeAlias = "Mapping[str, float]"
 
 def mean_of(values: Tensor) -> Mean:
     """The mean of some values, one a row."""
-    return Mean(values.detach().double().sum(), float(values.numel()))
+    return Mean(to_float64(values.detach()).sum(), float(values.numel()))

@@ -18,13 +18,14 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 import lowtide
+from lowtide.demo.model import make_tokenizer
 from lowtide.planner.allocators.replay import peaks, run_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.heaviest import heaviest_rows, row_lengths
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.trace import Event
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, unrolled
-from lowtide.planning import estimate, rows_of, trainer_of
+from lowtide.planning import estimate, estimate_method, rows_of, trainer_of
 
 SIZES = {
     "vocab_size": 8_000,
@@ -262,6 +263,28 @@ def test_several_micro_batches_keep_their_gradients_with_the_optimizer_in_backwa
     )
     assert not one.get("gradients")
     assert several["gradients"] == pytest.approx(several["weights"], rel=1e-3)
+
+
+BITSANDBYTES = [
+    "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "ademamix_8bit", "paged_ademamix_32bit",
+    "paged_ademamix_8bit", "lion_8bit", "paged_lion_8bit", "paged_lion_32bit", "rmsprop_bnb_8bit", "galore_adamw_8bit",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("optim", BITSANDBYTES)
+def test_optimizers_of_bitsandbytes_are_traced_for_a_gpu_that_is_not_here(optim, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    if optim.startswith("galore"):
+        pytest.importorskip("galore_torch")
+    rows = Dataset.from_list([{"text": "1 + 1 = 2"}] * 4)
+    config = {"optim": optim, "output_dir": str(tmp_path), "per_device_train_batch_size": 2}
+    config |= {"optim_target_modules": "all-linear"} if optim.startswith("galore") else {}
+    described = LlamaConfig(**SIZES | {"num_hidden_layers": 1})
+    found = estimate_method(
+        "sft", described, rows, device="A100-80GB", config=config, processing_class=make_tokenizer()
+    )
+    held = found.phases["optimizer"]
+    assert 0 < held["optimizer"] < 4.5 * held["weights"]
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 UNTRACEABLE = (
     DataDependentOutputException,
@@ -60,6 +61,7 @@ def faked() -> Iterator[FakeTensorMode]:
         with (
             _process_left_alone(),
             FakeTensorMode(allow_non_fake_inputs=True) as fake,
+            _NumbersRead(),
             patch.object(nn.Module, "to", _stay),
             patch.object(FakeTensor, "__deepcopy__", _copied, create=True),
         ):
@@ -70,6 +72,16 @@ def faked() -> Iterator[FakeTensorMode]:
             f"the run cannot be traced without values: {str(operation).splitlines()[0]}. Memory of such a model is "
             "not foretold; measure it with a short run (--max_steps 2 --memory_report report.json)"
         ) from error
+
+
+class _NumbersRead(TorchDispatchMode):
+    """A number that is read off a tensor without values is 1: bitsandbytes reads its tables as it makes an optimizer,
+    others read a norm or a count in their step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        return func(*args, **(kwargs or {}))
 
 
 def _copied(tensor: FakeTensor, memo: dict) -> Tensor:

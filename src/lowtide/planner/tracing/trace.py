@@ -142,8 +142,6 @@ class StorageTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # what such a tensor is made of comes here after it
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0  # where the step reads a number off a tensor that has none
         for_all = self._stepping and func.name().startswith(FOR_ALL) and len(args[0]) > 1
         if for_all:
             self.layer = None

@@ -6,6 +6,8 @@ The public names, and no more. They resolve when first used, so that `import low
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lowtide.import_noise import drop_import_noise
+
 if TYPE_CHECKING:
     from lowtide.data.collate import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening
     from lowtide.data.mixtures import DatasetConfig
@@ -148,6 +150,9 @@ _NAMES = {
 }
 """The public names by the module that they are in."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+
+drop_import_noise()
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,9 @@ def test_it_writes_numbers_a_picture_and_a_page(profile, tmp_path, monkeypatch):
 
     def predicted(self, settings):
         asked.append(dict(settings))
-        return {"forward": {"weights": 10 * MIB}, "backward": {"weights": (30 if not settings else 20) * MIB}}
+        size = 30 if not settings else 20
+        phases = {"forward": {"weights": 10 * MIB}, "backward": {"weights": size * MIB}}
+        return cli_profile.Prediction(phases, process_bytes=700 * MIB)
 
     monkeypatch.setattr(cli_profile.Predictor, "__call__", predicted)
     status, out, err = profile("--steps", "2", "--per_device_train_batch_size", "4", "--save_steps", "1")
@@ -58,7 +61,10 @@ def test_it_writes_numbers_a_picture_and_a_page(profile, tmp_path, monkeypatch):
     assert sizes == sorted(sizes, reverse=True)
     assert asked[0] == {}
     assert {each["peak_bytes"] for each in found["advice"]} == {20 * MIB}
-    assert f"({found['advice'][0]['saves']})" in out
+    assert found["predicted_process_bytes"] == 700 * MIB
+    assert f"({found['advice'][0]['saves']}); predicted peak of tensors 20.0 MiB (-33.3%)" in out
+    assert "Tensors predicted: 30.0 MiB (" in out
+    assert "Process predicted: 700.0 MiB (" in out
 
 
 def test_a_run_that_cannot_be_foretold_says_why(profile, tmp_path, monkeypatch):
@@ -112,12 +118,13 @@ def made(advice: tuple[Advice, ...] = ()) -> Profile:
         peak_seconds=1.5,
         peak_step=1,
         peak_phase="backward",
-        phases={"forward": {"weights": 60 * MIB}, "backward": {"weights": 60 * MIB, "activations": 60 * MIB}},
+        phases={"forward": {"weights": 60 * MIB}, "backward": {"weights": 70 * MIB, "activations": 50 * MIB}},
         seconds=[0.0, 1.0, 1.5, 2.0],
         bytes={"weights": [60 * MIB] * 4, "activations": [0, 30 * MIB, 60 * MIB, 0]},
         spans=[Span(0.0, 1.2, 1, "forward"), Span(1.2, 3.0, 1, "backward")],
         tensors=[Tensors(MIB, 3, (4, 5), "float32", "activations", "forward", EVIL, EVIL)],
-        predicted={"backward": {"weights": 60 * MIB, "activations": 58 * MIB}},
+        predicted={"backward": {"weights": 60 * MIB}},
+        predicted_process_bytes=525 * MIB,
         advice=advice,
     )
 
@@ -130,6 +137,28 @@ def test_the_page_escapes_what_it_is_given_and_asks_nothing_of_the_network():
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     assert json.loads(data[1])["words"] == ["forward of step 1", "backward of step 1"]
+
+
+def test_the_page_compares_tensors_with_tensors_and_the_process_with_the_process():
+    page = html_of(made())
+    tiles = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page)
+    assert ("tensors predicted", "60.0 MiB (-50.0%)") in tiles
+    assert ("process at most", "500.0 MiB") in tiles
+    assert ("process predicted", "525.0 MiB (+5.0%)") in tiles
+
+
+def test_bars_are_as_long_as_what_they_stand_for():
+    measured, predicted = re.findall(r'<div class="stack">(.*?)</div>', html_of(made()))
+    widths = [sum(map(float, re.findall(r"width:([\d.]+)%", bar))) for bar in (measured, predicted)]
+    assert widths == [pytest.approx(100, abs=0.02), pytest.approx(50, abs=0.02)]
+
+
+def test_the_page_says_when_nothing_lowers_the_largest_category():
+    said = "No setting that is not on already lowers the largest category: weights, 58% of the peak."
+    other = Advice("a", {"a": 1}, "activations", "them", None, 40 * MIB)
+    assert said in html_of(made((other,)))
+    assert said in html_of(made())
+    assert said not in html_of(made((replace(other, category="weights"), other)))
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium, which this machine does not have")

@@ -87,6 +87,16 @@ def test_with_predictions_the_best_exact_setting_comes_first_and_what_lowers_not
     ]  # fmt: skip
 
 
+def test_the_largest_category_comes_first_whatever_a_smaller_ones_settings_would_save():
+    def predict(settings) -> int | None:
+        return {(): 100, ("mlp_tile_tokens",): 50, ("tokens_per_microbatch",): 99}.get(tuple(settings), 90)
+
+    found = advise(site(bf16=False), {"head": 80, "activations": 20}, ROWS, predict, each=9)
+    assert [(each.category, each.name, each.peak_bytes) for each in found[:2]] == [
+        ("head", "bfloat16 mixed precision", 90), ("activations", "tiled MLP", 50),
+    ]  # fmt: skip
+
+
 def test_settings_that_contradict_each_other_are_refused():
     options = site().options
     assert with_settings(options, {"mlp_tile_tokens": 4}).mlp_tile_tokens == 4

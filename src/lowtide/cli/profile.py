@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowtide.cli import train
 from lowtide.cli.adapters import AdapterOptions
@@ -33,8 +33,20 @@ WITHOUT = {
 """What of a run is no part of its steps."""
 UNTRACEABLE = (ValueError, RuntimeError, NotImplementedError)
 """How an estimate says that it cannot trace a run."""
-Phases = Mapping[str, Mapping[str, int]]
-"""For each phase, the bytes by category when it holds most."""
+
+
+class Prediction(NamedTuple):
+    """What an estimate says of a run, taken apart as a recording is."""
+
+    phases: Mapping[str, Mapping[str, int]]
+    """For each phase, the bytes of tensors by category when it holds most."""
+    process_bytes: int
+    """The peak of what holds them: the process on a CPU, what the allocator reserves on CUDA."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The peak of tensors."""
+        return max(sum(sizes.values()) for sizes in self.phases.values())
 
 
 def add_parser(
@@ -70,8 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = train.read_run(arguments, **WITHOUT, max_steps=arguments.steps, output_dir=str(arguments.output))
     import torch
 
-    from lowtide.memory.measure import bytes_text, peak_bytes
-    from lowtide.planner.profiling.profile import Run, profile_of
+    from lowtide.memory.measure import bytes_text, peak_held_bytes
+    from lowtide.planner.profiling.profile import Run, compared, profile_of, totals
     from lowtide.trainers.profiling import record
 
     trainer = given.trainer(given.config())
@@ -89,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             device=name,
             torch=torch.__version__,
             steps=trainer.state.global_step,
-            process_bytes=peak_bytes(device),
+            process_bytes=peak_held_bytes(device),
         ),
     )
     profile = _foretold(profile, given, trainer)
@@ -97,8 +109,12 @@ def run(arguments: argparse.Namespace) -> int:
     when = f"step {profile.peak_step}" if profile.peak_step else "the rehearsal"
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in profile.at_peak.items())
     print(f"Tensors held {bytes_text(profile.peak_bytes)} at most, in {profile.peak_phase} of {when}: {parts}.")
-    if profile.advice:
-        print(f"To change first: {profile.advice[0].text} ({profile.advice[0].saves}).")
+    for name, size in totals(profile).items():
+        print(f"{name.capitalize()}: {size}")
+    for advice in profile.advice[:1]:
+        effect = advice.peak_bytes and profile.predicted_bytes and compared(advice.peak_bytes, profile.predicted_bytes)
+        told = f"; predicted peak of tensors {effect}" if effect else ""
+        print(f"To change first: {advice.text}, for the {advice.category} ({advice.saves}){told}.")
     print(f"Written: profile.html, profile.png and profile.json in {arguments.output}")
     return 0
 
@@ -129,14 +145,15 @@ def _foretold(profile: Profile, given: train.Run, trainer: Any) -> Profile:
 
         def peak(settings: Mapping[str, Any]) -> int | None:
             try:
-                phases = predictor(settings) if settings else predicted
+                return (predictor(settings) if settings else predicted).tensor_bytes
             except UNTRACEABLE:
                 return None
-            return max(sum(sizes.values()) for sizes in phases.values())
 
         with Console(stderr=True).status("Estimating what changes would do"):
             advice = advise(trainer.site, profile.at_peak, rows, peak, each=5)
-    return dataclasses.replace(profile, predicted=predicted, advice=advice)
+    return dataclasses.replace(
+        profile, predicted=predicted.phases, predicted_process_bytes=predicted.process_bytes, advice=advice
+    )
 
 
 class Predictor:
@@ -156,8 +173,8 @@ class Predictor:
         if self.pool is not None:
             self.pool.shutdown()
 
-    def __call__(self, settings: Mapping[str, Any]) -> Phases:
-        """For each phase, the bytes of tensors by category.
+    def __call__(self, settings: Mapping[str, Any]) -> Prediction:
+        """An estimate of the run with these settings.
 
         Raises:
             ValueError: the lengths of the rows are not known beforehand, or the options do not go together.
@@ -184,11 +201,13 @@ class Predictor:
             raise
 
 
-def _estimate(config: Any, described: Any, lengths: list[Any], peft_config: Any, device: str) -> Phases:
+def _estimate(config: Any, described: Any, lengths: list[Any], peft_config: Any, device: str) -> Prediction:
+    from lowtide.planner.estimate import BESIDE_TENSORS
     from lowtide.planning import estimate
 
     found = estimate(config, described, lengths=lengths, peft_config=peft_config, device=device)
-    return {
-        phase: {name: size for name, size in sizes.items() if name != "runtime" and size}
+    phases = {
+        phase: {name: size for name, size in sizes.items() if name not in BESIDE_TENSORS and size}
         for phase, sizes in found.phases.items()
     }
+    return Prediction(phases, found.peak_bytes if device == "cpu" else found.reserved_bytes)

@@ -27,6 +27,11 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
+def peak_held_bytes(device: torch.device) -> int:
+    """The peak of what holds the tensors: reserved by the allocator on CUDA, resident on a CPU; in bytes."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
+
+
 def bytes_text(count: float) -> str:
     """A number of bytes for people."""
     for unit in ("B", "KiB", "MiB"):

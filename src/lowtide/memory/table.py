@@ -265,7 +265,7 @@ TECHNIQUES: dict[str, Technique] = {
             "half of what matrix products give; weights and moments stay float32, cast weights come besides",
             {"bf16": True},
             option_is("bf16"),
-            lowers=("activations",),
+            lowers=("activations", "head"),
             changes="forward and backward are computed in bfloat16",
         ),
         Technique(
@@ -305,7 +305,7 @@ TECHNIQUES: dict[str, Technique] = {
             "token budget",
             "activations: a strict cap on the tokens of a forward",
             {"tokens_per_microbatch": 64},
-            option_is("tokens_per_microbatch"), lowers=("activations",), named=False,
+            option_is("tokens_per_microbatch"), lowers=("activations", "head"), named=False,
         ),
         Technique(
             "gradient accumulation",

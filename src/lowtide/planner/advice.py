@@ -69,14 +69,15 @@ def advise(
     predict: Callable[[Mapping[str, Any]], int | None] | None = None,
     each: int = 2,
 ) -> list[Advice]:
-    """What would lower the largest categories, those that are exact first.
+    """What would lower the peak: for the largest category first; of one category those that are exact first.
 
     Args:
         site: where the run works.
         bytes: by category, at the peak.
         row_tokens: of each row of the heaviest micro-batch.
         predict: the predicted peak of tensors with some options changed, none of them for the run as it is; None
-            where it cannot be told. With it, what would lower nothing is left out, and what lowers most comes first.
+            where it cannot be told. With it, what would lower nothing is left out, and of those that are alike what
+            lowers most comes first.
         each: how many are considered of each category.
     """
     found = _considered(site, bytes, row_tokens, each)
@@ -85,7 +86,9 @@ def advise(
         return found[:MOST]
     told = [replace(advice, peak_bytes=predict(advice.settings)) for advice in found]
     kept = [advice for advice in told if (advice.peak_bytes or 0) <= (1 - FELT) * now]
-    return sorted(kept, key=lambda advice: (advice.changes is not None, advice.peak_bytes or now))[:MOST]
+    held = {name: -size for name, size in bytes.items()}
+    kept.sort(key=lambda each: (held[each.category], each.changes is not None, each.peak_bytes or now))
+    return kept[:MOST]
 
 
 def _considered(site: Site, bytes: Mapping[str, int], row_tokens: tuple[int, ...], most: int) -> list[Advice]:

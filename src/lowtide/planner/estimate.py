@@ -29,6 +29,8 @@ from lowtide.planner.tracing.host_memory import host_bytes
 PACKED = 32 << 20
 """Bytes at most into which a CPU's library packs the head's weight for its products; and into which it converts numbers
 of 16 bits, where the CPU has no instructions for them."""
+BESIDE_TENSORS = ("cache", "runtime")
+"""The categories of an estimate that no tensor is part of."""
 BANDS = {"cpu": 0.06, "cuda": 0.05}
 """By how much of itself a peak may be wrong."""
 
@@ -56,8 +58,9 @@ class Estimate:
     @property
     def tensor_bytes(self) -> int:
         """The most that living tensors hold."""
-        beside = ("cache", "runtime")
-        return max(sum(size for name, size in held.items() if name not in beside) for held in self.phases.values())
+        return max(
+            sum(size for name, size in held.items() if name not in BESIDE_TENSORS) for held in self.phases.values()
+        )
 
     @property
     def reserved_bytes(self) -> int:

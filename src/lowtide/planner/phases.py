@@ -11,8 +11,8 @@ from torch import nn
 
 from lowtide.memory.measure import peak_bytes
 
-BETWEEN = "between"
-"""What is none of the phases of a step: rows are fetched, metrics are written."""
+BETWEEN = "data and logging"
+"""The phase between those of a step: the next rows are fetched and collated, metrics are added up and logged."""
 Listener = Callable[[str, str], object]
 """Told (the phase that ends, the phase that begins)."""
 

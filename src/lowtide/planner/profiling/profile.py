@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowtide.memory.measure import bytes_text
 from lowtide.planner.advice import Advice
 from lowtide.planner.profiling.recording import CATEGORIES, Recording
 
@@ -27,7 +28,8 @@ class Run:
     torch: str
     steps: int
     process_bytes: int
-    """The peak of the process on a CPU, of the allocator on CUDA; with imports, caches and what is no tensor."""
+    """The peak of what holds the tensors: the process's resident memory on a CPU, with imports and the heap's holes;
+    what the allocator reserved on CUDA, with its cache."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class Profile:
     tensors: Sequence[Tensors]
     """The largest at the peak, largest first."""
     predicted: Mapping[str, Mapping[str, int]] | None = None
-    """As `phases`, before the run."""
+    """As `phases`, of an estimate: tensors alone."""
+    predicted_process_bytes: int | None = None
+    """What an estimate says of `Run.process_bytes`."""
     not_predicted: str = ""
     """Why there is no prediction."""
     advice: Sequence[Advice] = ()
@@ -91,6 +95,11 @@ class Profile:
         """In which the predicted peak falls."""
         phases = self.predicted or {}
         return max(phases, key=lambda phase: sum(phases[phase].values()), default=None)
+
+    @property
+    def largest_category(self) -> str:
+        """The one that holds most at the peak."""
+        return max(self.at_peak, key=lambda name: self.at_peak[name])
 
     @property
     def predicted_bytes(self) -> int | None:
@@ -128,6 +137,22 @@ def profile_of(recording: Recording, run: Run) -> Profile:
         spans=_spans(recording),
         tensors=_largest(recording, peak),
     )
+
+
+def totals(profile: Profile) -> dict[str, str]:
+    """What was predicted of the tensors, what held them, and what was predicted of that: as texts, by name."""
+    holder = "process" if profile.run.device == "cpu" else "allocator"
+    found = {f"{holder} at most": bytes_text(profile.run.process_bytes)}
+    if profile.predicted_bytes is not None:
+        found = {"tensors predicted": compared(profile.predicted_bytes, profile.peak_bytes)} | found
+    if profile.predicted_process_bytes is not None:
+        found[f"{holder} predicted"] = compared(profile.predicted_process_bytes, profile.run.process_bytes)
+    return found
+
+
+def compared(bytes: int, other: int) -> str:
+    """Some bytes, and by which share of the other ones they are more."""
+    return f"{bytes_text(bytes)} ({bytes / max(other, 1) - 1:+.1%})"
 
 
 def ticks(most: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from lowtide.memory.measure import bytes_text
 from lowtide.page import facts, page
 from lowtide.planner.advice import Advice
-from lowtide.planner.profiling.profile import Profile, Span, Tensors, ticks
+from lowtide.planner.profiling.profile import Profile, Span, Tensors, ticks, totals
 from lowtide.planner.profiling.profile_assets import SCRIPT, STYLE
 from lowtide.planner.profiling.recording import CATEGORIES
 
@@ -62,18 +62,13 @@ def _when(step: int) -> str:
 
 
 def _largest_share(profile: Profile) -> str:
-    name, size = max(profile.at_peak.items(), key=lambda item: item[1])
-    return f"; {size / profile.peak_bytes:.0%} of it {escape(name)}"
+    name = profile.largest_category
+    return f"; {profile.at_peak[name] / profile.peak_bytes:.0%} of it {escape(name)}"
 
 
 def _facts(profile: Profile) -> dict[str, str]:
-    process = "process at most" if profile.run.device == "cpu" else "allocated at most"
-    found = {process: bytes_text(profile.run.process_bytes)}
-    if profile.predicted_bytes is not None:
-        off = profile.predicted_bytes / profile.peak_bytes - 1
-        found |= {"tensors predicted": bytes_text(profile.predicted_bytes), "prediction off by": f"{off:+.1%}"}
     longest = max(profile.spans, key=lambda span: span.end - span.start, default=None)
-    return found | ({"longest phase": longest.phase} if longest else {})
+    return totals(profile) | ({"longest phase": longest.phase} if longest else {})
 
 
 # -- the timeline -----------------------------------------------------------------------------------------------------
@@ -120,7 +115,7 @@ def _area(profile: Profile, below: Sequence[int], above: Sequence[int], end: flo
 def _strip(spans: Sequence[Span], end: float) -> str:
     """The phases as bands, and above them the steps."""
     bands = "".join(
-        f'<i class="phase p-{escape(span.phase)}" style="left:{100 * span.start / end:.3f}%;'
+        f'<i class="phase {_phase_class(span.phase)}" style="left:{100 * span.start / end:.3f}%;'
         f'width:{100 * (span.end - span.start) / end:.3f}%"></i>'
         for span in spans
     )
@@ -140,7 +135,12 @@ def _legend(names: Iterable[str]) -> str:
 
 def _phase_legend(spans: Sequence[Span]) -> str:
     names = dict.fromkeys(span.phase for span in spans)
-    return "".join(f'<span class="p-{escape(name)}">{escape(name)}</span>' for name in names)
+    return "".join(f'<span class="{_phase_class(name)}">{escape(name)}</span>' for name in names)
+
+
+def _phase_class(phase: str) -> str:
+    """A phase's class in the style."""
+    return f"p-{escape(phase.replace(' ', '-'))}"
 
 
 def _data(profile: Profile, end: float, top: float) -> str:
@@ -243,9 +243,15 @@ def _tensor(tensor: Tensors) -> str:
 
 
 def _advice(profile: Profile) -> str:
+    largest = profile.largest_category
+    note = ""
+    if all(each.category != largest for each in profile.advice):
+        share = profile.at_peak[largest] / profile.peak_bytes
+        note = f"""<p class="note">No setting that is not on already lowers the largest category: {largest}, \
+{share:.0%} of the peak.</p>"""
     if not profile.advice:
-        return '<p class="note">Nothing that is not on already would lower what dominates this peak.</p>'
-    return f'<ol class="todo">{"".join(_piece(each, profile) for each in profile.advice)}</ol>'
+        return note
+    return f'<ol class="todo">{"".join(_piece(each, profile) for each in profile.advice)}</ol>{note}'
 
 
 def _piece(advice: Advice, profile: Profile) -> str:

@@ -380,8 +380,8 @@ class LowtideTrainer(OwnLosses, WholeCheckpoints, OwnOptimizers, RepeatableOrder
         """
         models = Models(self._evaluation_model(), self.reference, self.padding_free, self._around)
         totals, rows, watch = Totals(), 0, Watch("evaluation")
-        wanted = self.compute_metrics is not None
-        kept = PaddedPredictions() if self.evaluates_plainly else Predictions()
+        wanted = self.compute_metrics is not None or description == "Prediction"
+        kept = PaddedPredictions() if self.evaluates_plainly(wanted) else Predictions()
         for number, inputs in enumerate(dataloader):
             batch = self.as_ragged(inputs)
             count = real_rows(self.accelerator, batch.rows, self.args.eval_batch_size)

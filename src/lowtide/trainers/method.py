@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
@@ -27,6 +27,7 @@ from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.exhausted import explained
 from lowtide.trainers.inputs import config_of, load_inputs
+from lowtide.trainers.older_arguments import take_tokenizer, with_older
 from lowtide.trainers.report import StartReport
 from lowtide.trainers.row_checks import check_budget, check_collator, check_masks, position_table
 from lowtide.trainers.setup import Engine, check_trained, install_engine, router_coefficient
@@ -48,6 +49,7 @@ class MethodTrainer(LowtideTrainer):
         compute_metrics: gets `EvalPrediction(predictions=log-probs [scores], label_ids=tokens [scores])`.
         quantization_config: for a model given by name.
         peft_config: adapters to put on the model.
+        older: arguments that an older TRL had where the config has options today (see `trainers.older_arguments`).
 
     Raises:
         ValueError: anything that cannot work, before the first step, with what to do.
@@ -75,8 +77,12 @@ class MethodTrainer(LowtideTrainer):
         optimizer_cls_and_kwargs: tuple | None = None,
         quantization_config: Any = None,
         peft_config: Any = None,
+        **older: Any,
     ):
-        args = config_of(self.config, args, model, self.method.name.upper())
+        if train_dataset is None:
+            raise ValueError(f"{type(self).__name__} needs a `train_dataset`, and it is None")
+        processing_class = take_tokenizer(older, processing_class)
+        args = with_older(config_of(self.config, args, model, self.method.name.upper()), older, type(self).__name__)
         self.planned = Fitted({}, "")
         if args.memory_budget:
             self.planned = fit_budget(
@@ -205,12 +211,8 @@ class MethodTrainer(LowtideTrainer):
 
     def _read(self, model: nn.Module, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
         """Both datasets prepared; the ledger with them."""
-        self.ledger = None
-        if train_dataset is None and self.args.do_train:
-            raise ValueError(f"{type(self).__name__} needs a `train_dataset`")
-        if train_dataset is not None:
-            check_trained(model)
-            train_dataset, self.ledger = self._prepared(train_dataset, "train")
+        check_trained(model)
+        train_dataset, self.ledger = self._prepared(train_dataset, "train")
         return train_dataset, None if eval_dataset is None else self._prepared_for_evaluation(eval_dataset)
 
     def _prepared(self, dataset: Any, name: str) -> Prepared:
@@ -227,9 +229,8 @@ class MethodTrainer(LowtideTrainer):
 
     def _prepared_for_evaluation(self, dataset: Any) -> Any:
         """One dataset, or several by name, prepared for evaluation."""
-        if isinstance(dataset, Mapping):
-            return {name: self._prepared(each, name)[0] for name, each in dataset.items()}
-        return self._prepared(dataset, "eval")[0]
+        prepared = {name: with_prompts(each, self._prepared(each, name)[0]) for name, each in by_name(dataset).items()}
+        return prepared if isinstance(dataset, Mapping) else prepared["eval"]
 
     def _check_rows(self, name: str, dataset: Any, *, trained_on: bool = True) -> None:
         """Refuses prepared rows that cannot be run."""
@@ -250,15 +251,35 @@ class MethodTrainer(LowtideTrainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer's; a dataset handed in here may be unprepared."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._prepared_for_evaluation(eval_dataset)
-            for name, dataset in by_name(eval_dataset).items():
-                self._check_rows(name, dataset, trained_on=False)
+            eval_dataset = self._handed_in(eval_dataset)
         return super().evaluate(cast(Any, eval_dataset), *args, **kwargs)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; the dataset may be unprepared. `predictions` are log-probs of targets and `label_ids` the
+        targets, [scores]; logits where a loss of one's own needs them."""
+        return super().predict(self._handed_in(test_dataset), *args, **kwargs)
+
+    def _handed_in(self, dataset: Any) -> Any:
+        """A dataset that comes after construction, prepared and checked."""
+        dataset = self._prepared_for_evaluation(dataset)
+        for name, each in by_name(dataset).items():
+            self._check_rows(name, each, trained_on=False)
+        return dataset
 
 
 def by_name(dataset: Any) -> Mapping[str, Any]:
     """Evaluation sets by their names; one alone is "eval"."""
     return dataset if isinstance(dataset, Mapping) else {"eval": dataset}
+
+
+def with_prompts(rows: Any, prepared: Any) -> Any:
+    """Prepared rows with the prompts that they were made of, which callbacks that generate look for; nothing else
+    reads them. None where rows were dropped or packed, and prompts would stand beside other rows."""
+    if not (isinstance(rows, Dataset) and isinstance(prepared, Dataset)) or len(rows) != len(prepared):
+        return prepared
+    if "prompt" not in rows.column_names or {"prompt", "seq_lengths"} & {*prepared.column_names}:
+        return prepared
+    return concatenate_datasets([prepared, rows.select_columns(["prompt"])], axis=1)
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -168,10 +168,9 @@ class OwnLosses(Trainer):
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    @property
-    def evaluates_plainly(self) -> bool:
-        """Whether evaluation needs padded batches with logits."""
-        of_predictions = OF_EVALUATION if self.compute_metrics is not None else OF_EVALUATION[:1]
+    def evaluates_plainly(self, predicts: bool) -> bool:
+        """Whether evaluation needs padded batches with logits; `predicts` where predictions are kept."""
+        of_predictions = OF_EVALUATION if predicts else OF_EVALUATION[:1]
         return bool(self.own_parts(*OF_TRAINING, *of_predictions))
 
     def evaluate_plainly(

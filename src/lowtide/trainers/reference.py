@@ -63,6 +63,7 @@ class ReferenceTrainer(CompletionTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         optimizer_cls_and_kwargs: tuple | None = None,
+        **older: Any,
     ):
         self._ref_model = ref_model
         self._adapters_came = peft_config is None
@@ -79,6 +80,7 @@ class ReferenceTrainer(CompletionTrainer):
             optimizer_cls_and_kwargs,
             quantization_config,
             peft_config,
+            **older,
         )
         options: Any = self.args
         if options.precompute_ref_log_probs:

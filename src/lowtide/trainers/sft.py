@@ -73,6 +73,7 @@ class SFTTrainer(MethodTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable | None = None,
+        **older: Any,
     ):
         self._formatting_func = formatting_func
         super().__init__(
@@ -88,6 +89,7 @@ class SFTTrainer(MethodTrainer):
             optimizer_cls_and_kwargs,
             quantization_config,
             peft_config,
+            **older,
         )
         self.compute_loss_func, self.preprocess_logits_for_metrics = compute_loss_func, preprocess_logits_for_metrics
         self.objective = self.with_own_loss(self.inner_objective)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
@@ -22,7 +23,9 @@ def add_parser(
         "Foretell the peak memory of a run, by phase and by what holds it, before any weight is loaded. "
         "Takes the options that `lowtide METHOD` takes."
     )
-    own, _ = add_description(subparsers, "estimate", method, description)
+    own, group = add_description(subparsers, "estimate", method, description)
+    if group is not None:
+        group.add_argument("--output", type=Path, metavar="FILE", help="write the estimate here too, as JSON")
     own.set_defaults(run=run)
     return own
 
@@ -48,8 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
             processing_class=described.tokenizer(),
             **described.adapters(),
         )
+    as_json = json.dumps(found.to_dict(), indent=2)
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(as_json + "\n", encoding="utf-8")
     if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(as_json)
         return 0
     Console().print(_table(found))
     return 0

@@ -51,8 +51,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the batch size that you have in mind (default: 8)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("lengths-report"), metavar="DIR", help="where to write (default: %(default)s)"
+        "--output_dir",
+        type=Path,
+        default=Path("lengths-report"),
+        metavar="DIR",
+        help="where to write (default: %(default)s)",
     )
+    parser.add_argument("--out", dest="output_dir", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--dataset_split", default="train", metavar="SPLIT", help="which split (default: train)")
     parser.add_argument("--dataset_config", metavar="NAME", help="which configuration of a dataset on the hub")
     parser.add_argument("--dataset_text_field", default="text", metavar="COLUMN", help="the column with plain text")
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: the data, the tokenizer, an option or the output folder can't be used.
         OSError: the data is not there.
     """
-    _check_folder(args.out)
+    _check_folder(args.output_dir)
     from rich.console import Console
 
     from lowtide.data.lengths import BATCH_SIZES, LengthReport
@@ -91,13 +96,17 @@ def run(args: argparse.Namespace) -> int:
             lengths, args.max_length, (*BATCH_SIZES, args.batch_size), args.packing_strategy
         )
     title = " + ".join(args.data)
-    write_png(report, args.out / "lengths.png", title)
-    write_html(report, args.out / "lengths.html", title, args.tokenizer)
+    write_png(report, args.output_dir / "lengths.png", title)
+    write_html(report, args.output_dir / "lengths.html", title, args.tokenizer)
     for part in _tables(report, args.batch_size):
         console.print(part)
     if left_out:
         console.print(f"{left_out:,} rows have no token to train on and are left out.", highlight=False)
-    console.print(f"Written: {args.out / 'lengths.png'} and {args.out / 'lengths.html'}", markup=False, soft_wrap=True)
+    console.print(
+        f"Written: {args.output_dir / 'lengths.png'} and {args.output_dir / 'lengths.html'}",
+        markup=False,
+        soft_wrap=True,
+    )
     return 0
 
 
@@ -106,9 +115,9 @@ def _check_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {folder} can't be made: {error.strerror}; name another folder") from error
+        raise ValueError(f"--output_dir {folder} can't be made: {error.strerror}; name another folder") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {folder} can't be written to; name another folder")
+        raise ValueError(f"--output_dir {folder} can't be written to; name another folder")
 
 
 def _lengths(args: argparse.Namespace) -> tuple[Int[np.ndarray, " rows"], int]:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import lowtide
 from lowtide.memory.allocator import expand_segments, without_thread_cache
+from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 
 METHODS = {
@@ -65,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         without_thread_cache()
     traceback = "--traceback" in words
     try:
-        arguments = parse([_underscored(word) for word in words if word != "--traceback"])
+        given = [_underscored(word) for word in words if word != "--traceback"]
+        if METHODS.keys() & set(given[:1]):
+            given = import_module("lowtide.cli.launch").prepare(given)
+        arguments = parse(given)
         return arguments.run(arguments)
     except SystemExit as exit:  # --help and --version
         return exit.code if isinstance(exit.code, int) else 0
@@ -147,9 +151,10 @@ def _refuse_unknown(words: Sequence[str], command: str | None, *parsers: argpars
     for option in (word.split("=")[0] for word in words if word.startswith("--")):
         if option not in known:
             trains = command in METHODS or command in OF_A_METHOD
-            of_others = import_module("lowtide.trainers.config").whose(option[2:]) if trains else ""
-            near = "" if of_others else nearest(option, known)
-            raise UsageError(f"there is no option {option}{of_others or near} (see {parsers[-1].prog} --help)")
+            said = import_module("lowtide.trainers.config").whose(option[2:]) or replaced(option[2:]) if trains else ""
+            raise UsageError(
+                f"there is no option {option}{said or nearest(option, known)} (see {parsers[-1].prog} --help)"
+            )
 
 
 def _complain(message: str, hint: str) -> None:

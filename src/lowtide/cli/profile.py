@@ -31,6 +31,8 @@ WITHOUT = {
     "eval_split": None,
 }
 """What of a run is no part of its steps."""
+FOLDER = "profile-report"
+"""Where it is written, unless --output_dir says otherwise."""
 UNTRACEABLE = (ValueError, RuntimeError, NotImplementedError)
 """How an estimate says that it cannot trace a run."""
 
@@ -55,14 +57,12 @@ def add_parser(
     """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
     description = (
         "Run a few steps of a method, which takes the options that `lowtide METHOD` takes, and write what "
-        "its tensors held over time: profile.json, profile.png and profile.html."
+        "its tensors held over time: profile.json, profile.png and profile.html in --output_dir (profile-report)."
     )
     own, group = train.add_command(subparsers, "profile", method, description)
     if group is not None:
         group.add_argument("--steps", type=_at_least_one, default=5, metavar="N", help="steps to run [%(default)s]")
-        group.add_argument(
-            "--output", type=Path, default=Path("profile-report"), metavar="DIR", help="where to write [%(default)s]"
-        )
+        group.add_argument("--output", dest="output_dir", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     own.set_defaults(run=run)
     return own
 
@@ -79,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: anything that the user can mend; OSError likewise.
     """
-    given = train.read_run(arguments, **WITHOUT, max_steps=arguments.steps, output_dir=str(arguments.output))
+    folder = Path(getattr(arguments, "output_dir", FOLDER))  # the run's own, in its file, is left alone
+    given = train.read_run(arguments, **WITHOUT, max_steps=arguments.steps, output_dir=str(folder))
     import torch
 
     from lowtide.memory.measure import bytes_text, peak_held_bytes
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         ),
     )
     profile = _foretold(profile, given, trainer)
-    _write(profile, arguments.output)
+    _write(profile, folder)
     when = f"step {profile.peak_step}" if profile.peak_step else "the rehearsal"
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in profile.at_peak.items())
     print(f"Tensors held {bytes_text(profile.peak_bytes)} at most, in {profile.peak_phase} of {when}: {parts}.")
@@ -115,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         effect = advice.peak_bytes and profile.predicted_bytes and compared(advice.peak_bytes, profile.predicted_bytes)
         told = f"; predicted peak of tensors {effect}" if effect else ""
         print(f"To change first: {advice.text}, for the {advice.category} ({advice.saves}){told}.")
-    print(f"Written: profile.html, profile.png and profile.json in {arguments.output}")
+    print(f"Written: profile.html, profile.png and profile.json in {folder}")
     return 0
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import yaml
 
+from lowtide.cli.launch import OF_LAUNCHER
 from lowtide.cli.main import UsageError
 from lowtide.option_values import Option
+from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 
 SECRET = frozenset({"hub_token"})
@@ -29,9 +31,11 @@ def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
     names = {alias: option.name for option in options.values() for alias in (option.name, *option.aliases)}
     for key, value, line in _entries(path):
         where = f"{path}, line {line}"
+        if key in OF_LAUNCHER:
+            continue
         name = names.get(str(key).replace("-", "_"))
         if name is None:
-            raise UsageError(f"{where}: there is no option {key!r}{nearest(str(key), names)}")
+            raise UsageError(f"{where}: there is no option {key!r}{replaced(str(key)) or nearest(str(key), names)}")
         if name in values:
             raise UsageError(f"{where}: {name} is given twice")
         try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowtide.cli.adapters import AdapterOptions
+from lowtide.cli.launch import OF_PROCESSES
 from lowtide.cli.layout import LAYOUT
 from lowtide.cli.main import COMMANDS, METHODS, UsageError
 from lowtide.cli.options import add_options, read_options
@@ -163,6 +164,10 @@ def add_parser(
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="a run file: YAML with options, such as an earlier run's"
     )
+    if command == "lowtide":  # these are read before the parser is made
+        processes = parser.add_argument_group("processes")
+        for name, (metavar, help) in OF_PROCESSES.items():
+            processes.add_argument(f"--{name}", metavar=metavar, help=help)
     unlisted = {*config.refused, *config.without_effect}
     left = {name: each for name, each in options.items() if name not in unlisted}
     for title, names in LAYOUT.items():
@@ -266,7 +271,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say(", ".join(f"{k} {v:.4g}" for k, v in trainer.evaluate().items() if isinstance(v, float)), config)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=given.what.dataset)
-    again = shlex.join(["lowtide", arguments.method, "--config", str(run_file)])
+    again = shlex.join(["lowtide", arguments.method, "--config", str(run_file), *_on_processes(config)])
     _say(f"The model is in {output}; this repeats the run: {again}", config)
     return 0
 
@@ -345,6 +350,11 @@ def _names(config: type) -> set[str]:
 def _only(config: type[T], values: Mapping[str, Any]) -> T:
     """An options class from those of the values that are its own."""
     return config(**{name: value for name, value in values.items() if name in _names(config)})
+
+
+def _on_processes(config: TrainingArguments) -> list[str]:
+    """The words that run a command on as many processes as these."""
+    return ["--num_processes", str(config.world_size)] if config.world_size > 1 else []
 
 
 def _say(text: str, config: TrainingArguments) -> None:

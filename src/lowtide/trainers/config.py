@@ -15,6 +15,7 @@ from lowtide.memory.options import MemoryOptions
 from lowtide.methods import METHODS
 from lowtide.option import COUNT, Range, option
 from lowtide.option_values import take_values
+from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 from lowtide.trainers.inherited_ranges import INHERITED_RANGES
 from lowtide.trainers.optimizers import OPTIMIZERS, check_optimizer_name
@@ -90,7 +91,8 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         own = {each.name for each in fields(cls) if each.init}
         for name in kwargs:
             if name not in own:
-                raise TypeError(f"{cls.__name__} has no option {name!r}{whose(name)}{nearest(name, own)}")
+                said = whose(name) or replaced(name) or nearest(name, own)
+                raise TypeError(f"{cls.__name__} has no option {name!r}{said}")
         made = super().__new__(cls)
         positional = (each.name for each in fields(cls) if each.init and not each.kw_only)
         made.__dict__["_given"] = {**dict(zip(positional, args, strict=False)), **kwargs}

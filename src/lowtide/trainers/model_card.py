@@ -76,7 +76,7 @@ class ModelCards(Trainer):
     def _card_text(self, name: str, dataset_name: str | None) -> str:
         parts = [f"# {name}", self._what_it_is(dataset_name), "## Use", self._use(name)]
         parts += ["## Training", *self._training(), "## Versions"]
-        parts.append(_table(("package", "version"), ((each, _version(each)) for each in PACKAGES)))
+        parts.append(_table(("package", "version"), ((each, version(each)) for each in PACKAGES)))
         if self.method.paper is not None:
             parts += ["## Citation", f"The method is from:\n\n```bibtex\n{self.method.paper.citation}\n```"]
         return "\n\n".join(parts) + "\n"
@@ -147,9 +147,3 @@ def _table(head: tuple[str, str], rows: Iterable[tuple[str, Any]]) -> str:
 
 def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
-
-
-def _version(package: str) -> str:
-    import lowtide
-
-    return lowtide.__version__ if package == "lowtide" else version(package)

@@ -1,0 +1,50 @@
+"""What packages log as they are imported reaches nobody: commands say what is theirs to say, and no more."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lowtide.import_noise import NOISE
+
+
+def said(*words: str) -> str:
+    """What a command writes to its standard error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide", *words], capture_output=True, text=True, timeout=300, env=os.environ.copy()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_help_is_all_that_help_says():
+    assert said("sft", "--help") == ""
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
+def test_an_estimate_says_nothing_beside_its_table(optim, model, data, tmp_path):
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    words = ["--model", str(model), "--dataset", str(data), "--output_dir", str(tmp_path), "--disable_tqdm"]
+    said_lines = said("estimate", "sft", *words, "--device", "A100-80GB", "--optim", optim).splitlines()
+    assert [line for line in said_lines if "Preparing" not in line] == []
+
+
+def test_a_run_has_no_warnings_of_imports(model, data, tmp_path):
+    words = ["--model", str(model), "--dataset", str(data), "--output_dir", str(tmp_path), "--use_cpu"]
+    found = said("sft", *words, "--max_steps", "1", "--save_strategy", "no", "--disable_tqdm")
+    assert "Failed to load" not in found
+    assert "deprecated" not in found.lower()
+    assert "Warning" not in found
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_other_messages_of_the_same_loggers_are_kept(name, caplog):
+    logger = logging.getLogger(name)
+    logger.warning(NOISE[name], *["x"] * NOISE[name].count("%s"))
+    logger.warning("something else")
+    assert caplog.messages == ["something else"]

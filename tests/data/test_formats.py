@@ -103,7 +103,22 @@ def test_roles_out_of_order_are_refused(messages, problem):
         ({"messages": [{"content": "a"}]}, r"messages\[0\] has the keys 'content'; a message has a 'role'"),
         ({"messages": [{"role": 3, "content": "a"}]}, r"messages\[0\]\['role'\] is a int"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, r"messages\[1\]\['content'\] is null"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, r"messages\[0\]\['content'\] is a list"),
+        (
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            r"messages\[0\]\['content'\]\[0\] is a str without a text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            r"\['content'\]\[0\] is a dict without a text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            r"\[0\] is of type 'image', and text models",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thought"}]}]},
+            r"\[0\] is of type 'thought'; a part of a",
+        ),
         ({"text": None}, "'text' is null; it must be a string"),
         ({"text": 3}, "'text' is a int"),
         ({"prompt": "a", "completion": [ASSISTANT]}, "'prompt' is a str and 'completion' is a list"),
@@ -115,6 +130,15 @@ def test_roles_out_of_order_are_refused(messages, problem):
         ({"input_ids": [1, 2], "labels": [1]}, "'labels' has 1 values and 'input_ids' 2"),
         ({"input_ids": [1], "completion_mask": [0, 1]}, "'completion_mask' has 2 values and 'input_ids' 1"),
         ({"messages": [USER], "tools": "{"}, "'tools' is a string that is not JSON"),
+        ({"input_ids": [1, 2, 3], "completion_mask": [0, 5, 7]}, r"completion_mask\[1\] is 5; a mask holds 0 and 1"),
+        ({"input_ids": [1, 2], "assistant_masks": [0, -1]}, r"assistant_masks\[1\] is -1; a mask holds 0 and 1"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 2]}, r"attention_mask\[1\] is 2; a mask holds 0 and 1"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, r"attention_mask\[1\] is 0 between tokens"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "'attention_mask' has 1 values and 'input_ids' 2"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, r"position_ids\[2\] is 0; .* packed of several"),
+        ({"input_ids": [1, 2], "position_ids": [3, 4]}, r"position_ids\[0\] is 3; .* Remove the column"),
+        ({"instruction": "a", "output": 3}, "'output' is a int; it must be a string"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, r"history\[0\] is a list"),
     ],
 )
 def test_a_row_that_is_wrong_is_refused(row, problem):

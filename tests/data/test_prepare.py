@@ -86,6 +86,7 @@ def test_the_ledger_counts_what_became_of_every_token(tokenizer):
         "padding_avoided": pytest.approx(1 - 11 / 12),
         "packed_rows": None,
         "packing_fill": None,
+        "read_as": "input_ids (input_ids, labels)",
     }
 
 

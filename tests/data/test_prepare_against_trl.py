@@ -48,6 +48,12 @@ DATASETS = {
     "conversational prompt-completion": [{"prompt": talk[:-1], "completion": talk[-1:]} for talk in TALKS],
     "input_ids": [{"input_ids": [5, 6, 7, 8] * 8}, {"input_ids": [9, 10]}],
     "input_ids and labels": [{"input_ids": [5, 6, 7] * 9, "labels": [-100, 6, 7] * 9}],
+    "keywords of the template, by row": [
+        {"messages": talk, "chat_template_kwargs": {"brief": number % 2 == 0}} for number, talk in enumerate(TALKS)
+    ],
+    "input_ids and both masks": [
+        {"input_ids": [5, 6, 7] * 9, "assistant_masks": [0, 1, 1] * 9, "completion_mask": [0] * 9 + [1] * 18}
+    ],
     "input_ids and assistant_masks": [{"input_ids": [5, 6, 7] * 9, "assistant_masks": [0, 1, 1] * 9}],
 }
 
@@ -55,8 +61,8 @@ DATASETS = {
 def prepared_by_trl(
     rows, tokenizer, completion_only_loss=None, assistant_only_loss=False, formatting_func=None, **more
 ):
-    if completion_only_loss is None:
-        completion_only_loss = "prompt" in rows[0] and "completion" in rows[0]
+    if completion_only_loss is None:  # a completion_mask alone is used here, and by TRL when asked to
+        completion_only_loss = "completion" in rows[0] or "completion_mask" in rows[0]
     trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=completion_only_loss)
     args = SimpleNamespace(
         dataset_num_proc=None,
@@ -99,7 +105,7 @@ def test_without_completion_only_loss_prompts_are_scored(tokenizer, name):
 
 
 @pytest.mark.parametrize("name", ["messages", "conversations", "conversational prompt-completion"])
-@pytest.mark.parametrize("completion_only_loss", [None, False])
+@pytest.mark.parametrize("completion_only_loss", [None, False, True])
 def test_assistant_only_loss_from_generation_marks(marked_tokenizer, name, completion_only_loss):
     rows = DATASETS[name]
     options = {"assistant_only_loss": True, "completion_only_loss": completion_only_loss}
@@ -149,6 +155,20 @@ def test_tools_and_template_keywords(tokenizer):
         }
     ]
     assert prepared_here(rows, tokenizer) == prepared_by_trl(rows, tokenizer)
+
+
+def test_keywords_of_the_template_are_those_of_each_row(tokenizer):
+    tokenizer.chat_template = "{{ mood }}: {% for message in messages %}{{ message.content }} {% endfor %}"
+    moods = [{"mood": "glad"}, {"mood": "sad"}, {"mood": "glad"}]
+    talks = [{"messages": talk, "chat_template_kwargs": mood} for talk, mood in zip(TALKS, moods, strict=True)]
+    asked = [
+        {"prompt": talk[:-1], "completion": talk[-1:], "chat_template_kwargs": mood}
+        for talk, mood in zip(TALKS, moods, strict=True)
+    ]
+    for rows in (talks, asked):
+        expected = prepared_by_trl(rows, tokenizer)
+        assert [tokenizer.decode(row["input_ids"]).split(":")[0] for row in expected] == ["glad", "sad", "glad"]
+        assert prepared_here(rows, tokenizer) == expected
 
 
 def test_a_tokenizer_that_begins_texts_with_a_token(tokenizer):

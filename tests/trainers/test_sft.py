@@ -556,3 +556,31 @@ def test_rows_longer_than_a_table_of_positions_are_refused_before_training(packi
 def test_rows_may_be_longer_than_positions_that_are_computed(tmp_path, rows, tokenizer):
     model, args = build(max_position_embeddings=24), config(tmp_path, max_steps=1)
     SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer).train()
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "what"),
+    [
+        ("attention_mask", [1, 1, 1, 0], "an attention_mask with zeros"),
+        ("position_ids", [0, 1, 0, 1], "position_ids that do not count on from 0"),
+    ],
+)
+def test_padding_and_positions_that_nothing_reads_are_refused(column, values, what, tmp_path, tokenizer):
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], column: kept} for kept in ([1, 1, 1, 1], values)]
+    if column == "position_ids":
+        rows[0][column] = [0, 1, 2, 3]
+    args = config(tmp_path, max_steps=1, dataset_kwargs={"skip_prepare_dataset": True})
+    with pytest.raises(ValueError, match=rf"the train dataset, row 1 \(the first is 0\), has {what}"):
+        SFTTrainer(build(), args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    SFTTrainer(build(), args, train_dataset=Dataset.from_list(rows[:1] * 8), processing_class=tokenizer).train()
+
+
+def test_unused_columns_and_the_format_of_rows_are_said_without_progress_bars(tmp_path, tokenizer, caplog):
+    caplog.set_level("INFO", logger="lowtide")
+    rows = [{"instruction": "one", "output": "two", "topic": n} for n in range(8)]
+    SFTTrainer(
+        build(), config(tmp_path, max_steps=1), train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    ).train()
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "the train dataset: rows are read from 'instruction', 'output'; not used: 'topic'." in warned
+    assert "read as Alpaca, as texts (instruction, output)" in caplog.text

@@ -18,7 +18,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lowtide.data.formats import ChatSample, Message, RowPlace
+from lowtide.data.conversation import Message
+from lowtide.data.formats import ChatSample, RowPlace
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
@@ -43,6 +44,19 @@ class ChatEncoder:
         self.template = template
         self.has_marks = bool(tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template(template)))
 
+    @classmethod
+    def for_rows(
+        cls, first: ChatSample, tokenizer: PreTrainedTokenizerBase, template: str | None, source: str
+    ) -> "ChatEncoder":
+        """The encoder of the dataset `source`, of which `first` is a conversation.
+
+        Raises:
+            ValueError: there is no template, or it writes the same whatever is said.
+        """
+        encoder = cls(tokenizer, template)
+        encoder.check_content(first, source)
+        return encoder
+
     def encode(
         self, chats: Sequence[ChatSample], place: RowPlace, *, generation_prompt: bool = False
     ) -> list[list[int]]:
@@ -66,6 +80,36 @@ class ChatEncoder:
             return encoded["input_ids"], encoded["assistant_masks"]
         token_ids = self.encode(chats, place)
         return token_ids, self._align_turns(chats, token_ids, place)
+
+    def check_content(self, chat: ChatSample, source: str) -> None:
+        """Refuse a template that writes the same text whatever is said: rendered twice, with different content.
+
+        Args:
+            chat: a conversation of the dataset `source`, for its roles.
+
+        Raises:
+            ValueError: it writes the same for other content, or for other answers.
+        """
+        spoken = [turn for turn, message in enumerate(chat.messages) if isinstance(message.get("content"), str)]
+        answers = [turn for turn in spoken if chat.messages[turn]["role"] == "assistant"]
+        answers = [turn for turn in answers if not chat.messages[turn].get("tool_calls")]
+        for turns, whose in ((spoken, "messages say"), (answers, "assistant says")):
+            try:
+                texts = [self._render_saying(chat, turns, words) for words in ("one thing", "and another")]
+            except TEMPLATE_FAILURES:  # the rows will tell
+                return
+            if turns and texts[0] == texts[1]:
+                raise ValueError(
+                    f"{source}: the chat template writes the same text whatever the {whose} ({texts[0][:80]!r}), so "
+                    "there is nothing to learn from. It must write message['content']: set chat_template_path to a "
+                    "template that does."
+                )
+
+    def _render_saying(self, chat: ChatSample, turns: Sequence[int], words: str) -> str:
+        """The text of a conversation with other words in these turns."""
+        messages = [{**m, "content": words} if turn in turns else m for turn, m in enumerate(chat.messages)]
+        inputs = {"tools": chat.tools, "chat_template": self.template, **chat.template_kwargs, "tokenize": False}
+        return str(self.tokenizer.apply_chat_template(messages, **inputs))
 
     def leaves_ends_out(self) -> bool:
         """Whether the template's marks leave out what ends a turn, so that the model would not learn to stop."""

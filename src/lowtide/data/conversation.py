@@ -31,6 +31,9 @@ FROM_ROLES = {
 }
 """The roles of from/value conversations, as role/content ones name them."""
 
+MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
+"""The types of parts of a content that are no text."""
+
 FOLLOWERS = {
     None: ("system", "user"),
     "system": ("user",),
@@ -90,10 +93,31 @@ def _message(message: Any, name: str) -> Message:
     if not isinstance(message["role"], str):
         raise ValueError(f"{name}['role'] is {describe(message['role'])}; it must be a string.")
     content = message.get("content")
+    if isinstance(content, list):
+        content = message["content"] = _text_of_parts(content, f"{name}['content']")
     calls_tools = message["role"] == "assistant" and bool(message.get("tool_calls"))
     if not isinstance(content, str) and not (content is None and calls_tools):
         raise ValueError(f"{name}['content'] is {describe(content)}; it must be a string.")
     return message
+
+
+def _text_of_parts(parts: list[Any], name: str) -> str:
+    """The text of a content that comes in parts, `[{"type": "text", "text": ...}]`, as templates write it: joined."""
+    texts = []
+    for number, part in enumerate(parts):
+        place = f"{name}[{number}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in MEDIA:
+            raise ValueError(
+                f"{place} is of type {kind!r}, and text models are trained here. Remove the parts that are not text, "
+                "or the rows that need them."
+            )
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind not in (None, "text") or not isinstance(text, str):
+            what = f"of type {kind!r}" if kind not in (None, "text") else f"{describe(part)} without a text"
+            raise ValueError(f"{place} is {what}; a part of a content is {{'type': 'text', 'text': ...}}.")
+        texts.append(text)
+    return "".join(texts)
 
 
 def describe(value: Any) -> str:

@@ -47,7 +47,8 @@ class RowEncoder:
         self.kind = first.kind
         options.check_for(first, source)
         self.text = TextEncoder(tokenizer) if isinstance(first, TextSample) else None
-        self.chat = ChatEncoder(tokenizer, options.chat_template) if isinstance(first, ChatSample) else None
+        chats = isinstance(first, ChatSample)
+        self.chat = ChatEncoder.for_rows(first, tokenizer, options.chat_template, source) if chats else None
         self._encode = {
             TokenSample: self._encode_tokenized,
             TextSample: self._encode_texts,

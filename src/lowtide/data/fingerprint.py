@@ -28,7 +28,7 @@ from lowtide.data.truncation import Truncation
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Raised whenever preparation gives other numbers than before."""
 NEUTRAL = (
     *("num_proc", "source", "shuffle", "seed", "packing_strategy"),

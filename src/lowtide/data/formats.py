@@ -3,68 +3,24 @@
 A row is a text, a conversation, a prompt with its completion (texts or conversations), or token ids; `FORMATS`
 lists them in order of precedence. A reader takes the columns of one row, checks them, and gives a `Sample` (or a
 `TokenSample` for rows that are tokenized already), so that nothing after this module knows where a row came from.
-The names are TRL's (https://huggingface.co/docs/trl/dataset_formats); `conversations` is ShareGPT's.
+The names are TRL's (https://huggingface.co/docs/trl/dataset_formats); `conversations` is ShareGPT's, `instruction`
+with `output` Stanford Alpaca's.
 
 A new format is one reader, and one line in `FORMATS`.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from lowtide.data.conversation import Message, check_messages, check_roles, describe, quoted
+from lowtide.data.alpaca import ALPACA_COLUMNS, alpaca_side, with_system
+from lowtide.data.conversation import check_messages, check_roles, describe, quoted
+from lowtide.data.samples import ChatSample, Sample, TextSample, TokenSample, text_of
+from lowtide.data.token_columns import TOKEN_COLUMNS, read_tokens
 
-
-@dataclass(frozen=True, slots=True)
-class TextSample:
-    """One row of plain text, which may be the completion of a prompt."""
-
-    text: str
-    prompt: str | None = None
-
-    @property
-    def kind(self) -> str:
-        return "text" if self.prompt is None else "prompt and completion"
-
-
-@dataclass(frozen=True, slots=True)
-class ChatSample:
-    """One row's conversation, with what else the chat template is given."""
-
-    messages: list[Message]
-    prompt_messages: int | None = None
-    """How many messages are the prompt; None for a conversation without one."""
-    tools: list[Any] | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> str:
-        return "conversation" if self.prompt_messages is None else "conversational prompt and completion"
-
-    def until(self, stop: int) -> "ChatSample":
-        """The conversation of its first `stop` messages."""
-        return ChatSample(self.messages[:stop], None, self.tools, self.template_kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSample:
-    """One row that is tokenized already; the masks and labels given beside `input_ids` have its length."""
-
-    input_ids: Sequence[int]
-    labels: Sequence[int] | None = None
-    completion_mask: Sequence[int] | None = None
-    assistant_masks: Sequence[int] | None = None
-    prompt_tokens: int | None = None
-    """How many of them are the prompt, where the row gives its prompt apart."""
-
-    @property
-    def kind(self) -> str:
-        return "tokenized row"
-
-
-Sample = TextSample | ChatSample | TokenSample
+__all__ = ["ChatSample", "RowFormat", "RowPlace", "Sample", "TextSample", "TokenSample", "detect_format"]
 
 
 Read = TypeVar("Read")
@@ -79,6 +35,11 @@ class RowFormat(Generic[Read]):
     name: str
     columns: tuple[str, ...]
     read: Callable[[Mapping[str, Any]], Read]
+
+    @property
+    def title(self) -> str:
+        """How rows are read, in words."""
+        return f"{self.name} ({', '.join(self.columns)})" if self.columns else self.name
 
     def read_batch(self, batch: Mapping[str, Sequence[Any]], place: "RowPlace") -> list[Read]:
         """Read a batch of columns.
@@ -113,8 +74,12 @@ def detect_format(
     text_field: str = "text",
     formatting_func: Callable[[Mapping[str, Any]], Any] | None = None,
     source: str = "the dataset",
+    chats: bool = True,
 ) -> RowFormat[Sample]:
     """Choose the format of a dataset by its columns.
+
+    Args:
+        chats: whether there is a chat template, so that Alpaca's rows are read as conversations and not as texts.
 
     Raises:
         ValueError: no format fits; the message names the columns that are there and those that are understood.
@@ -129,11 +94,21 @@ def detect_format(
         return row_format
     if text_field in present:
         return RowFormat("text", (text_field,), partial(read_text, text_field))
+    row_format = match_format(columns, [alpaca_line("output", partial(alpaca_side, chats, "output"), chats=chats)])
+    if row_format is not None:
+        return row_format
     raise ValueError(
         f"{source} has the columns {quoted(columns)}, and none of these is among them: {text_field!r} "
-        "(dataset_text_field), 'messages', 'conversations', 'prompt' with 'completion', 'input_ids'. "
+        "(dataset_text_field), 'messages', 'conversations', 'prompt' with 'completion', 'instruction' with 'output', "
+        "'input_ids'. "
         "Rename the columns, set dataset_text_field, or pass a formatting_func."
     )
+
+
+def alpaca_line(*answers: Any, chats: bool) -> FormatLine[Any]:
+    """The line of a table of formats for rows with an instruction: the columns of answers, and their reader."""
+    *names, read = answers
+    return (f"Alpaca, as {'conversations' if chats else 'texts'}", ("instruction", *names), ALPACA_COLUMNS, read)
 
 
 def match_format(columns: Sequence[str], formats: Sequence[FormatLine[Read]]) -> RowFormat[Read] | None:
@@ -152,6 +127,11 @@ def read_messages(column: str, row: Mapping[str, Any]) -> Sample:
     return ChatSample(check_roles(check_messages(row.get(column), column)), **template_inputs(row))
 
 
+def read_sharegpt(row: Mapping[str, Any]) -> Sample:
+    talk = with_system(check_messages(row.get("conversations"), "conversations"), row)
+    return ChatSample(check_roles(talk), **template_inputs(row))
+
+
 def read_prompt_completion(row: Mapping[str, Any]) -> Sample:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) != isinstance(completion, list):
@@ -164,22 +144,6 @@ def read_prompt_completion(row: Mapping[str, Any]) -> Sample:
     opening = check_messages(prompt, "prompt")
     messages = check_roles(opening + check_messages(completion, "completion"))
     return ChatSample(messages, len(opening), **template_inputs(row))
-
-
-def read_tokens(row: Mapping[str, Any]) -> TokenSample:
-    names = ("input_ids", "labels", "completion_mask", "assistant_masks")
-    columns = {name: row[name] for name in names if row.get(name) is not None}
-    if "input_ids" not in columns:
-        raise ValueError("'input_ids' is null; it must be a list of token ids.")
-    for name, values in columns.items():
-        if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-            raise ValueError(f"{name!r} must be a list of integers.")
-        if len(values) != len(columns["input_ids"]):
-            raise ValueError(
-                f"{name!r} has {len(values)} values and 'input_ids' {len(columns['input_ids'])}; they must be as "
-                "long as each other."
-            )
-    return TokenSample(**columns)
 
 
 def read_formatted(formatting_func: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> Sample:
@@ -216,12 +180,12 @@ def _made(formatting_func: Callable[[Mapping[str, Any]], Any], row: Mapping[str,
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 FORMATS: tuple[FormatLine[Sample], ...] = (
-    ("input_ids", ("input_ids",), ("labels", "completion_mask", "assistant_masks"), read_tokens),
+    ("input_ids", ("input_ids",), TOKEN_COLUMNS, read_tokens),
     ("prompt-completion", ("prompt", "completion"), TEMPLATE_COLUMNS, read_prompt_completion),
     ("messages", ("messages",), TEMPLATE_COLUMNS, partial(read_messages, "messages")),
-    ("conversations", ("conversations",), TEMPLATE_COLUMNS, partial(read_messages, "conversations")),
+    ("ShareGPT conversations", ("conversations",), (*TEMPLATE_COLUMNS, "system"), read_sharegpt),
 )
-"""In order of precedence. Rows that fit none of these are texts."""
+"""In order of precedence. Rows that fit none of these are texts, or else those of Alpaca."""
 
 
 def template_inputs(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,9 +199,3 @@ def template_inputs(row: Mapping[str, Any]) -> dict[str, Any]:
     # Arrow gives every row of a struct column every key, so null is how an absent keyword looks.
     kwargs = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
     return {"tools": tools or None, "template_kwargs": kwargs}
-
-
-def text_of(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name!r} is {describe(value)}; it must be a string.")
-    return value

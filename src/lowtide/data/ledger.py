@@ -55,6 +55,9 @@ class Ledger:
     that repeat it.
     """
 
+    read_as: str = ""
+    """The format that the rows were read in, with its columns."""
+
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self) | {"rows_dropped": dict(self.rows_dropped)}
         if self.cut_by_part is None:
@@ -64,7 +67,7 @@ class Ledger:
     def summary(self) -> str:
         """The ledger in one line, for logs."""
         parts = [
-            f"{self.name}: {_rows(self.rows)}",
+            f"{self.name}: {_rows(self.rows)}" + (f" read as {self.read_as}" if self.read_as else ""),
             f"{self.tokens:,} tokens, {self.scored_tokens:,} scored ({_share(self.scored_tokens, self.tokens)})",
             f"{self.tokens_cut:,} cut from {_rows(self.rows_cut)}{self._parts_cut(' ({})')}",
             f"{sum(self.rows_dropped.values()):,} rows dropped",
@@ -95,7 +98,7 @@ class Ledger:
         mean = self.tokens / self.rows if self.rows else 0.0
         everything = self.tokens + self.tokens_cut + self.tokens_dropped
         lines = [
-            ("rows", f"{self.rows:,}", ""),
+            ("rows", f"{self.rows:,}", f"read as {self.read_as}" if self.read_as else ""),
             ("tokens", f"{self.tokens:,}", f"{mean:,.1f} a row, {self.longest_row:,} in the longest"),
             ("scored", f"{self.scored_tokens:,}", f"{_share(self.scored_tokens, self.tokens)} of the tokens"),
             (

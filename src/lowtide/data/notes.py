@@ -57,7 +57,7 @@ class Statistics:
         """The tokens of each row that is trained on."""
         return self.part_lengths.sum(axis=0, dtype=np.int32)
 
-    def ledger(self, *, name: str, batch_size: int, padding_avoided: float) -> Ledger:
+    def ledger(self, *, name: str, batch_size: int, padding_avoided: float, read_as: str) -> Ledger:
         """The ledger of these rows."""
         lengths = self.lengths
         return Ledger(
@@ -73,6 +73,7 @@ class Statistics:
             batch_size=batch_size,
             padding_avoided=padding_avoided,
             cut_by_part=self.cut_by_part,
+            read_as=read_as,
         )
 
 

@@ -1,5 +1,6 @@
 """What preparing a dataset depends on."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -7,6 +8,8 @@ from typing import Any, get_args
 from lowtide.data.formats import ChatSample, Sample, TextSample, TokenSample
 from lowtide.data.packing import Strategy
 from lowtide.data.truncation import Truncation, TruncationMode
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +98,16 @@ class PrepareOptions(TokenOptions):
         what = f"and each row of {source} is a {first.kind}"
         if self.assistant_only_loss and not (has_assistant or has_labels):
             raise ValueError(f"assistant_only_loss=True needs conversations, {what}. Switch it off.")
-        if self.completion_only_loss and not (has_completion or has_labels):
+        if self.completion_only_loss and not (has_completion or has_labels or self.assistant_only_loss):
             way_out = ", or use assistant_only_loss=True." if has_assistant else "."
             raise ValueError(
                 f"completion_only_loss=True needs 'prompt' and 'completion', {what}. Switch it off{way_out}"
+            )
+        if self.completion_only_loss and self.assistant_only_loss and not (has_completion or has_labels):
+            logger.warning(
+                "completion_only_loss=True has no effect on %s, whose rows have no prompt of their own: what the "
+                "assistant says is scored, as assistant_only_loss=True asks for.",
+                source,
             )
         if self.truncation.limits_parts and not has_completion:
             raise ValueError(

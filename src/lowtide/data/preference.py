@@ -19,6 +19,7 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.cached_map import Preparer, map_cached, reading, warn_merged, with_end_token
+from lowtide.data.columns import check_columns
 from lowtide.data.fingerprint import VERSION, combine, rows_fingerprint
 from lowtide.data.kl_completions import KL_FEATURE, add_kl_completions, add_kl_to_stream
 from lowtide.data.ledger import Ledger, padding_share
@@ -84,7 +85,8 @@ def prepare_pairs(
         )
     source = options.source or f"the {name} dataset"
     with reading(dataset, name, source, "prompt_ids, chosen_ids and rejected_ids") as first_row:
-        row_format = detect_pairs(list(first_row), source, margins=margins)
+        row_format = detect_pairs(list(first_row), source, margins=margins, chats=_chats(tokenizer, options))
+        check_columns(list(first_row), row_format, source)
         tokenizer = with_end_token(tokenizer, options.eos_token)
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source, whole=whole)
         with_margins = "margin" in row_format.columns
@@ -106,7 +108,7 @@ def prepare_pairs(
     padding = padding_share(statistics.lengths, batch_size, longest=prompt + np.maximum(chosen, rejected), sequences=2)
     if statistics.numbers is not None:
         prepared = prepared.select(statistics.numbers)
-    ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding)
+    ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
     return prepared.select_columns(wanted), ledger
 
 
@@ -142,7 +144,8 @@ def prepare_unpaired(
     source = options.source or f"the {name} dataset"
     has_kl = kl_block is not None
     with reading(dataset, name, source, "prompt_ids, completion_ids and label") as first_row:
-        row_format = detect_unpaired(list(first_row), source)
+        row_format = detect_unpaired(list(first_row), source, chats=_chats(tokenizer, options))
+        check_columns(list(first_row), row_format, source)
         tokenizer = with_end_token(tokenizer, options.eos_token)
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source)
         more = {"label": Value("bool")} | ({WHOLE_COMPLETION: KL_FEATURE} if has_kl else {})
@@ -161,7 +164,12 @@ def prepare_unpaired(
         numbers = np.arange(len(prepared)) if numbers is None else numbers
         order = order_in_runs(numbers)
         numbers, lengths = numbers[order], lengths[order]
-    ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding_share(lengths, batch_size))
+    ledger = statistics.ledger(
+        name=name,
+        batch_size=batch_size,
+        padding_avoided=padding_share(lengths, batch_size),
+        read_as=row_format.title,
+    )
     fingerprint = combine(VERSION, prepared._fingerprint, "kl", kl_block)
     chosen = prepared if numbers is None else prepared.select(numbers)
     _warn_of_labels(chosen, source)
@@ -204,6 +212,11 @@ def _map(
 ) -> Dataset:
     fingerprint = combine(*kind, rows_fingerprint(rows, preparer.encoder.tokenizer, options, options.truncation))
     return map_cached(rows, preparer, features=features, fingerprint=fingerprint, num_proc=options.num_proc, name=name)
+
+
+def _chats(tokenizer: PreTrainedTokenizerBase, options: PreferenceOptions) -> bool:
+    """Whether there is a chat template."""
+    return bool(options.chat_template or tokenizer.chat_template)
 
 
 def _only(features: Features, columns: Sequence[str]) -> Features:

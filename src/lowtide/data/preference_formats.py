@@ -5,29 +5,30 @@ a row of preferences is one or two of them, its *sides*. A pair's prompt may be 
 it. In conversations it is the messages that both begin with, each side keeping at least one, as in TRL's
 `extract_prompt`; in texts, and in rows that are tokenized already, it is found later, by tokens (`sides`).
 
-The names are TRL's; `prompt_input_ids`, `chosen_input_ids` and `rejected_input_ids` are those of its older releases.
+The names are TRL's; `prompt_input_ids`, `chosen_input_ids` and `rejected_input_ids` are those of its older releases,
+`input_ids_chosen` and its like of the oldest. `conversations` with `chosen` and `rejected` is ShareGPT's, `instruction`
+with them Alpaca's, as LLaMA-Factory has both.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from lowtide.data.alpaca import alpaca_side, with_system
 from lowtide.data.conversation import check_messages, check_roles, describe, quoted
 from lowtide.data.formats import (
     TEMPLATE_COLUMNS,
-    ChatSample,
     FormatLine,
     RowFormat,
-    Sample,
-    TextSample,
-    TokenSample,
+    alpaca_line,
     match_format,
     read_prompt_completion,
     template_inputs,
-    text_of,
 )
+from lowtide.data.samples import ChatSample, Sample, TextSample, TokenSample, text_of
+from lowtide.data.token_columns import attended_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +43,24 @@ class PreferenceSample:
     """By how much the chosen completion is better, where the row says so."""
 
 
-def detect_pairs(columns: Sequence[str], source: str, *, margins: bool = False) -> RowFormat[PreferenceSample]:
+def detect_pairs(
+    columns: Sequence[str], source: str, *, margins: bool = False, chats: bool = True
+) -> RowFormat[PreferenceSample]:
     """How the rows of a dataset of pairs are read.
+
+    Args:
+        margins: whether the rows' margins are wanted, if they have any.
+        chats: whether there is a chat template, so that Alpaca's rows are read as conversations and not as texts.
 
     Raises:
         ValueError: the columns are not those of pairs.
     """
-    row_format = match_format(columns, PAIR_FORMATS)
+    row_format = match_format(columns, _pair_formats(chats))
     if row_format is None:
         raise ValueError(
-            f"{source} has the columns {quoted(columns)}; pairs need 'chosen' and 'rejected', with 'prompt' where "
-            "both do not begin with it, or 'chosen_ids' and 'rejected_ids' with 'prompt_ids'. Rename the columns."
+            f"{source} has the columns {quoted(columns)}; pairs need 'chosen' and 'rejected', with 'prompt', "
+            "'conversations' or 'instruction' where both do not begin with it, or 'chosen_ids' and 'rejected_ids' with "
+            "'prompt_ids'. Rename the columns."
         )
     if margins and "margin" in columns:
         return replace(
@@ -61,13 +69,13 @@ def detect_pairs(columns: Sequence[str], source: str, *, margins: bool = False) 
     return row_format
 
 
-def detect_unpaired(columns: Sequence[str], source: str) -> RowFormat[PreferenceSample]:
+def detect_unpaired(columns: Sequence[str], source: str, *, chats: bool = True) -> RowFormat[PreferenceSample]:
     """How the rows of a dataset of labelled completions, or of pairs to be taken apart, are read.
 
     Raises:
         ValueError: the columns are of neither.
     """
-    row_format = match_format(columns, UNPAIRED_FORMATS) or match_format(columns, PAIR_FORMATS)
+    row_format = match_format(columns, UNPAIRED_FORMATS) or match_format(columns, _pair_formats(chats))
     if row_format is None:
         raise ValueError(
             f"{source} has the columns {quoted(columns)}; labelled completions need 'prompt', 'completion' and "
@@ -105,38 +113,65 @@ def read_implicit_pair(row: Mapping[str, Any]) -> PreferenceSample:
     return PreferenceSample(tuple(ChatSample(talk, shared, **inputs) for talk in talks))
 
 
+def read_sharegpt_pair(row: Mapping[str, Any]) -> PreferenceSample:
+    """A conversation up to the answer, and two answers, each a message or a list of messages."""
+    sides = {name: [row[name]] if isinstance(row.get(name), Mapping) else row.get(name) for name in SIDES}
+    prompt = row.get("conversations")
+    if isinstance(prompt, list) and prompt:
+        prompt = with_system(check_messages(prompt, "conversations"), row)
+    return read_pair({**row, **sides, "prompt": prompt})
+
+
+def read_alpaca_pair(chats: bool, row: Mapping[str, Any]) -> PreferenceSample:
+    """An instruction, and two answers to it."""
+    return PreferenceSample(tuple(alpaca_side(chats, name, row) for name in SIDES))
+
+
 def read_labelled(row: Mapping[str, Any]) -> PreferenceSample:
     return PreferenceSample((read_prompt_completion(row),), label=_label(row))
 
 
-def read_token_pair(prompt: str | None, chosen: str, rejected: str, row: Mapping[str, Any]) -> PreferenceSample:
-    """Rows tokenized already, by the names of their columns; without a prompt, both begin with it."""
-    return PreferenceSample((_tokens(row, prompt, chosen), _tokens(row, prompt, rejected)))
+def read_token_pair(ids: str, mask: str, parts: Sequence[str], row: Mapping[str, Any]) -> PreferenceSample:
+    """Rows tokenized already, in columns that are called by these patterns; without a prompt, both begin with it."""
+    tokens = {part: _ids(row, ids.format(part), mask.format(part)) for part in parts}
+    prompt = tokens.get("prompt")
+    return PreferenceSample(tuple(_joined(prompt, tokens[name]) for name in SIDES))
 
 
 def read_labelled_tokens(row: Mapping[str, Any]) -> PreferenceSample:
-    return PreferenceSample((_tokens(row, "prompt_ids", "completion_ids"),), label=_label(row))
+    return PreferenceSample((_joined(_ids(row, "prompt_ids"), _ids(row, "completion_ids")),), label=_label(row))
 
 
-def _token_pairs(suffix: str) -> tuple[FormatLine[PreferenceSample], FormatLine[PreferenceSample]]:
-    prompt, chosen, rejected = (f"{part}_{suffix}" for part in ("prompt", "chosen", "rejected"))
-    return (
-        (f"pairs of {suffix}", (prompt, chosen, rejected), (), partial(read_token_pair, prompt, chosen, rejected)),
-        (f"implicit pairs of {suffix}", (chosen, rejected), (), partial(read_token_pair, None, chosen, rejected)),
-    )
+def _token_pairs(ids: str, mask: str) -> Iterator[FormatLine[PreferenceSample]]:
+    """The formats of pairs whose columns of tokens, and of their masks, are called by these patterns."""
+    for title, parts in (("pairs", ("prompt", *SIDES)), ("implicit pairs", SIDES)):
+        read = partial(read_token_pair, ids, mask, parts)
+        names, masks = (tuple(pattern.format(part) for part in parts) for pattern in (ids, mask))
+        yield f"{title} of token ids", names, masks, read
 
 
+SIDES = ("chosen", "rejected")
 PAIR_FORMATS: tuple[FormatLine[PreferenceSample], ...] = (
-    *_token_pairs("ids"),
-    *_token_pairs("input_ids"),
-    ("pairs", ("prompt", "chosen", "rejected"), TEMPLATE_COLUMNS, read_pair),
-    ("implicit pairs", ("chosen", "rejected"), TEMPLATE_COLUMNS, read_implicit_pair),
+    *_token_pairs("{}_ids", "{}_attention_mask"),
+    *_token_pairs("{}_input_ids", "{}_attention_mask"),
+    *_token_pairs("input_ids_{}", "attention_mask_{}"),
+    ("pairs", ("prompt", *SIDES), TEMPLATE_COLUMNS, read_pair),
+    ("ShareGPT pairs", ("conversations", *SIDES), (*TEMPLATE_COLUMNS, "system"), read_sharegpt_pair),
 )
 UNPAIRED_FORMATS: tuple[FormatLine[PreferenceSample], ...] = (
     ("labelled ids", ("prompt_ids", "completion_ids", "label"), (), read_labelled_tokens),
     ("labelled completions", ("prompt", "completion", "label"), TEMPLATE_COLUMNS, read_labelled),
 )
 """In order of precedence; rows that fit none of these may be pairs."""
+
+
+def _pair_formats(chats: bool) -> list[FormatLine[PreferenceSample]]:
+    """The formats of pairs, in order of precedence."""
+    return [
+        *PAIR_FORMATS,
+        alpaca_line(*SIDES, partial(read_alpaca_pair, chats), chats=chats),
+        ("implicit pairs", SIDES, TEMPLATE_COLUMNS, read_implicit_pair),
+    ]
 
 
 def _completion(row: Mapping[str, Any], name: str) -> Sample:
@@ -150,16 +185,16 @@ def _completion(row: Mapping[str, Any], name: str) -> Sample:
     return ChatSample(messages, len(opening), **template_inputs(row))
 
 
-def _tokens(row: Mapping[str, Any], prompt: str | None, completion: str) -> TokenSample:
-    opening = [] if prompt is None else _ids(row, prompt)
-    return TokenSample(opening + _ids(row, completion), prompt_tokens=None if prompt is None else len(opening))
+def _joined(prompt: list[int] | None, completion: list[int]) -> Sample:
+    return TokenSample([*(prompt or ()), *completion], prompt_tokens=None if prompt is None else len(prompt))
 
 
-def _ids(row: Mapping[str, Any], name: str) -> list[int]:
+def _ids(row: Mapping[str, Any], name: str, mask: str = "") -> list[int]:
+    """The tokens in a column, without those that its mask says are padding."""
     values = row.get(name)
     if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
         raise ValueError(f"{name!r} is {describe(values)}; it must be a list of token ids.")
-    return values
+    return values[attended_range(row.get(mask), mask, len(values))]
 
 
 def _label(row: Mapping[str, Any]) -> bool:

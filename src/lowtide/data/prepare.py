@@ -18,6 +18,7 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.cached_map import map_cached, reading, warn_merged, with_end_token
+from lowtide.data.columns import check_columns
 from lowtide.data.encode import RowEncoder
 from lowtide.data.fingerprint import VERSION, cache_file, combine, rows_fingerprint
 from lowtide.data.formats import detect_format
@@ -107,7 +108,9 @@ def _preparer(
         text_field=options.dataset_text_field,
         formatting_func=options.formatting_func,
         source=source,
+        chats=bool(options.chat_template or tokenizer.chat_template),
     )
+    check_columns(list(first_row), row_format, source)
     encoder = RowEncoder(with_end_token(tokenizer, options.eos_token), row_format, options, first_row, source)
     if options.assistant_only_loss and encoder.chat is not None and encoder.chat.leaves_ends_out():
         logger.warning(
@@ -130,7 +133,12 @@ def _prepare_cached(
     if options.shuffle:
         order = np.random.default_rng(options.seed).permutation(len(lengths))  # as `Dataset.shuffle` does
         numbers, lengths = order if numbers is None else numbers[order], lengths[order]
-    ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding_share(lengths, batch_size))
+    ledger = statistics.ledger(
+        name=name,
+        batch_size=batch_size,
+        padding_avoided=padding_share(lengths, batch_size),
+        read_as=preparer.encoder.format.title,
+    )
     if packing:
         return _pack_cached(prepared, numbers, lengths, options, ledger)
     if numbers is not None:

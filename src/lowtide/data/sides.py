@@ -66,7 +66,7 @@ class SideEncoder:
         first = row_format.read_batch({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
         self.kind = first.sides[0].kind
         self.is_paired = len(first.sides) == 2
-        self.encoder = _encoder(first.sides[0], tokenizer, options)
+        self.encoder = _encoder(first.sides[0], tokenizer, options, source)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> EncodedSides:
         """Encode a batch of columns, whose rows have these numbers in the dataset.
@@ -135,11 +135,13 @@ class _TokenEncoder:
         return [list(sample.input_ids[: sample.prompt_tokens]) for sample in samples]
 
 
-def _encoder(first: Sample, tokenizer: PreTrainedTokenizerBase, options: PreferenceOptions) -> Any:
+def _encoder(first: Sample, tokenizer: PreTrainedTokenizerBase, options: PreferenceOptions, source: str) -> Any:
     """Something with `encode` and `encode_prompts` for samples of this kind."""
     if isinstance(first, TextSample):
         return TextEncoder(tokenizer)
-    return ChatEncoder(tokenizer, options.chat_template) if isinstance(first, ChatSample) else _TokenEncoder()
+    if isinstance(first, ChatSample):
+        return ChatEncoder.for_rows(first, tokenizer, options.chat_template, source)
+    return _TokenEncoder()
 
 
 def _is_implicit(sample: Sample) -> bool:

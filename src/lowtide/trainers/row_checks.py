@@ -108,6 +108,22 @@ def check_masks(dataset: Any, name: str) -> None:
             f"the {name} dataset has {' and '.join(masks)} and no labels, and skip_prepare_dataset=True makes none, so "
             "every token would be scored: add `labels` (-100 where nothing is scored), or drop skip_prepare_dataset"
         )
+    if "attention_mask" in columns or ("position_ids" in columns and "seq_lengths" not in columns):
+        _check_unread(dataset, name)
+
+
+def _check_unread(dataset: Any, name: str) -> None:
+    """Refuses rows with padding, or packed ones without their bounds: nothing reads their masks and positions."""
+    for number, row in enumerate(islice(_rows_of(dataset), LOOKED_AT // 10)):
+        hidden = not all(row.get("attention_mask") or (1,))
+        restarts = "seq_lengths" not in row and any(n != p for n, p in enumerate(row.get("position_ids") or ()))
+        if hidden or restarts:
+            what = "an attention_mask with zeros" if hidden else "position_ids that do not count on from 0"
+            raise ValueError(
+                f"the {name} dataset, row {number} (the first is 0), has {what}, and with skip_prepare_dataset=True "
+                "rows are taken whole: drop skip_prepare_dataset, which leaves padding out, or remove the padding. Of "
+                "packed rows give the segments' lengths in `seq_lengths`"
+            )
 
 
 def _telling_rows(dataset: Any, count: int) -> list[Mapping[str, Any]]:

@@ -130,6 +130,9 @@ def test_roles_out_of_order_are_refused(messages, problem):
         ({"input_ids": [1, 2], "labels": [1]}, "'labels' has 1 values and 'input_ids' 2"),
         ({"input_ids": [1], "completion_mask": [0, 1]}, "'completion_mask' has 2 values and 'input_ids' 1"),
         ({"messages": [USER], "tools": "{"}, "'tools' is a string that is not JSON"),
+        ({"messages": [USER], "chat_template_kwargs": "{"}, "'chat_template_kwargs' is a string that is not JSON"),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, "'chat_template_kwargs' is a list; it must be a mapping"),
+        ({"messages": [USER], "chat_template_kwargs": {"tokenize": False}}, "has 'tokenize', which says how rows are"),
         ({"input_ids": [1, 2, 3], "completion_mask": [0, 5, 7]}, r"completion_mask\[1\] is 5; a mask holds 0 and 1"),
         ({"input_ids": [1, 2], "assistant_masks": [0, -1]}, r"assistant_masks\[1\] is -1; a mask holds 0 and 1"),
         ({"input_ids": [1, 2], "attention_mask": [0, 2]}, r"attention_mask\[1\] is 2; a mask holds 0 and 1"),
@@ -167,3 +170,8 @@ def test_a_formatting_func_that_fails_is_named_with_its_error():
 def test_unknown_columns_are_named_with_those_that_are_understood():
     with pytest.raises(ValueError, match=r"data.jsonl has the columns 'question', 'answer'.*'body'.*'messages'"):
         detect_format(["question", "answer"], text_field="body", source="data.jsonl")
+
+
+def test_keywords_of_the_template_may_be_json():
+    rows = [{"messages": [USER], "chat_template_kwargs": given} for given in ('{"mood": "glad"}', {"mood": "glad"})]
+    assert [read(row).template_kwargs for row in rows] == [{"mood": "glad"}] * 2

@@ -63,6 +63,12 @@ PAIRS = {
     "implicit conversations": IMPLICIT_TALKS,
     "tools": [row | {"tools": json.dumps(TOOLS)} for row in TALKS],
     "keywords of the template": [row | {"chat_template_kwargs": {"brief": True}} for row in TALKS],
+    "keywords by row": [row | {"chat_template_kwargs": {"brief": n % 2 == 0}} for n, row in enumerate(TALKS * 2)],
+}
+IDS = [([5, 6, 7, 8], [5, 6, 9]), ([7], [8, 9]), ([5] * 99, [6]), ([5, 6], [5, 6, 7])]
+TOKEN_PAIRS = {
+    pattern: [{pattern.format("chosen"): one, pattern.format("rejected"): other} for one, other in IDS]
+    for pattern in ("{}_ids", "{}_input_ids")
 }
 LABELLED = {
     "texts": [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(TEXTS)],
@@ -111,15 +117,17 @@ def test_pairs_are_those_of_dpo_trainer(name, max_length, template_tokenizer):
     assert_same_pairs(PAIRS[name], template_tokenizer, max_length)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.filterwarnings("ignore:Detected legacy dataset columns:FutureWarning")
+@pytest.mark.parametrize("name", [*PAIRS, *TOKEN_PAIRS])
 def test_whole_pairs_are_those_of_reward_trainer(name, template_tokenizer):
-    expected = by_trl(trl.RewardTrainer, PAIRS[name], template_tokenizer, 90)
+    rows = (PAIRS | TOKEN_PAIRS)[name]
+    expected = by_trl(trl.RewardTrainer, rows, template_tokenizer, 90)
     dataset, ledger = prepare_pairs(
-        Dataset.from_list(PAIRS[name]), template_tokenizer, PreferenceOptions(max_length=90), batch_size=2, whole=True
+        Dataset.from_list(rows), template_tokenizer, PreferenceOptions(max_length=90), batch_size=2, whole=True
     )
     prepared = [{name: row["prompt_ids"] + row[name] for name in ("chosen_ids", "rejected_ids")} for row in dataset]
     assert prepared == [{name: row[name] for name in ("chosen_ids", "rejected_ids")} for row in expected]
-    assert sum(ledger.rows_dropped.values()) == len(PAIRS[name]) - len(expected)
+    assert sum(ledger.rows_dropped.values()) == len(rows) - len(expected)
     for row in dataset:
         assert row["chosen_ids"]
         assert row["rejected_ids"]

@@ -179,6 +179,11 @@ def _made(formatting_func: Callable[[Mapping[str, Any]], Any], row: Mapping[str,
 
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+RESERVED_KEYWORDS = (
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+)
+"""Arguments of `apply_chat_template` that preparation sets itself."""
 FORMATS: tuple[FormatLine[Sample], ...] = (
     ("input_ids", ("input_ids",), TOKEN_COLUMNS, read_tokens),
     ("prompt-completion", ("prompt", "completion"), TEMPLATE_COLUMNS, read_prompt_completion),
@@ -189,13 +194,23 @@ FORMATS: tuple[FormatLine[Sample], ...] = (
 
 
 def template_inputs(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that the chat template is given: `tools` (JSON or a list) and `chat_template_kwargs`."""
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"'tools' is a string that is not JSON ({error}).") from None
+    """The columns that the chat template is given: `tools` and `chat_template_kwargs`, which may be JSON."""
+    tools, kwargs = (_from_json(row.get(name), name) for name in TEMPLATE_COLUMNS)
+    if not isinstance(kwargs, Mapping | None):
+        raise ValueError(f"'chat_template_kwargs' is {describe(kwargs)}; it must be a mapping.")
+    reserved = next((key for key in kwargs or () if key in RESERVED_KEYWORDS), None)
+    if reserved is not None:
+        raise ValueError(
+            f"'chat_template_kwargs' has {reserved!r}, which says how rows are tokenized, and not what the template "
+            "writes. Remove it."
+        )
     # Arrow gives every row of a struct column every key, so null is how an absent keyword looks.
-    kwargs = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-    return {"tools": tools or None, "template_kwargs": kwargs}
+    given = {key: value for key, value in (kwargs or {}).items() if value is not None}
+    return {"tools": tools or None, "template_kwargs": given}
+
+
+def _from_json(value: Any, name: str) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name!r} is a string that is not JSON ({error}).") from None

@@ -25,7 +25,7 @@ def test_values_are_converted_by_their_fields(tmp_path):
         "max_length": None,
         "eval_strategy": "no",
         "packing": True,
-        "warmup_steps": 3,
+        "warmup_steps": 3.0,
     }
 
 
@@ -68,7 +68,7 @@ def test_a_file_that_is_missing_or_no_text(tmp_path):
 def test_what_is_written_is_everything_and_reads_back(tmp_path):
     path = tmp_path / "run.yaml"
     values = {"model": "m", "learning_rate": 1e-5, "max_length": None, "model_init_kwargs": {"dtype": "bfloat16"}}
-    write_run_file(path, values, OPTIONS)
+    write_run_file(path, values, OPTIONS, method="sft")
     assert set(yaml.safe_load(path.read_text())) == set(OPTIONS) - {"hub_token"}
     read = read_run_file(path, OPTIONS)
     assert {name: read[name] for name in values} == values
@@ -77,5 +77,5 @@ def test_what_is_written_is_everything_and_reads_back(tmp_path):
 
 def test_secrets_are_not_written(tmp_path):
     path = tmp_path / "run.yaml"
-    write_run_file(path, {"model": "m", "hub_token": "hf_secret"}, OPTIONS)
+    write_run_file(path, {"model": "m", "hub_token": "hf_secret"}, OPTIONS, method="sft")
     assert "hf_secret" not in path.read_text()

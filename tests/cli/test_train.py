@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from lowtide.cli import train
+from lowtide.cli.main import main
 from lowtide.watch import OutOfMemory
 
 
@@ -215,3 +216,22 @@ def test_a_share_of_a_mixture_is_kept_for_evaluation(sft, tmp_path, model, data)
     assert status == 0, err
     assert "eval_loss" in out
     assert sft(*words, "--dataset", str(data))[0] == 2  # test_split_size without `datasets`
+
+
+def test_errors_name_the_file(sft, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "1 + 1 = 2"}\n')
+    status, _, err = sft("--dataset", str(rows), "--tokens_per_microbatch", "2")
+    assert status == 2
+    assert f"below the longest row of {rows}, " in err
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_a_run_file_names_its_method(method, model, tmp_path, capsys):
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text('{"prompt": "1 + 1", "chosen": " = 2", "rejected": " = 3"}\n' * 4)
+    given = {"model": model, "dataset": rows, "output_dir": tmp_path / "run", "max_steps": 1}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    assert main([method, *words, "--use_cpu", "--disable_tqdm"]) == 0
+    capsys.readouterr()
+    assert f"`lowtide {method} --config`" in (tmp_path / "run" / "run.yaml").read_text()

@@ -45,12 +45,12 @@ def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
     return values
 
 
-def write_run_file(path: Path, values: Mapping[str, Any], options: Mapping[str, Option]) -> None:
-    """Write all options of a run: the values given, and below them the defaults of the others."""
+def write_run_file(path: Path, values: Mapping[str, Any], options: Mapping[str, Option], *, method: str) -> None:
+    """Write all options of a method's run: the values given, and below them the defaults of the others."""
     given = {name: value for name, value in values.items() if name not in SECRET}
     defaults = {name: option.default for name, option in options.items() if name not in {*given, *SECRET}}
     parts = [
-        "# All options of this run: `lowtide sft --config` on this file repeats it.\n",
+        f"# All options of this run: `lowtide {method} --config` on this file repeats it.\n",
         yaml.safe_dump(given, sort_keys=False, allow_unicode=True),
         "\n# The rest are defaults.\n",
         yaml.safe_dump(defaults, sort_keys=False, allow_unicode=True),

@@ -133,11 +133,6 @@ class RunOptions:
             raise UsageError("there are no rows to evaluate on: set test_split_size, or name them by --eval_dataset")
         return splits["train"], splits.get("test")
 
-    @property
-    def dataset_title(self) -> str:
-        """What error messages call the rows to train on."""
-        return "the mixture of `datasets`" if self.datasets else str(self.dataset)
-
 
 @dataclasses.dataclass(kw_only=True)
 class ReferenceModel:
@@ -202,17 +197,15 @@ class Run:
         """The method's trainer, its model and data loaded."""
         what = self.what
         train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
-        title = what.dataset_title
-        with _named({"the train dataset": title, "the eval dataset": what.eval_dataset or title}):
-            return _trainer(self.method)[1](
-                model=what.model,
-                args=config,
-                train_dataset=train_rows,
-                eval_dataset=eval_rows,
-                peft_config=self.adapters.peft_config(),
-                quantization_config=self.adapters.quantization_config(bf16=bool(config.bf16)),
-                **{name: self.values[name] for name in _names(ReferenceModel) & self.values.keys()},
-            )
+        return _trainer(self.method)[1](
+            model=what.model,
+            args=config,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            peft_config=self.adapters.peft_config(),
+            quantization_config=self.adapters.quantization_config(bf16=bool(config.bf16)),
+            **{name: self.values[name] for name in _names(ReferenceModel) & self.values.keys()},
+        )
 
 
 def add_command(
@@ -263,7 +256,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = given.config()
     trainer = given.trainer(config)
     if config.should_save:  # what was asked for: the config has filled fields in
-        write_run_file(run_file, {**given.values, **trainer.planned.settings}, arguments.options)
+        values = {**given.values, **trainer.planned.settings}
+        write_run_file(run_file, values, arguments.options, method=given.method)
     with out_of_memory_said():
         trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
@@ -285,18 +279,6 @@ def out_of_memory_said() -> Iterator[None]:
         yield
     except OutOfMemory as error:
         raise ValueError(str(error)) from error
-
-
-@contextlib.contextmanager
-def _named(sources: Mapping[str, str | None]) -> Iterator[None]:
-    """Has errors name the files, of which a trainer knows no more than that they are its datasets."""
-    try:
-        yield
-    except ValueError as error:
-        text = str(error)
-        for words, source in sources.items():
-            text = text.replace(words, str(source))
-        raise ValueError(text) from error
 
 
 def check_writable(folder: Path) -> None:
@@ -339,8 +321,9 @@ def _trainer(method: str) -> tuple[type, type]:
 
 
 def _options(config: type) -> dict[str, Option]:
-    reference = options_of(ReferenceModel) if issubclass(config, ReferenceOptions) else {}
-    return options_of(config) | options_of(RunOptions) | reference | options_of(AdapterOptions)
+    reference = [ReferenceModel] if issubclass(config, ReferenceOptions) else []
+    sources = (config, RunOptions, *reference, AdapterOptions)
+    return {name: each for source in sources for name, each in options_of(source).items()}
 
 
 def _names(config: type) -> set[str]:

@@ -28,7 +28,7 @@ Preparer = Callable[[Mapping[str, Sequence[Any]], Sequence[int]], pa.Table]
 
 
 @contextmanager
-def reading(dataset: Dataset | IterableDataset, name: str, source: str, wanted: str) -> Iterator[dict[str, Any]]:
+def reading(dataset: Dataset | IterableDataset, source: str, wanted: str) -> Iterator[dict[str, Any]]:
     """Gives a dataset's first row, to be looked at while the dataset is prepared to have the columns `wanted`.
 
     Raises:
@@ -36,7 +36,7 @@ def reading(dataset: Dataset | IterableDataset, name: str, source: str, wanted: 
     """
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
-            f"the {name} dataset has a transform (with_transform or set_transform), which would be run once and "
+            f"{source} has a transform (with_transform or set_transform), which would be run once and "
             f"kept. Apply it with map() first, or skip preparation and let it return {wanted}."
         )
     try:

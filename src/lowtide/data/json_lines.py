@@ -4,9 +4,14 @@
 column is about Arrow's types. Here is the slow way, taken only after it has failed.
 """
 
+import bz2
+import functools
+import gzip
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +21,26 @@ from pyarrow import json as arrow_json
 
 LINE_BY_LINE = (".jsonl", ".ndjson")
 BLOCK_BYTES = 10 << 20
+OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""How compressed files are opened, by suffix; `zstd` is not among Python's libraries."""
+BROKEN = (EOFError, OSError, lzma.LZMAError, zlib.error)
+"""What reading a compressed file raises where it is cut off or broken."""
 
 
 def find_fault(path: Path) -> tuple[int, str] | None:
     """The first line of a JSON file that is at fault, counted from 1, and what is wrong with it."""
-    if path.suffix not in (".json", *LINE_BY_LINE):
+    kind = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
+    if kind not in (".json", *LINE_BY_LINE):
         return None
-    if path.suffix == ".json":
+    if kind == ".json":
         try:
-            whole = json.loads(path.read_text(encoding="utf-8"))
+            with _opened(path) as file:
+                whole = json.loads(file.read().decode("utf-8"))
             return first_conflict(enumerate(whole, start=1)) if isinstance(whole, list) else None
         except json.JSONDecodeError as error:
             if not _is_lines(path):
                 return error.lineno, f"not JSON ({error.msg})."
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, *BROKEN):
             pass
     return first_conflict((number, parsed) for number, parsed in _parsed_lines(path))
 
@@ -46,12 +57,23 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield parsed
 
 
+def _opened(path: Path) -> Any:
+    """A file of bytes, decompressed where its suffix says so."""
+    return OPENERS.get(path.suffix, functools.partial(Path.open, mode="rb"))(path)
+
+
 def _parsed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """The lines of a file, counted from 1, each as a JSON object or, in words, why it is none."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, _parse_object(line)
+    number = 0
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, _parse_object(line)
+    except BROKEN as error:
+        if path.suffix not in OPENERS:
+            raise
+        yield number + 1, f"cannot be decompressed ({error}); the file is cut off or broken, copy it again."
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | str:
@@ -84,10 +106,10 @@ def first_conflict(rows: Iterable[tuple[int, Any]]) -> tuple[int, str] | None:
 
 def _is_lines(path: Path) -> bool:
     """Whether a file's first line is JSON by itself, as in JSON Lines."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         try:
             return isinstance(json.loads(file.readline()), dict)
-        except ValueError:
+        except (ValueError, *BROKEN):
             return False
 
 

@@ -28,11 +28,15 @@ from datasets import (
 
 from lowtide.data.conversation import quoted
 from lowtide.data.sources import load_rows
+from lowtide.data.titles import entitled
 from lowtide.spelling import nearest
 
 __all__ = ["DatasetConfig", "load_mixture"]
 
 logger = logging.getLogger(__name__)
+
+MIXTURE = "the mixture of `datasets`"
+"""What messages call it."""
 
 
 @dataclass
@@ -76,7 +80,7 @@ def load_mixture(
     shares = _shares(entries)
     parts = [_load(entry, f"datasets[{n}]", streaming=streaming) for n, entry in enumerate(entries)]
     _warn_of_columns(entries, parts)
-    mixture = _mixed(parts, shares, seed)
+    mixture = entitled(_mixed(parts, shares, seed), MIXTURE)
     if isinstance(mixture, IterableDataset):
         if test_split_size is None:
             return IterableDatasetDict({"train": mixture})
@@ -86,7 +90,8 @@ def load_mixture(
         )
     if test_split_size is None:
         return DatasetDict({"train": mixture})
-    return mixture.train_test_split(test_size=test_split_size, seed=seed)
+    splits = mixture.train_test_split(test_size=test_split_size, seed=seed)
+    return DatasetDict({name: entitled(rows, MIXTURE) for name, rows in splits.items()})
 
 
 def _entry(given: Any, title: str) -> DatasetConfig:

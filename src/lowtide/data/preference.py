@@ -40,6 +40,7 @@ from lowtide.data.preference_rows import (
 )
 from lowtide.data.sides import SideEncoder
 from lowtide.data.stream import map_stream
+from lowtide.data.titles import title_of
 
 __all__ = ["PreferenceOptions", "prepare_pairs", "prepare_unpaired"]
 
@@ -83,8 +84,8 @@ def prepare_pairs(
             "max_prompt_length and max_completion_length cut completions, and a reward model scores them whole. Unset "
             "both; max_length drops the pairs that are too long."
         )
-    source = options.source or f"the {name} dataset"
-    with reading(dataset, name, source, "prompt_ids, chosen_ids and rejected_ids") as first_row:
+    source = options.source or title_of(dataset, name)
+    with reading(dataset, source, "prompt_ids, chosen_ids and rejected_ids") as first_row:
         row_format = detect_pairs(list(first_row), source, margins=margins, chats=_chats(tokenizer, options))
         check_columns(list(first_row), row_format, source)
         tokenizer = with_end_token(tokenizer, options.eos_token)
@@ -141,9 +142,9 @@ def prepare_unpaired(
     """
     if kl_block is not None and kl_block < 1:
         raise ValueError(f"kl_block is {kl_block}; it must be at least 1, or None for no KL completions.")
-    source = options.source or f"the {name} dataset"
+    source = options.source or title_of(dataset, name)
     has_kl = kl_block is not None
-    with reading(dataset, name, source, "prompt_ids, completion_ids and label") as first_row:
+    with reading(dataset, source, "prompt_ids, completion_ids and label") as first_row:
         row_format = detect_unpaired(list(first_row), source, chats=_chats(tokenizer, options))
         check_columns(list(first_row), row_format, source)
         tokenizer = with_end_token(tokenizer, options.eos_token)

@@ -29,6 +29,7 @@ from lowtide.data.options import PrepareOptions
 from lowtide.data.packed import PACKED_FEATURES, RowReader, drop_unscored, write_packed
 from lowtide.data.packing import pack
 from lowtide.data.stream import prepare_stream
+from lowtide.data.titles import title_of
 from lowtide.data.truncation import Truncation, truncate
 
 __all__ = ["PrepareOptions", "prepare"]
@@ -64,8 +65,8 @@ def prepare(
     """
     if packing and options.max_length is None:
         raise ValueError("packing needs max_length, the number of tokens in a bin; it is None.")
-    source = options.source or f"the {name} dataset"
-    with reading(dataset, name, source, "input_ids and labels") as first_row:
+    source = options.source or title_of(dataset, name)
+    with reading(dataset, source, "input_ids and labels") as first_row:
         preparer = _preparer(tokenizer, options, first_row, source, packing=packing)
         rows = dataset.with_format(None)
         if preparer.encoder.format.columns:

@@ -24,6 +24,7 @@ from datasets import (
 from datasets.exceptions import DatasetGenerationError
 
 from lowtide.data.json_lines import LINE_BY_LINE, find_fault, first_conflict, read_lines, unified_features
+from lowtide.data.titles import entitled
 
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
@@ -87,7 +88,7 @@ def load_rows(
         rows = _from_hub(str(source), split, name, streaming=streaming)
     if isinstance(rows, Dataset) and len(rows) == 0:
         raise ValueError(f"{source} has no rows.")
-    return rows
+    return entitled(rows, source)
 
 
 def _from_list(rows: Sequence[Mapping[str, Any]]) -> Dataset:

@@ -32,7 +32,7 @@ def check_positions(dataset: Any, most: int, name: str) -> None:
 
     Args:
         most: the positions of the model.
-        name: what the dataset is called.
+        name: what messages call the dataset.
 
     Raises:
         ValueError: names the longest such row.
@@ -43,7 +43,7 @@ def check_positions(dataset: Any, most: int, name: str) -> None:
     longest = int(positions.argmax())
     if positions[longest] > most:
         raise ValueError(
-            f"row {longest} of the {name} dataset has {int(positions[longest]):,} tokens and the model {most:,} "
+            f"row {longest} of {name} has {int(positions[longest]):,} tokens and the model {most:,} "
             f"positions (max_position_embeddings): set max_length={most}, or take a model with more"
         )
 

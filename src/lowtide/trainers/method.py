@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from lowtide.data.collate import RaggedCollator
 from lowtide.data.ledger import Ledger
+from lowtide.data.titles import entitled, title_of
 from lowtide.engine.forward import causal_model
 from lowtide.engine.head import body
 from lowtide.engine.loading import adapt
@@ -218,14 +219,15 @@ class MethodTrainer(LowtideTrainer):
     def _prepared(self, dataset: Any, name: str) -> Prepared:
         if getattr(self.args, "skips_preparation", False):
             if self._reads_rows:
-                check_masks(dataset, name)
+                check_masks(dataset, title_of(dataset, name))
             return dataset, None
         if not isinstance(dataset, Dataset | IterableDataset):
             raise ValueError(f"the {name} dataset is a {type(dataset).__name__}; give a datasets.Dataset or a stream")
         if isinstance(dataset, IterableDataset) and name == "train" and self.args.max_steps < 1:
             raise ValueError("a streamed train_dataset has no length: set `max_steps`")
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):
-            return self.prepare(dataset, name)
+            prepared, ledger = self.prepare(dataset, name)
+        return entitled(prepared, title_of(dataset, name)), ledger
 
     def _prepared_for_evaluation(self, dataset: Any) -> Any:
         """One dataset, or several by name, prepared for evaluation."""
@@ -236,6 +238,7 @@ class MethodTrainer(LowtideTrainer):
         """Refuses prepared rows that cannot be run."""
         if dataset is None:
             return
+        name = title_of(dataset, name)
         budget, positions = self.args.tokens_per_microbatch, position_table(self.model)
         if budget is not None:
             bin_tokens = self.bin_tokens(self.args) if trained_on else None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lowtide.data.collate import REFERENCE_COLUMN
 from lowtide.data.fingerprint import cache_file, combine, function_fingerprint
+from lowtide.data.titles import title_of
 from lowtide.engine.forward import causal_model
 from lowtide.metrics import distributed
 from lowtide.ragged import RaggedBatch
@@ -68,7 +69,7 @@ def precompute(trainer: ReferenceTrainer) -> None:
 def _with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: str) -> Dataset:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
         raise ValueError(
-            f"precompute_ref_log_probs=True needs the rows of the {name} dataset beforehand, and it is a "
+            f"precompute_ref_log_probs=True needs the rows of {title_of(dataset, name)} beforehand, and it is a "
             f"{type(dataset).__name__}: set it to False, or load the dataset whole"
         )
     args: Any = trainer.args

@@ -33,7 +33,7 @@ def check_collator(
         collate: makes a batch of a list of rows by it.
         own: the method's own collator, which loses nothing.
         dataset: prepared rows, of which `count` are collated.
-        title: what the collator is called; `name` is what the dataset is.
+        title: what the collator is called; `name` is what messages call the dataset.
 
     Raises:
         ValueError: it cannot read the rows, or does not give back its completions or the bounds of its segments.
@@ -47,7 +47,7 @@ def check_collator(
             found = collate(rows)
     except Exception as error:
         raise ValueError(
-            f"the data_collator {title} makes no batch of {len(rows)} rows of the {name} dataset, which have "
+            f"the data_collator {title} makes no batch of {len(rows)} rows of {name}, which have "
             f"{', '.join(rows[0])}: {remedy} ({type(error).__name__}: {error})"
         ) from error
     if not {"prompt_ids", "seq_lengths"} & rows[0].keys():
@@ -62,7 +62,7 @@ def check_collator(
     if "seq_lengths" in rows[0] and len(found.segments) != len(expected.segments):
         raise ValueError(
             f"the data_collator {title} makes {len(found.segments)} of the {len(expected.segments)} segments of "
-            f"{len(rows)} packed rows of the {name} dataset, so that they would see each other: {remedy}, or set "
+            f"{len(rows)} packed rows of {name}, so that they would see each other: {remedy}, or set "
             "packing=False"
         )
 
@@ -72,7 +72,7 @@ def check_budget(budget: int, lengths: np.ndarray | None, name: str, bin_tokens:
 
     Args:
         lengths: [rows], tokens of each row of a dataset; None where they are not known.
-        name: what the dataset is called.
+        name: what messages call the dataset.
         bin_tokens: the tokens of a packed row.
 
     Raises:
@@ -81,7 +81,7 @@ def check_budget(budget: int, lengths: np.ndarray | None, name: str, bin_tokens:
     longest = max(bin_tokens or 0, 0 if lengths is None or not len(lengths) else int(lengths.max()))
     if longest > budget:
         raise ValueError(
-            f"tokens_per_microbatch={budget} is below the longest row of the {name} dataset, {longest} tokens, which "
+            f"tokens_per_microbatch={budget} is below the longest row of {name}, {longest} tokens, which "
             f"goes through the model whole: raise it to at least {longest}, or lower max_length"
         )
 
@@ -105,7 +105,7 @@ def check_masks(dataset: Any, name: str) -> None:
     masks = [each for each in MASKS if each in columns]
     if masks and "labels" not in columns:
         raise ValueError(
-            f"the {name} dataset has {' and '.join(masks)} and no labels, and skip_prepare_dataset=True makes none, so "
+            f"{name} has {' and '.join(masks)} and no labels, and skip_prepare_dataset=True makes none, so "
             "every token would be scored: add `labels` (-100 where nothing is scored), or drop skip_prepare_dataset"
         )
     if "attention_mask" in columns or ("position_ids" in columns and "seq_lengths" not in columns):

@@ -23,7 +23,15 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 
-from lowtide.data.json_lines import LINE_BY_LINE, find_fault, first_conflict, read_lines, unified_features
+from lowtide.data.json_lines import (
+    BROKEN,
+    LINE_BY_LINE,
+    OPENERS,
+    find_fault,
+    first_conflict,
+    read_lines,
+    unified_features,
+)
 from lowtide.data.titles import entitled
 
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -140,7 +148,7 @@ def _from_files(
     empty = next((file for file in files if file.stat().st_size == 0), None)
     if empty is not None:
         raise ValueError(f"{empty} is empty.")
-    if streaming and split in splits and all(file.suffix in LINE_BY_LINE for file in splits[split]):
+    if streaming and split in splits and all(_read_by_lines(file) for file in splits[split]):
         return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": list(map(str, splits[split]))})
     reader, separator = READERS[_reader(files[0]) or ""]
     data_files = {name: [glob.escape(str(file)) for file in group] for name, group in splits.items()}
@@ -154,7 +162,9 @@ def _from_files(
 
     try:
         return load()
-    except FAILURES as error:
+    except (*FAILURES, *BROKEN) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         if "corresponds to no data" in str(error):
             raise ValueError(f"{source} has no rows.") from error
         for file in files:
@@ -184,6 +194,11 @@ def _reader(path: Path) -> str | None:
     """The suffix in `READERS` that tells how a file is read; None if it can't be."""
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
     return suffix if suffix in READERS else None
+
+
+def _read_by_lines(path: Path) -> bool:
+    """Whether a stream of a file is read line by line, which names the lines at fault."""
+    return _reader(path) in LINE_BY_LINE and (path.suffix in LINE_BY_LINE or path.suffix in OPENERS)
 
 
 def _split_of(path: Path) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from typing import Any
 
 
@@ -51,9 +51,27 @@ SHARE = Range(least=0, most=1)
 FINITE = Range()
 
 
+class RangedField(Field):
+    """A dataclass field with a range.
+
+    Not in its metadata: `transformers.HfArgumentParser`, which scripts read configs with, hands all of that to argparse.
+    """
+
+    __slots__ = ("range",)
+
+    @classmethod
+    def of(cls, plain: Field, range: Range | None) -> RangedField:
+        """A field like another one, with a range."""
+        made = cls.__new__(cls)
+        for name in Field.__slots__:
+            setattr(made, name, getattr(plain, name))
+        made.range = range
+        return made
+
+
 def option(default: Any, help: str, range: Range | None = None, **metadata: Any) -> Any:
     """A field of an options class: its default, the one sentence that documents it and, for a number, its range."""
-    metadata = {"help": help, "range": range, **metadata}
+    metadata = {"help": help, **metadata}
     if isinstance(default, dict | list):
-        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return RangedField.of(field(default_factory=lambda: copy.copy(default), metadata=metadata), range)
+    return RangedField.of(field(default=default, metadata=metadata), range)

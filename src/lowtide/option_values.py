@@ -81,6 +81,8 @@ class Option:
             value = "no"  # which YAML takes for a boolean
         if value is None and self.default == "none":
             value = "none"  # a word of this option's own
+        if value is None and list in self.kinds and self.default == "":
+            return self.default  # `debug`, as HfArgumentParser gives a list that is left out
         if value is self.default or any(value is each for each in self.literals):
             return value
         if isinstance(value, str) and (value in self.choices or value == self.default):
@@ -148,7 +150,7 @@ def options_of(config: type) -> Mapping[str, Option]:
     for field in dataclasses.fields(config):
         if field.init:
             declared = (base.__dict__.get("__dataclass_fields__", {}).get(field.name) for base in config.__mro__)
-            ranges = (each.metadata.get("range") for each in declared if each is not None)
+            ranges = (getattr(each, "range", None) for each in declared)
             found = next((each for each in ranges if each is not None), table.get(field.name))
             options[field.name] = Option.of(field, hints.get(field.name), found)
     return {name: option for name, option in options.items() if option.kinds - {NoneType}}

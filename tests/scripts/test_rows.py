@@ -38,7 +38,6 @@ TEXTS = [
 MIXED = [
     {"prompt": "1 + 1", "chosen": [ASKED, ANSWER], "rejected": [ASKED, OTHER]},
     {"chosen": [ASKED, ANSWER], "rejected": [ASKED, ANSWER]},
-    {"messages": []} | {"prompt": "text"},
 ]
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"}], "id": 7},
@@ -59,11 +58,13 @@ def tokenizer():
     return tokenizer
 
 
-@pytest.mark.parametrize("row", [*CONVERSATIONS, *TEXTS, *MIXED[:2], *SHAREGPT])
+@pytest.mark.parametrize("row", [*CONVERSATIONS, *TEXTS, *MIXED, *SHAREGPT])
 @pytest.mark.parametrize(
     "name", ["is_conversational", "is_conversational_from_value", "maybe_convert_to_chatml", "maybe_extract_prompt"]
 )
 def test_a_row_is_read_as_trl_reads_it(name, row):
+    if name == "is_conversational" and row is MIXED[0]:
+        pytest.skip("TRL looks at one column, whichever a set gives first")
     before = copy.deepcopy(row)
     found = getattr(lowtide, name)(row)
     assert row == before  # TRL's maybe_convert_to_chatml changes it

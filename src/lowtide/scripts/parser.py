@@ -54,7 +54,9 @@ class TrlParser(HfArgumentParser):
         plain.name, plain.type = field.name, field.type
         HfArgumentParser._parse_dataclass_field(parser, plain)
         action = parser._option_string_actions[f"--{field.name}"]
-        if NoneType in kinds and str not in kinds and action.choices is None and action.nargs is None:
+        if kinds == {bool, NoneType} and action.nargs is None:
+            action.nargs, action.const = "?", True  # `--bf16` alone, as any other switch
+        if NoneType in kinds and not kinds & {str, list} and action.choices is None:
             action.type = _or_none(action.type)
 
     def parse_args_and_config(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from transformers import GenerationConfig, TrainerCallback
 
+from lowtide.ragged import IGNORE
 from lowtide.scripts.rows import maybe_apply_chat_template
 
 COLUMNS = ("step", "prompt", "completion")
@@ -26,7 +28,8 @@ class LogCompletionsCallback(TrainerCallback):
     is a `generation_config`.
 
     Args:
-        trainer: whose `eval_dataset` has a column `prompt`, of texts or conversations.
+        trainer: whose `eval_dataset` has a column `prompt`, of texts or conversations; of rows that are prepared the
+            prompt is what comes before the first scored token.
         generation_config: how completions are written.
         num_prompts: the first so many of the prompts; by default all.
         freq: every so many steps; by default the trainer's `eval_steps`.
@@ -45,10 +48,10 @@ class LogCompletionsCallback(TrainerCallback):
         if trainer.eval_dataset is None:
             raise ValueError("LogCompletionsCallback reads prompts from the trainer's eval_dataset: pass one to it")
         rows = trainer.eval_dataset
-        if "prompt" not in (rows.column_names or []):
+        if not {"prompt", "prompt_ids", "labels"} & set(getattr(rows, "column_names", None) or []):
             raise ValueError(
-                f"LogCompletionsCallback reads the column `prompt` of eval_dataset, which has {rows.column_names}: "
-                "evaluate on rows that have one"
+                "LogCompletionsCallback reads the column `prompt` of eval_dataset, which is no dataset that has one: "
+                "evaluate on rows with prompts"
             )
         self.trainer = trainer
         self.generation_config = generation_config
@@ -63,8 +66,7 @@ class LogCompletionsCallback(TrainerCallback):
             return
         self._last_step = state.global_step
         accelerator, tokenizer = self.trainer.accelerator, self.trainer.processing_class
-        with accelerator.split_between_processes(list(self.eval_dataset["prompt"])) as own:
-            prompts = [maybe_apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] for prompt in own]
+        with accelerator.split_between_processes(prompts_of(self.eval_dataset, tokenizer)) as prompts:
             model = accelerator.unwrap_model(self.trainer.model_wrapped)
             completions = write(model, tokenizer, prompts, self.generation_config, args.per_device_eval_batch_size)
         prompts, completions = gather_object(prompts), gather_object(completions)
@@ -72,6 +74,18 @@ class LogCompletionsCallback(TrainerCallback):
             rows = [(str(state.global_step), *pair) for pair in zip(prompts, completions, strict=True)]
             self.table += rows
             _show(self.table, rows, args.report_to)
+
+
+def prompts_of(rows: Any, tokenizer: Any) -> list[str]:
+    """The prompts of rows as text, by the chat template where they are conversations."""
+    if "prompt" in rows.column_names:
+        return [maybe_apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] for prompt in rows["prompt"]]
+    if "prompt_ids" in rows.column_names:
+        return tokenizer.batch_decode(list(rows["prompt_ids"]))
+    return [
+        tokenizer.decode([token for token, _ in takewhile(lambda pair: pair[1] == IGNORE, zip(*row, strict=True))])
+        for row in zip(rows["input_ids"], rows["labels"], strict=True)
+    ]
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ def write_rows(path, counts) -> str:
 def test_the_table_the_picture_and_the_page(run, tokenizer, tmp_path):
     data = write_rows(tmp_path / "rows & more.jsonl", [9] * 989 + [19] * 11)  # 10 tokens and 20 tokens
     out = tmp_path / "deep" / "report"
-    printed = run(data, "--tokenizer", tokenizer, "--max_length", 10, 16, 20, "--batch_size", 10, "--out", out)
+    printed = run(data, "--tokenizer", tokenizer, "--max_length", 10, 16, 20, "--batch_size", 10, "--output_dir", out)
     assert "1,000 10,110 10 10 10 10 20 20" in printed  # rows, tokens, mean, median, 90%, 95%, 99%, longest
     assert "Recommended: max_length=20" in printed
     padding = 1 - 10110 / (98 * 100 + 2 * 200)  # the long rows are the last 11: they reach into two batches of ten
@@ -75,7 +75,7 @@ def test_lengths_are_in_dataset_order_whole_and_without_limit(tokenizer, tmp_pat
 def test_several_datasets_are_one(run, tokenizer, tmp_path):
     first, second = write_rows(tmp_path / "a.jsonl", [9] * 30), write_rows(tmp_path / "b.jsonl", [19] * 30)
     entry = json.dumps({"path": second, "columns": ["text"], "split": "train[:10]"})
-    printed = run(first, entry, "--tokenizer", tokenizer, "--out", tmp_path / "report")
+    printed = run(first, entry, "--tokenizer", tokenizer, "--output_dir", tmp_path / "report")
     assert "40 500 12 10 20 20 20 20" in printed  # rows, tokens, mean, median, 90%, 95%, 99%, longest
 
 
@@ -83,7 +83,7 @@ def test_rows_with_nothing_to_train_on_are_named(run, tokenizer, tmp_path):
     data = tmp_path / "tokens.jsonl"
     rows = [{"input_ids": [1, 1, 1], "labels": [-100, -100, last]} for last in (1, -100, 1)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    printed = run(data, "--tokenizer", tokenizer, "--out", tmp_path / "out")
+    printed = run(data, "--tokenizer", tokenizer, "--output_dir", tmp_path / "out")
     assert "1 rows have no token to train on" in printed
 
 
@@ -93,7 +93,7 @@ def test_conversations_with_a_template_from_a_file(run, tokenizer, tmp_path):
     data.write_text(json.dumps({"messages": messages}) + "\n")
     template.write_text(TEMPLATE)
     out = tmp_path / "out"
-    printed = run(data, "--tokenizer", tokenizer, "--chat_template_path", template, "--out", out)
+    printed = run(data, "--tokenizer", tokenizer, "--chat_template_path", template, "--output_dir", out)
     assert "1 8 8" in printed  # one row of 8 tokens: two roles, four words, two ends
 
 
@@ -107,7 +107,7 @@ def test_conversations_with_a_template_from_a_file(run, tokenizer, tmp_path):
 )
 def test_what_cannot_work_is_said(run, tokenizer, tmp_path, arguments, message):
     data = write_rows(tmp_path / "rows.jsonl", [3])
-    options = {"--tokenizer": tokenizer, "--out": tmp_path / "out", **arguments}
+    options = {"--tokenizer": tokenizer, "--output_dir": tmp_path / "out", **arguments}
     data = options.pop("data", data)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run(data, *(part for option in options.items() for part in option))
@@ -123,8 +123,8 @@ def test_numbers_are_checked_while_parsing(run, capsys, option, value):
 
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_read(run, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--out .*file/out can't be made: .*name another folder"):
-        run("absent.jsonl", "--tokenizer", "absent", "--out", tmp_path / "file" / "out")
+    with pytest.raises(ValueError, match=r"--output_dir .*file/out can't be made: .*name another folder"):
+        run("absent.jsonl", "--tokenizer", "absent", "--output_dir", tmp_path / "file" / "out")
 
 
 def test_the_parser_is_light():

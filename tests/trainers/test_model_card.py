@@ -6,9 +6,8 @@ The hub is stood in for: nothing leaves the machine.
 from types import SimpleNamespace
 
 import pytest
-import transformers.trainer
 from datasets import Dataset
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from peft import LoraConfig
 
 import lowtide
@@ -34,8 +33,8 @@ def uploads(monkeypatch):
     """What would have been uploaded."""
     calls = []
     made = SimpleNamespace(repo_id="someone/tiny")
-    monkeypatch.setattr(transformers.trainer, "create_repo", lambda name, **_: made)
-    monkeypatch.setattr(transformers.trainer, "upload_folder", lambda **given: calls.append(given))
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **_: made)
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **given: calls.append(given))
     return calls
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import runpy
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,8 +90,15 @@ ROWS_OF = {"sft": "talk", "dpo": "preference", "kto": "label", "reward": "prefer
 @pytest.mark.parametrize("script", ROWS_OF)
 def test_a_script_of_trls_commands_trains_pushes_and_resumes(script, model, data, tmp_path, monkeypatch):
     uploads = []
+
+    def upload(self, **given):
+        uploads.append(given)
+        done = Future()
+        done.set_result(None)
+        return done
+
     monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **_: SimpleNamespace(repo_id="someone/tiny"))
-    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **given: uploads.append(given))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
     file = tmp_path / "run.yaml"
     file.write_text(f"env:\n  LOWTIDE_MIGRATION: {script}\neval_strategy: steps\neval_steps: 2\nsave_steps: 2\n")
     monkeypatch.setenv("LOWTIDE_MIGRATION", "")

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowtide.cli.main import main
@@ -54,6 +55,21 @@ def test_what_cannot_work_is_said_in_one_line(model, adapter, tmp_path, monkeypa
     assert main(["merge", *(word for pair in given.items() for word in pair)]) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_that_are_not_whole_are_refused(adapter, tmp_path, capsys):
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+    lost = sorted(weights)[0]
+    save_file({name: weight for name, weight in weights.items() if name != lost}, file, metadata={"format": "pt"})
+    words = ["merge", "--adapter", str(adapter), "--output_dir", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert f"hold no {lost.replace('.weight', '.default.weight')}, which would keep initial" in capsys.readouterr().err
+    file.write_bytes(file.read_bytes()[:-9])
+    assert main(words) == 2
+    assert f"{file} " in (error := capsys.readouterr().err)
+    assert "is truncated" in error
     assert not (tmp_path / "out").exists()
 
 

@@ -166,10 +166,10 @@ def test_a_text_column_comes_before_alpacas(tokenizer):
 
 def test_unused_columns_are_named_once(tokenizer, caplog):
     rows = [{"messages": [said("user", ASKED), said("assistant", SAID)], "text": "another", "id": 3}]
-    for _ in range(2):
-        sft(rows, tokenizer, source="a.jsonl")
+    for source in ("train.jsonl", "eval.jsonl"):
+        sft(rows, tokenizer, source=source)
     warnings = [record.getMessage() for record in caplog.records]
-    assert warnings == ["a.jsonl: rows are read from 'messages'; not used: 'text', 'id'."]
+    assert warnings == ["rows are read from the columns 'messages'; not used: 'text', 'id'."]
 
 
 def test_unused_columns_of_pairs_labels_and_streams(tokenizer, caplog):

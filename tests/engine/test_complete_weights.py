@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Glm4MoeConfig, LlamaConfig
 
 from lowtide.engine.complete_weights import load_adapters
 from lowtide.engine.loading import load_model
@@ -133,6 +133,28 @@ def test_a_classifier_of_several_labels_is_no_reward_model(saved, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(saved["tied"], num_labels=3).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"score.weight \(stored \(3, 16\), the model's \(1, 16\)\)"):
         load_model(str(tmp_path), rewards=True)
+
+
+@pytest.mark.parametrize(
+    ("weight", "named"),
+    [
+        ("mlp.gate.e_score_correction_bias", "hold no model.layers.1.mlp.gate.e_score_correction_bias"),  # a buffer
+        ("mlp.experts.1.up_proj.weight", "model.layers.1.mlp.experts.gate_up_proj cannot be joined"),
+    ],
+)
+def test_buffers_and_single_experts_are_named(tmp_path, weight, named):
+    config = Glm4MoeConfig(
+        **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 16},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert load_model(str(tmp_path))
+    del weights[f"model.layers.1.{weight}"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=named):
+        load_model(str(tmp_path))
 
 
 def test_quantized_models_are_whole_too(folder):

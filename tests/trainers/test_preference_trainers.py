@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -552,3 +553,13 @@ def test_rows_are_grouped_by_what_they_have_of_tokens(method, strategy, tmp_path
     sampler = made._get_train_sampler()
     assert list(sampler.lengths) == made.row_lengths().tolist()
     made.train()
+
+
+def test_a_reference_by_name_is_loaded_whole_or_refused(tmp_path):
+    build().save_pretrained(tmp_path / "ref")
+    trainer("dpo", tmp_path, arguments={"ref_model": str(tmp_path / "ref")}).train()
+    weights = load_file(tmp_path / "ref" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "ref" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"ref' is incomplete: its files hold no model.norm.weight"):
+        trainer("dpo", tmp_path, arguments={"ref_model": str(tmp_path / "ref")})

@@ -582,5 +582,5 @@ def test_unused_columns_and_the_format_of_rows_are_said_without_progress_bars(tm
         build(), config(tmp_path, max_steps=1), train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     ).train()
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "the train dataset: rows are read from 'instruction', 'output'; not used: 'topic'." in warned
+    assert "rows are read from the columns 'instruction', 'output'; not used: 'topic'." in warned
     assert "read as Alpaca, as texts (instruction, output)" in caplog.text

@@ -34,10 +34,10 @@ def check_columns(columns: Sequence[str], row_format: RowFormat[Any], source: st
             "`datasets` in a run file)."
         )
     if unused:
-        _warn_once(f"{source}: rows are read from {quoted(row_format.columns)}; not used: {quoted(unused)}.")
+        _warn_once(quoted(row_format.columns), quoted(unused))
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
-    """A dataset may be prepared several times: for a plan, for training, for evaluation."""
-    logger.warning(message)
+def _warn_once(read: str, unused: str) -> None:
+    """Rows with the same columns may be prepared several times: for a plan, for training, for evaluation."""
+    logger.warning("rows are read from the columns %s; not used: %s.", read, unused)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 SHOWN = 4
 """Names in a message."""
+JOINED = re.compile(r"on tensors destined for (\S+)\. Ckpt contains")
+"""How transformers names a weight that it joins from several of the files'."""
 
 
 def load_complete(kind: Any, name: str, *, new_head: bool = False, **init: Any) -> PreTrainedModel:
@@ -42,7 +45,7 @@ def load_complete(kind: Any, name: str, *, new_head: bool = False, **init: Any) 
         model = load_complete(kind, base, new_head=new_head, **init)
         _put_adapters(name, model)
         return model
-    with quiet_report(), broken_files_named(name):
+    with quiet_report(name), broken_files_named(name):
         model, found = kind.from_pretrained(
             name, **{**init, "output_loading_info": True, "ignore_mismatched_sizes": True}
         )
@@ -104,7 +107,7 @@ def _base_of_adapters(name: str) -> str | None:
 
 def _put_adapters(name: str, model: PreTrainedModel) -> None:
     """Puts a folder's adapters on a model, all of whose weights come from the folder."""
-    with quiet_report(), broken_files_named(name):
+    with quiet_report(name), broken_files_named(name):
         found: Any = model.load_adapter(name)
     if found is not None:  # older transformers return nothing
         check_adapter_keys(name, found.missing_keys, found.unexpected_keys)
@@ -148,10 +151,13 @@ def load_adapters(base: PreTrainedModel, folder: str) -> Any:
 
 
 @contextlib.contextmanager
-def quiet_report() -> Iterator[None]:
+def quiet_report(name: str) -> Iterator[None]:
     """Keeps transformers' table of missing and unused weights from the log: it is said here in a line.
 
     Where loading fails the table is shown, since the error speaks of it.
+
+    Raises:
+        ValueError: weights that a layer joins, such as those of experts, do not go together; names them.
     """
     source, kept = logging.getLogger("transformers.modeling_utils"), []
 
@@ -164,8 +170,14 @@ def quiet_report() -> Iterator[None]:
     source.addFilter(is_other)
     try:
         yield
-    except Exception:
+    except Exception as error:
         source.removeFilter(is_other)
+        joined = sorted({found for record in kept for found in JOINED.findall(record.getMessage())})
+        if joined:
+            raise ValueError(
+                f"model {name!r} is incomplete: {some_of(joined)} cannot be joined of what its files hold, some of "
+                "which is missing or of another shape. Copy or download the whole folder again"
+            ) from error
         for record in kept:
             source.handle(record)
         raise

@@ -29,7 +29,7 @@ class OnApple(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> OnApple:
         if held.dtype == torch.float64:
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework has none")
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         made = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=MPS)  # type: ignore[attr-defined]
         made.held = held
         return made

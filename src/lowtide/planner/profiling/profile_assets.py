@@ -33,7 +33,7 @@ h2 + .panel, .panel { padding: .25rem 1.25rem 1.25rem; background: var(--panel);
   color: var(--dim); overflow: hidden; }
 .p-forward { --its: #7fb2d9; } .p-head { --its: var(--head); } .p-backward { --its: #d9b36a; }
 .p-optimizer { --its: #9b86c4; } .p-evaluation { --its: #78b890; } .p-saving { --its: #b88f78; }
-.p-data-and-logging, .p-rehearsal { --its: var(--other); } .bands i { background: var(--its); }
+.p-data-and-logging { --its: var(--other); } .p-rehearsal { --its: #c4a5bd; } .bands i { background: var(--its); }
 #timeline .down { grid-column: 2; } .down span { white-space: nowrap; } 
 .down span:first-child { transform: none; } .down span:last-child { transform: translateX(-100%); }
 .todo { margin: 0; padding: 0; list-style: none; counter-reset: todo; display: grid; gap: .6rem; }

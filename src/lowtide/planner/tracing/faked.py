@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+NOT_OF_THE_RUN = (
+    "Accessing the data pointer of FakeTensor",  # to log the size of the embeddings that bitsandbytes leaves in 32 bits
+    "Paged optimizers are not supported on CPU",  # where fake tensors lie, whatever the device
+)
+"""How warnings begin that come of tensors without values, and are not true of the run."""
 UNTRACEABLE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -64,7 +70,10 @@ def faked() -> Iterator[FakeTensorMode]:
             _NumbersRead(),
             patch.object(nn.Module, "to", _stay),
             patch.object(FakeTensor, "__deepcopy__", _copied, create=True),
+            warnings.catch_warnings(),
         ):
+            for message in NOT_OF_THE_RUN:
+                warnings.filterwarnings("ignore", message)
             yield fake
     except UNTRACEABLE as error:
         operation = getattr(error, "func", None) or (error.args[0] if error.args else type(error).__name__)

@@ -25,7 +25,7 @@ COMPILED = {"adamw_torch_8bit": 8, "adamw_torch_4bit": 26}
 """By optimizer of torchao, the bytes of buffers for each element of the parameter that is stepped: as torch's profiler
 saw them on a CPU, of torchao 0.18 and torch 2.13, for weights in float32 and in bfloat16 alike."""
 ON_DEVICE = ("galore_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit")
-"""Those that ask bitsandbytes for what only a device has: states in paged memory, a norm as a number."""
+"""Those that ask for what only a device has: states in paged memory, a norm as a number, to be waited for."""
 IN_PYTHON = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
 
 
@@ -45,11 +45,12 @@ def as_stepped(optimizer: str, device: Device) -> Iterator[None]:
             step = _CompiledStep(COMPILED[optimizer])
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(patch.object(importlib.import_module("torchao.optim.adam"), "single_param_adam", step))
-        if optimizer in ON_DEVICE and find_spec("bitsandbytes") is not None:
+        if optimizer in ON_DEVICE and device.kind == "cuda" and find_spec("bitsandbytes") is not None:
             functional = importlib.import_module("bitsandbytes.functional")
             step = functools.partial(_without_norm, functional.optimizer_update_32bit)
             own = {"optimizer_update_32bit": step, "get_paged": _unpaged, "fill": Tensor.fill_}
             stack.enter_context(patch.multiple(functional, **own))
+            stack.enter_context(patch.object(torch.cuda, "synchronize"))
         if device.kind == "cpu":
             stack.enter_context(_PythonKernels())
         yield

@@ -207,8 +207,39 @@ def test_evaluation_uses_the_precomputed_reference_too(tmp_path):
         found.append(made.evaluate())
     assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-6)
     assert 0 <= found[0]["eval_rewards/accuracies"] <= 1
-    with pytest.raises(ValueError, match="precompute_ref_log_probs=True computes them for the datasets"):
+    again = made.evaluate(made.eval_dataset)
+    assert again["eval_loss"] == found[1]["eval_loss"]
+
+
+@pytest.mark.parametrize("source", ["name", "adapters", "untrained"])
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_rows_that_come_after_training_get_their_reference(method, source, tmp_path):
+    """Loaded once more by the model's name, the policy without its adapters, or the policy that is still as it was."""
+    build().save_pretrained(tmp_path / "model")
+    arguments = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])} if source == "adapters" else {}
+    model = str(tmp_path / "model") if source == "name" else None
+    found = []
+    for precompute in (False, True):
+        made = trainer(method, tmp_path, model=model, precompute_ref_log_probs=precompute, arguments=arguments)
+        if source != "untrained":
+            made.train()
+        evaluated = made.evaluate(data(method, 8))
+        assert made.predict(data(method, 8)).metrics["test_loss"] == pytest.approx(evaluated["eval_loss"])
+        found.append(evaluated["eval_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_reference_that_is_gone_is_said_to_be(tmp_path):
+    made = trainer("dpo", tmp_path, precompute_ref_log_probs=True)
+    made.train()
+    with pytest.raises(ValueError, match="the model came without a name to load it from again: pass this dataset as"):
         made.evaluate(data("dpo", 4))
+    build().save_pretrained(tmp_path / "model")
+    made = trainer("dpo", tmp_path, model=str(tmp_path / "model"), precompute_ref_log_probs=True)
+    made.train()
+    made.model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="are not those that it had: pass this dataset as `eval_dataset`"):
+        made.evaluate(data("dpo", 6))
 
 
 @pytest.mark.parametrize("trained", [False, True])

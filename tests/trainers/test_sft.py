@@ -382,9 +382,27 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path, rows, tokenizer)
         SFTTrainer(build(vocab_size=20), config(tmp_path), train_dataset=rows, processing_class=tokenizer)
 
 
-def test_float16_weights_are_refused(tmp_path, rows, tokenizer):
-    with pytest.raises(ValueError, match="float16"):
-        SFTTrainer(build().half(), config(tmp_path), train_dataset=rows, processing_class=tokenizer)
+def test_float16_weights_train_with_a_warning(tmp_path, rows, tokenizer, caplog):
+    def losses(model, **more) -> list[float]:
+        made = SFTTrainer(model, config(tmp_path, **more), train_dataset=rows, processing_class=tokenizer)
+        made.train()
+        return [each["loss"] for each in made.state.log_history if "loss" in each]
+
+    options = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 4}
+    half = build().half()
+    before = weights(half)
+    found = losses(half, **options)
+    assert "trained parameters are stored in float16" in caplog.text
+    assert "dtype float32" in caplog.text
+    assert {p.dtype for p in half.parameters()} == {torch.float16}
+    assert any(not torch.equal(before[name], p) for name, p in half.named_parameters())
+    assert found == pytest.approx(losses(build(), **options), rel=5e-3)
+
+
+def test_float16_weights_whose_losses_are_scaled_are_refused(tmp_path, rows, tokenizer):
+    args = config(tmp_path, optim="adamw_compressed")
+    with pytest.raises(ValueError, match=r"'adamw_compressed' trains float32 or bfloat16, and .* stored in float16"):
+        SFTTrainer(build().half(), args, train_dataset=rows, processing_class=tokenizer)
 
 
 def test_older_names_and_plain_arguments(tmp_path, rows, tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lowtide.methods.dpo import DPO, DPOOptions
 from lowtide.trainers.completions import CompletionConfig
@@ -22,3 +23,9 @@ class DPOTrainer(ReferenceTrainer):
 
     method, config = DPO, DPOConfig
     plain_completions = 2
+
+    @property
+    def loss_types(self) -> list[str]:
+        """The losses whose weighted sum is taken."""
+        options: Any = self.args
+        return options.loss_types

@@ -23,6 +23,7 @@ from lowtide.memory.table import active, around, begin, prepare
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective, Scorer
 from lowtide.planner.heaviest import check_positions
+from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.config import TrainingConfig
@@ -37,7 +38,7 @@ from lowtide.watch import OutOfMemory
 Prepared = tuple[Any, Ledger | None]
 
 
-class MethodTrainer(LowtideTrainer):
+class MethodTrainer(TrainerAttributes, LowtideTrainer):
     """A trainer of one method.
 
     Args:
@@ -264,6 +265,8 @@ class MethodTrainer(LowtideTrainer):
 
     def _handed_in(self, dataset: Any) -> Any:
         """A dataset that comes after construction, prepared and checked."""
+        if dataset is self.eval_dataset:
+            return dataset
         dataset = self._prepared_for_evaluation(dataset)
         for name, each in by_name(dataset).items():
             self._check_rows(name, each, trained_on=False)

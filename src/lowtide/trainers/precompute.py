@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -45,28 +45,34 @@ class Precomputed:
     def __call__(self, batch: RaggedBatch) -> Tensor:
         raise ValueError(
             "a row came without the reference's log-probabilities: precompute_ref_log_probs=True computes them for "
-            "the datasets that the trainer is made with. Pass this one there as `eval_dataset`"
+            "the datasets that the trainer is made with, and for those that `evaluate` and `predict` get"
         )
 
 
-def precompute(trainer: ReferenceTrainer) -> None:
+def precompute(trainer: ReferenceTrainer) -> tuple[str, str]:
     """Gives the datasets of a trainer the column of the reference's log-probabilities.
+
+    Returns:
+        (fingerprint of the reference, digest of its weights alone).
 
     Raises:
         ValueError: a dataset is a stream, whose rows are not known beforehand.
     """
-    weights = weights_fingerprint(trainer)
+    digest = state_digest(cast(Any, trainer.reference).model)
+    weights = weights_fingerprint(trainer, digest)
     if trainer.train_dataset is not None:
-        trainer.train_dataset = _with_column(trainer, trainer.train_dataset, "train", weights)
+        trainer.train_dataset = with_column(trainer, trainer.train_dataset, "train", weights)
     held_out: Any = trainer.eval_dataset
     if isinstance(held_out, dict):
-        held_out = {name: _with_column(trainer, each, name, weights) for name, each in held_out.items()}
+        held_out = {name: with_column(trainer, each, name, weights) for name, each in held_out.items()}
     elif held_out is not None:
-        held_out = _with_column(trainer, held_out, "eval", weights)
+        held_out = with_column(trainer, held_out, "eval", weights)
     trainer.eval_dataset = held_out
+    return weights, digest
 
 
-def _with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: str) -> Dataset:
+def with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: str) -> Dataset:
+    """A dataset with the column, computed or found in the cache; `weights` is the reference's fingerprint."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
         raise ValueError(
             f"precompute_ref_log_probs=True needs the rows of {title_of(dataset, name)} beforehand, and it is a "
@@ -167,13 +173,17 @@ def _write(values: list[np.ndarray], path: str) -> None:
     staging.rename(path)
 
 
-def weights_fingerprint(trainer: ReferenceTrainer) -> str:
+def weights_fingerprint(trainer: ReferenceTrainer, digest: str) -> str:
     """One fingerprint of the reference's weights, and of the model that they are in."""
-    model: Any = getattr(trainer.reference, "model", None)
-    assert isinstance(model, nn.Module)
+    model: Any = cast(Any, trainer.reference).model
+    config = causal_model(model).config.to_json_string(use_diff=False)
+    return combine(digest, config, type(model).__name__, type(trainer.reference).__name__)
+
+
+def state_digest(model: nn.Module) -> str:
+    """Of the names, shapes and numbers of a model's weights and buffers."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)
-    digest.update(causal_model(model).config.to_json_string(use_diff=False).encode())
-    return combine(digest.hexdigest(), type(model).__name__, type(trainer.reference).__name__)
+    return digest.hexdigest()

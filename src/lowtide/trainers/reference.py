@@ -28,10 +28,11 @@ from lowtide.methods.method import Scorer
 from lowtide.trainers.completions import CompletionTrainer
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.inputs import model_name
+from lowtide.trainers.later_reference import LaterReference
 from lowtide.trainers.method import disable_dropout
 from lowtide.trainers.optimizers import OPTIMIZERS
 from lowtide.trainers.precompute import Precomputed, precompute
-from lowtide.trainers.setup import Engine
+from lowtide.trainers.setup import Engine, computed_in
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class ReferenceTrainer(CompletionTrainer):
         **older: Any,
     ):
         self._ref_model = ref_model
+        self._later: LaterReference | None = None
         self._adapters_came = peft_config is None
         super().__init__(
             model,
@@ -84,7 +86,8 @@ class ReferenceTrainer(CompletionTrainer):
         )
         options: Any = self.args
         if options.precompute_ref_log_probs:
-            precompute(self)
+            reference = self.reference
+            self._later = LaterReference(reference, *precompute(self), computed_in=computed_in(self.args))
             self.reference, self._ref_model = Precomputed(), None
         if options.sync_ref_model:
             assert isinstance(self.reference, FrozenModel)
@@ -196,6 +199,16 @@ class ReferenceTrainer(CompletionTrainer):
                 "not of the same tokens. Pass the model that the policy started from"
             )
 
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The reference that is resident; None where it is the policy without adapters, or was computed before."""
+        return self.reference.model if isinstance(self.reference, FrozenModel) else None
+
+    @property
+    def precompute_ref_logps(self) -> bool:
+        """Whether the reference's log-probabilities are computed before training."""
+        return cast(Any, self.args).precompute_ref_log_probs
+
     def compute_ref_log_probs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """[pairs] for the chosen and the rejected completions: the reference's log-probabilities, for a `compute_loss`
         of a subclass that asks for those of its inputs."""
@@ -205,6 +218,11 @@ class ReferenceTrainer(CompletionTrainer):
         counted = in_completion(batch, referred)
         sums = segment_sums(referred * counted, batch)
         return tuple(sums[segments] for segments in completion_segments(batch, len(self.columns)))
+
+    def _handed_in(self, dataset: Any) -> Any:
+        """As the others', with the reference's log-probabilities where those of training were computed before it."""
+        dataset = super()._handed_in(dataset)
+        return dataset if self._later is None else self._later.with_columns(self, dataset)
 
     def report_lines(self) -> list[tuple[str, str]]:
         return [("reference", self._reference_text)]

@@ -50,10 +50,15 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     check_adapters(*adapters)
     if args.padding_free:
         _check_rows_alone(adapters)
-    mixed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    mixed = computed_in(args)
     engine = replace(_proved(model, args), computed_in=mixed)
     compute_in(model, mixed)
     return replace(engine, attention=_other_attention(model, args, engine))
+
+
+def computed_in(args: TrainingConfig) -> torch.dtype | None:
+    """What autocast takes products in; None for the dtype of the weights."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
 def _other_attention(model: nn.Module, args: TrainingConfig, engine: Engine) -> str:
@@ -85,10 +90,17 @@ def _check_precision(model: nn.Module, args: TrainingConfig) -> None:
     if args.fp16 and args.device.type == "cpu":
         raise ValueError("fp16=True needs a GPU, whose losses are scaled: leave it out, or take bf16=True on this CPU")
     half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
-    if half:
+    if half and (args.fp16 or args.optim in OPTIMIZERS):
+        why = "fp16=True scales its losses" if args.fp16 else f"optim={args.optim!r} trains float32 or bfloat16"
         raise ValueError(
-            f"{len(half)} trained parameters are stored in float16 ({half[0]}, ...), in which updates underflow and "
-            "overflow: load the model with dtype float32 (and fp16=True for float16 compute) or bfloat16"
+            f"{why}, and {len(half)} trained parameters are stored in float16 ({half[0]}, ...): load the model with dtype "
+            "float32 (and fp16=True for float16 compute) or bfloat16"
+        )
+    if half:
+        logger.warning(
+            f"{len(half)} trained parameters are stored in float16 ({half[0]}, ...), in which small updates are lost "
+            "and large values overflow: better load the model with dtype float32 (and fp16=True for float16 compute) "
+            "or bfloat16"
         )
     narrow = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     if args.fp16 and (narrow or args.optim in OPTIMIZERS):

@@ -54,11 +54,12 @@ class LaterReference:
             return {name: self.with_columns(trainer, each) for name, each in dataset.items()}
         if REFERENCE_COLUMN in (getattr(dataset, "column_names", None) or ()):
             return dataset
-        before, trainer.reference = trainer.reference, _Late(self, trainer)
+        owner: Any = trainer
+        before, owner.reference = owner.reference, _Late(self, trainer)
         try:
             return with_column(trainer, dataset, "eval", self.fingerprint)
         finally:
-            trainer.reference = before
+            owner.reference = before
 
     def again(self, trainer: ReferenceTrainer) -> Scorer:
         """The reference."""

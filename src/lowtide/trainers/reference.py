@@ -86,7 +86,7 @@ class ReferenceTrainer(CompletionTrainer):
         )
         options: Any = self.args
         if options.precompute_ref_log_probs:
-            reference = self.reference
+            reference: Any = self.reference
             self._later = LaterReference(reference, *precompute(self), computed_in=computed_in(self.args))
             self.reference, self._ref_model = Precomputed(), None
         if options.sync_ref_model:

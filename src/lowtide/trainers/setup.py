@@ -93,8 +93,8 @@ def _check_precision(model: nn.Module, args: TrainingConfig) -> None:
     if half and (args.fp16 or args.optim in OPTIMIZERS):
         why = "fp16=True scales its losses" if args.fp16 else f"optim={args.optim!r} trains float32 or bfloat16"
         raise ValueError(
-            f"{why}, and {len(half)} trained parameters are stored in float16 ({half[0]}, ...): load the model with dtype "
-            "float32 (and fp16=True for float16 compute) or bfloat16"
+            f"{why}, and {len(half)} trained parameters are stored in float16 ({half[0]}, ...): load the model with "
+            "dtype float32 (and fp16=True for float16 compute) or bfloat16"
         )
     if half:
         logger.warning(

@@ -3,7 +3,7 @@ computation, and preparing a model copies and widens nothing."""
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
+from peft import LoraConfig
 from peft.utils.integrations import dequantize_module_weight
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
@@ -124,13 +124,6 @@ def test_gradients_are_those_of_peft_alone(make, options, accumulate):
 def test_more_than_lora_on_the_head_is_refused(options, variant):
     with pytest.raises(ValueError, match=f"{variant}LinearVariant on the output head"):
         install(adapted(build(), target_modules=["lm_head"], **options))
-
-
-@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
-def test_virtual_tokens_are_refused(kind):
-    config = kind(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(ValueError, match=f"{kind.__name__} puts virtual tokens before each row.*LoraConfig"):
-        adapt(build(), config, gradient_checkpointing=False)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

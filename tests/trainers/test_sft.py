@@ -15,7 +15,6 @@ import torch
 import transformers
 from datasets import Dataset
 from exactness.matrix import dense_head
-from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -108,12 +107,6 @@ def test_hooks_on_embedding_and_head_choose_the_rows_that_are_trained(tied, opti
             assert torch.equal(found[name][:20], before[name][:20])
             assert not torch.equal(found[name][20:], before[name][20:])
             torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-4)
-
-
-def test_a_model_that_came_with_virtual_tokens_is_refused(tokenizer, rows, tmp_path):
-    model = get_peft_model(build(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(ValueError, match="PromptTuningConfig puts virtual tokens before each row"):
-        SFTTrainer(model, config(tmp_path), train_dataset=rows, processing_class=tokenizer)
 
 
 class Kill(TrainerCallback):

@@ -20,6 +20,7 @@ from lowtide.engine.embedding import install_embedding
 from lowtide.engine.head import ScoreOutput, Scores, install_head
 from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.quantized import keep_trainable
+from lowtide.engine.virtual_tokens import leading_states
 from lowtide.ragged import RaggedBatch
 
 COMPUTED_IN = "_lowtide_computed_in"
@@ -105,6 +106,8 @@ def score(
     with computing(model):
         if not padding_free:
             inputs, index = pad(batch)
+            virtual = leading_states(model)
+            index = index + virtual * (index // inputs["input_ids"].shape[1] + 1)
             with noisy_embeddings(causal_model(model), batch, inputs["attention_mask"]):
                 return model(**inputs, scores=replace(scores, index=index))
         with ragged_inputs(batch) as inputs, noisy_embeddings(causal_model(model), batch):

@@ -119,6 +119,7 @@ def pad_id(model: PreTrainedModel) -> int | None:
 def _forward_scores(model: PreTrainedModel, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> ScoreOutput:
     if scores.aux_loss:
         kwargs["output_router_logits"] = True
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
     outputs = body(model)(*args, **kwargs, use_cache=False)
     hidden = outputs[0].flatten(0, -2)
     if is_reward_model(model):

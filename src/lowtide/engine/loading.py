@@ -17,6 +17,7 @@ from transformers import (
 
 from lowtide.engine.complete_weights import load_complete
 from lowtide.engine.quantized import check_torchao
+from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
@@ -103,16 +104,16 @@ def adapt(
 
 
 def check_adapters(*configs: Any) -> None:
-    """Refuses PEFT configurations that put virtual tokens before each row.
+    """Refuses PEFT configurations of virtual tokens that need more than the rows.
 
     Raises:
         ValueError: naming the configuration, and what to take.
     """
     for config in configs:
-        if getattr(config, "is_prompt_learning", False):
+        if kind_of_prompt(config) not in (None, *EMBEDDED, *IN_LAYERS):
             raise ValueError(
-                f"{type(config).__name__} puts virtual tokens before each row, which the fused head and the "
-                "padding-free path do not know: take adapters inside the model (LoraConfig and its kin)"
+                f"{type(config).__name__} puts virtual tokens before each row by what is known of its task: take "
+                "PromptTuningConfig, PromptEncoderConfig or PrefixTuningConfig, or LoraConfig and its kin"
             )
 
 

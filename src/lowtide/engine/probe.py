@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,11 +58,12 @@ class Probe:
         return self.isolated and self.prefix_error <= self.tolerance
 
 
-def probe(model: nn.Module) -> Probe:
+def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
     """Installs the engine in a model and compares it with the model's own logits.
 
     Args:
         model: a causal language model or a PEFT wrapper of one, on any device; left in the mode it was in.
+        ragged: False looks at the head alone, and leaves the model to run padded.
 
     Raises:
         ValueError: the fused head's log-probs are not those of the model's logits; names the model type.
@@ -92,13 +94,16 @@ def probe(model: nn.Module) -> Probe:
                 f"logits by {head_error:.2g} nats on average (rounding explains {tolerance:.0e}). It changes its "
                 "logits in a way that lowtide does not know; please report the model type"
             )
+        leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16])
+        if not ragged:
+            return Probe(head_error, math.inf, math.inf, math.inf, tolerance, leak_tolerance)
         install(model)
         failure: Exception | None = None
         try:
-            ragged = score(model, plain).logprobs
-            ragged_error = _difference(ragged, expected)
+            laid_out = score(model, plain).logprobs
+            ragged_error = _difference(laid_out, expected)
             after = plain.segments[1].score_start
-            leak = (score(model, changed).logprobs[after:] - ragged[after:]).abs().max().item()
+            leak = (score(model, changed).logprobs[after:] - laid_out[after:]).abs().max().item()
             start, stop = shared.segments[2].score_start, shared.segments[2].score_stop
             sharing = score(model, shared).logprobs[start:stop]
             prefix_error = _difference(sharing, expected[-len(sharing) :])
@@ -106,7 +111,6 @@ def probe(model: nn.Module) -> Probe:
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the forward
             ragged_error = leak = prefix_error = float("inf")
             failure = error
-    leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16])
     return Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, failure)
 
 
@@ -136,7 +140,8 @@ def _dense(model: nn.Module, batch: RaggedBatch) -> Tensor:
     found = []
     for part in batch.segments:
         ids = batch.token_ids[None, part.start : part.stop]
-        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
+        logits = model(input_ids=ids, use_cache=False).logits[0, -ids.shape[1] : -1]  # behind virtual tokens
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
         found.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0])
     return torch.cat(found)
 

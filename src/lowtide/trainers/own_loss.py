@@ -257,7 +257,8 @@ class OwnLosses(Trainer):
             line = micro.index // micro.inputs["input_ids"].shape[1]
             stats = TokenStats(outputs.logits.squeeze(-1)[line].float())
         else:
-            stats = dense_stats(outputs.logits, micro.index, batch.score_target, objective.want)
+            longest = micro.inputs["input_ids"].shape[1]  # behind virtual tokens
+            stats = dense_stats(outputs.logits[:, -longest:], micro.index, batch.score_target, objective.want)
         return outputs, stats, ScoreOutput(**detached(stats), aux_loss=getattr(outputs, "aux_loss", None))
 
     def _micro_of(self, inputs: Mapping[str, Any]) -> MicroBatch:

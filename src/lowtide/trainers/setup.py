@@ -13,8 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, compute_in, install
+from lowtide.engine.head import is_reward_model
 from lowtide.engine.loading import check_adapters, has_adapters, release_file
 from lowtide.engine.probe import Probe, attention_backends, probe
+from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
 from lowtide.memory.host_heap import settle_heap
 from lowtide.memory.out_of_memory import is_out_of_memory
 from lowtide.trainers.config import TrainingConfig
@@ -48,12 +50,33 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
         check_own_optimizer(model)
     adapters = cast(Any, getattr(model, "peft_config", {})).values()
     check_adapters(*adapters)
+    _check_prompts(model, args)
     if args.padding_free:
         _check_rows_alone(adapters)
     mixed = computed_in(args)
     engine = replace(_proved(model, args), computed_in=mixed)
     compute_in(model, mixed)
     return replace(engine, attention=_other_attention(model, args, engine))
+
+
+def _check_prompts(model: nn.Module, args: TrainingConfig) -> None:
+    """Refuses, or mends, what virtual tokens cannot go with."""
+    prompt = prompt_config(model)
+    if prompt is None:
+        return
+    title = type(prompt).__name__
+    if is_reward_model(causal_model(model)):
+        raise ValueError(f"{title} puts virtual tokens before each row, which reward models are not trained with here")
+    if kind_of_prompt(prompt) in IN_LAYERS and args.gradient_checkpointing:
+        if "gradient_checkpointing" in args.given:
+            raise ValueError(
+                f"{title} puts its vectors into the layers' keys and values, which gradient checkpointing drops: set "
+                "gradient_checkpointing=False"
+            )
+        logger.warning(f"gradient_checkpointing is off: it would drop the keys and values of {title}")
+        for name in ("gradient_checkpointing", "activation_checkpointing"):
+            if hasattr(args, name):
+                setattr(args, name, False)
 
 
 def computed_in(args: TrainingConfig) -> torch.dtype | None:
@@ -130,16 +153,18 @@ def check_trained(model: nn.Module) -> None:
 
 def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
     """The engine in a model, and what running two tiny segments through it says."""
+    prompt = prompt_config(model)
+    ragged = args.padding_free and prompt is None
     if isinstance(next(model.parameters()), FakeTensor):
-        install(model, padding_free=args.padding_free)
-        return Engine(args.padding_free, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
+        install(model, padding_free=ragged)
+        return Engine(ragged, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
     release_file(causal_model(model))
     _place(model, args)
     settle_heap(model)
     inner = causal_model(model)
     implementation = _implementation(inner)
-    found = probe(model)
-    if args.padding_free and found.isolated:
+    found = probe(model, ragged=prompt is None)
+    if ragged and found.isolated:
         return Engine(True, "segments proved isolated on this model", found)
     if found.error is not None and is_out_of_memory(found.error):
         raise found.error  # it says nothing of the model
@@ -147,6 +172,10 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
     inner.set_attn_implementation(implementation)
     if not args.padding_free:
         return Engine(False, "padding_free=False", found)
+    if prompt is not None:
+        reason = f"{type(prompt).__name__} puts {prompt.num_virtual_tokens} virtual tokens before each padded row"
+        logger.warning(f"running padded: {reason}")
+        return Engine(False, reason, found)
     reason = f"model type {inner.config.model_type} {_why_padded(found)}"
     logger.warning(f"running padded: {reason}")
     return Engine(False, reason, found)

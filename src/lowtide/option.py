@@ -54,7 +54,8 @@ FINITE = Range()
 class RangedField(Field):
     """A dataclass field with a range.
 
-    Not in its metadata: `transformers.HfArgumentParser`, which scripts read configs with, hands all of that to argparse.
+    It is not in the metadata, since `transformers.HfArgumentParser`, which scripts read configs with, hands all of that
+    to argparse.
     """
 
     __slots__ = ("range",)

@@ -39,7 +39,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.recovery import Before, surviving_optimizer_step, surviving_step
 from lowtide.replicas import averaging, broadcast_weights
 from lowtide.step import Limits, Ways, evaluate_batch
-from lowtide.trainers.checkpoints import WholeCheckpoints
+from lowtide.trainers.checkpoints.whole import WholeCheckpoints
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction

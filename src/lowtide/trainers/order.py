@@ -14,7 +14,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
-from lowtide.trainers.checkpoints import saved_run_state
+from lowtide.trainers.checkpoints.whole import saved_run_state
 
 logger = logging.getLogger(__name__)
 

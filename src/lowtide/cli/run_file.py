@@ -13,9 +13,8 @@ from lowtide.cli.main import UsageError
 from lowtide.option_values import Option
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
-
-SECRET = frozenset({"hub_token"})
-"""Options that no file gets to see."""
+from lowtide.trainers.checkpoints.durable import write_text
+from lowtide.trainers.checkpoints.secrets import SECRET, without_secrets
 
 
 def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
@@ -46,8 +45,9 @@ def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def write_run_file(path: Path, values: Mapping[str, Any], options: Mapping[str, Option], *, method: str) -> None:
-    """Write all options of a method's run: the values given, and below them the defaults of the others."""
-    given = {name: value for name, value in values.items() if name not in SECRET}
+    """Write all options of a method's run: the values given, and below them the defaults of the others. Access tokens
+    are left out, those in mappings too; a failure leaves the file that was there."""
+    given = without_secrets({name: value for name, value in values.items() if name not in SECRET})
     defaults = {name: option.default for name, option in options.items() if name not in {*given, *SECRET}}
     parts = [
         f"# All options of this run: `lowtide {method} --config` on this file repeats it.\n",
@@ -55,7 +55,7 @@ def write_run_file(path: Path, values: Mapping[str, Any], options: Mapping[str, 
         "\n# The rest are defaults.\n",
         yaml.safe_dump(defaults, sort_keys=False, allow_unicode=True),
     ]
-    path.write_text("".join(parts), encoding="utf-8")
+    write_text(path, "".join(parts))
 
 
 def _entries(path: Path) -> list[tuple[Any, Any, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self, cast
@@ -17,6 +18,7 @@ from lowtide.option import COUNT, Range, option
 from lowtide.option_values import take_values
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
+from lowtide.trainers.checkpoints.secrets import without_secrets
 from lowtide.trainers.inherited_ranges import INHERITED_RANGES
 from lowtide.trainers.optimizers import OPTIMIZERS, check_optimizer_name
 from lowtide.trainers.without_effect import WITHOUT_EFFECT
@@ -97,6 +99,25 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         positional = (each.name for each in fields(cls) if each.init and not each.kw_only)
         made.__dict__["_given"] = {**dict(zip(positional, args, strict=False)), **kwargs}
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled, as into `training_args.bin`: access tokens are not."""
+        return without_secrets(self.__dict__)
+
+    def __copy__(self) -> Self:
+        """A copy in this process keeps access tokens."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers', which trackers log and which hides tokens, those in `model_init_kwargs` too."""
+        return without_secrets(super().to_dict())
 
     @property
     def asked_attention(self) -> str | None:

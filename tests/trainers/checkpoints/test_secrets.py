@@ -1,0 +1,64 @@
+"""No file of a run has an access token in it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from small_runs import small
+
+from lowtide import SFTConfig
+from lowtide.cli.run_file import write_run_file
+from lowtide.option_values import options_of
+from lowtide.trainers.checkpoints.secrets import without_secrets
+
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
+
+
+def config(folder: Path) -> SFTConfig:
+    return SFTConfig(
+        output_dir=str(folder), hub_token=TOKEN, model_init_kwargs={"token": TOKEN, "revision": "main"}, use_cpu=True
+    )
+
+
+def test_no_file_of_a_run_has_the_token(tmp_path):
+    trainer = small(tmp_path, max_steps=2, hub_token=TOKEN)
+    trainer.args.model_init_kwargs = {"token": TOKEN, "revision": "main"}
+    trainer.train()
+    trainer.save_model()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"training_args.bin", "trainer_state.json"} <= {path.name for path in files}
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+    assert trainer.args.hub_token == TOKEN
+    saved = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert (saved.hub_token, saved.model_init_kwargs) == (None, {"token": None, "revision": "main"})
+    assert saved.learning_rate == trainer.args.learning_rate
+
+
+def test_copies_in_this_process_keep_the_token(tmp_path):
+    given = config(tmp_path)
+    for each in (copy.copy(given), copy.deepcopy(given)):
+        assert each.hub_token == each.model_init_kwargs["token"] == TOKEN
+        assert each.given == given.given
+
+
+def test_trackers_do_not_get_the_token(tmp_path):
+    given = config(tmp_path)
+    assert TOKEN not in given.to_json_string()
+    assert TOKEN not in str(given.to_sanitized_dict())
+
+
+def test_a_run_file_has_no_token(tmp_path):
+    values = {"hub_token": TOKEN, "model_init_kwargs": {"token": TOKEN, "revision": "main"}, "eos_token": "<eos>"}
+    write_run_file(tmp_path / "run.yaml", values, options_of(SFTConfig), method="sft")
+    text = (tmp_path / "run.yaml").read_text()
+    assert TOKEN not in text
+    assert "revision: main" in text
+    assert "eos_token: <eos>" in text
+
+
+def test_what_only_sounds_secret_stays():
+    assert without_secrets({"eos_token": "<eos>", "token": True, "api_key": "x"}) == {
+        "eos_token": "<eos>", "token": True, "api_key": None,
+    }  # fmt: skip

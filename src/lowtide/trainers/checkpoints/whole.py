@@ -1,16 +1,15 @@
-"""A checkpoint appears whole or not at all, on all ranks; and what is in it that transformers knows nothing of."""
+"""A checkpoint appears whole or not at all, on all ranks: it is written in a folder beside, sealed by a manifest,
+flushed to the disk and renamed. A full disk, a kill or a loss of power leaves the checkpoints before it whole."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -19,13 +18,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from lowtide.memory.low_rank import loading_projectors
 from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.planner.phases import Phases
+from lowtide.trainers.checkpoints.durable import flush, remove
+from lowtide.trainers.checkpoints.manifest import seal
+from lowtide.trainers.checkpoints.soundness import RUN_STATE
+from lowtide.trainers.checkpoints.write_errors import WRITE_ERRORS, bytes_of, space, write_reason
 from lowtide.watch import worst_of_ranks
 
-WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""How a full disk shows: in Python, in torch.save, in safetensors."""
-
-RUN_STATE = "run_state.json"
-"""The file of a checkpoint for what a run carries from step to step, and transformers knows nothing of."""
+STAGING = ".saving"
+"""The folder of an output folder in which a checkpoint is written."""
 
 
 def saved_run_state(checkpoint: str | None) -> dict[str, Any]:
@@ -35,11 +35,12 @@ def saved_run_state(checkpoint: str | None) -> dict[str, Any]:
 
 
 class WholeCheckpoints(Trainer):
-    """`transformers.Trainer` that writes a checkpoint beside, then renames it: a full disk or a kill leaves the
-    checkpoints before it whole."""
+    """`transformers.Trainer` that writes a checkpoint beside, then renames it."""
 
     phases: Phases
     optimizer: Any
+    last_checkpoint: str | None = None
+    """The checkpoint that this run wrote last, or resumed from."""
     _unwritten: list[Exception] | None = None
     """Why the model of a checkpoint could not be written, while one is."""
 
@@ -52,28 +53,22 @@ class WholeCheckpoints(Trainer):
         raise NotImplementedError
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         run = Path(self._get_output_dir(trial=trial))
-        staging = run / ".saving"
-        if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        error = self._written_to(staging, run, model, trial)
-        if worst_of_ranks(error is not None, self.args.device):
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-            raise ValueError(
-                f"step {self.state.global_step}: the checkpoint could not be written to {run}: "
-                f"{error or 'another rank says why'}. Checkpoints before it are whole; make room, or set "
-                "`save_total_limit`, and resume from the last one"
-            ) from error
-        if self.args.should_save:
-            shutil.rmtree(run / folder, ignore_errors=True)
-            os.replace(staging / folder, run / folder)
-            shutil.rmtree(staging, ignore_errors=True)
+        staging = run / STAGING
+        main = self.args.should_save
+        try:
+            self._together(staging, lambda: _make_empty(staging) if main else None)
+            self._together(staging, lambda: self._write_to(staging, run, model, trial))
+            self._together(staging, lambda: _publish(staging, run, name) if main else None)
+        except BaseException:
+            if main:
+                remove(staging)
+            raise
+        self.last_checkpoint = str(run / name)
         if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(run / folder))
-        if self.args.should_save:
+            super()._push_from_checkpoint(str(run / name))
+        if main:
             rotate_checkpoints(
                 output_dir=str(run),
                 save_total_limit=self.args.save_total_limit,
@@ -82,18 +77,51 @@ class WholeCheckpoints(Trainer):
             )
         self.accelerator.wait_for_everyone()
 
-    def _written_to(self, staging: Path, run: Path, model: nn.Module, trial: Any) -> Exception | None:
-        """The Trainer's checkpoint, in a folder beside; returns why this rank could not write it."""
+    def _together(self, staging: Path, part: Callable[[], object]) -> None:
+        """One part of writing a checkpoint, after which ranks meet.
+
+        Raises:
+            ValueError: this rank or another could not write; says why, and how much room there is.
+        """
+        reason, failure = "another rank says why", None
+        try:
+            part()
+        except WRITE_ERRORS as error:
+            reason, failure = write_reason(error, staging), error
+        if not worst_of_ranks(failure is not None, self.args.device):
+            return
+        run = staging.parent
+        if self.args.should_save:
+            remove(staging)
+        last = f" ({self.last_checkpoint})" if self.last_checkpoint else ""
+        raise ValueError(
+            f"step {self.state.global_step}: the checkpoint could not be written to {run}: {reason}. Checkpoints "
+            f"before it are whole{last}. {space(run, self._checkpoint_bytes())}: make room, or set `save_total_limit`, "
+            "and resume from the last one"
+        ) from failure
+
+    def _checkpoint_bytes(self) -> int:
+        """About the size of a checkpoint: the weights that it holds, and the optimizer's states."""
+        adapters = hasattr(self.model, "peft_config")
+        saved = [p for p in self.model.parameters() if p.requires_grad or not adapters]  # type: ignore[union-attr]
+        states = () if self.args.save_only_model else unwrap_optimizer(self.optimizer).state.values()
+        return bytes_of([*saved, *states])
+
+    def _write_to(self, staging: Path, run: Path, model: nn.Module, trial: Any) -> None:
+        """The Trainer's checkpoint in a folder beside, and what transformers knows nothing of."""
         errors = self._unwritten = []
+        state = self.run_state()
         try:
             with self.phases.during("saving"), self._output_dir_is(str(staging)):
                 super()._save_checkpoint(model, trial)
-                self._name_best(staging, run)
-        except WRITE_ERRORS as error:
-            errors.append(error)
+            self._name_best(staging, run)
+            if self.args.should_save:
+                folder = staging / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                (folder / RUN_STATE).write_text(json.dumps(state))
         finally:
             self._unwritten = None
-        return errors[0] if errors else None
+        if errors:
+            raise errors[0]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not yet: what is pushed is read in the background, and the folder is about to get another name."""
@@ -105,12 +133,6 @@ class WholeCheckpoints(Trainer):
             self.state.best_model_checkpoint = str(run / best.name)
             if self.args.should_save:
                 self.state.save_to_json(str(best / TRAINER_STATE_NAME))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = self.run_state()
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save:
-            Path(output_dir, RUN_STATE).write_text(json.dumps(state))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with loading_projectors(unwrap_optimizer(self.optimizer)):
@@ -130,8 +152,12 @@ class WholeCheckpoints(Trainer):
             if self._unwritten is not None:
                 self._unwritten.append(error)
                 return
-            folder = output_dir or self.args.output_dir
-            raise ValueError(f"the model could not be written to {folder}: {error}. Checkpoints are whole") from error
+            folder = str(output_dir or self.args.output_dir)
+            reason = write_reason(error, Path(folder))
+            raise ValueError(
+                f"the model could not be written to {folder}: {reason}. Checkpoints are whole. Make room, and resume "
+                "from the last one: it trains nothing that is trained already, and writes the model"
+            ) from error
 
     @contextlib.contextmanager
     def _output_dir_is(self, folder: str) -> Iterator[None]:
@@ -140,3 +166,19 @@ class WholeCheckpoints(Trainer):
             yield
         finally:
             del self._get_output_dir
+
+
+def _make_empty(staging: Path) -> None:
+    """A new folder, whatever an earlier run left under its name; a link is not followed."""
+    remove(staging)
+    staging.mkdir(parents=True)
+
+
+def _publish(staging: Path, run: Path, name: str) -> None:
+    """Gives a checkpoint that is written its name; one of the same step is put aside first, and then removed."""
+    seal(staging / name)
+    if os.path.lexists(run / name):
+        os.replace(run / name, staging / f"earlier-{name}")
+    os.replace(staging / name, run / name)
+    flush(run)
+    remove(staging)

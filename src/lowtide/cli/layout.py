@@ -111,6 +111,7 @@ LAYOUT: dict[str, list[str]] = {
         "save_steps",
         "save_total_limit",
         "resume_from_checkpoint",
+        "resume_without_states",
         "push_to_hub",
         "hub_model_id",
     ],

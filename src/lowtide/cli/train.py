@@ -67,7 +67,7 @@ class RunOptions:
         None, "Folder for the model, its checkpoints and run.yaml. None: named after the model."
     )
     resume_from_checkpoint: str | None = option(
-        None, "A checkpoint's folder, or 'latest': the last one of `output_dir`, if there is one."
+        None, "A checkpoint's folder, or 'latest': the last whole one of `output_dir`, if there is one."
     )
     dataset_config: str | None = option(None, "Configuration of a dataset on the hub.")
     dataset_split: str = option("train", "Split to train on.", aliases=["dataset_train_split"])
@@ -251,13 +251,13 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: anything that the user can mend; OSError likewise.
     """
     given = read_run(arguments)
+    checkpoint = _checkpoint(given.what.resume_from_checkpoint, given.output)
+    config, options = given.config(), arguments.options
     output, run_file = given.output, given.output / RUN_FILE
-    checkpoint = _checkpoint(given.what.resume_from_checkpoint, output)
-    config = given.config()
+    again = ["lowtide", given.method, "--config", str(run_file), *_on_processes(config)]
     trainer = given.trainer(config)
     if config.should_save:  # what was asked for: the config has filled fields in
-        values = {**given.values, **trainer.planned.settings}
-        write_run_file(run_file, values, arguments.options, method=given.method)
+        write_run_file(run_file, {**given.values, **trainer.planned.settings}, options, method=given.method)
     with out_of_memory_said():
         trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
@@ -265,8 +265,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say(", ".join(f"{k} {v:.4g}" for k, v in trainer.evaluate().items() if isinstance(v, float)), config)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=given.what.dataset)
-    again = shlex.join(["lowtide", arguments.method, "--config", str(run_file), *_on_processes(config)])
-    _say(f"The model is in {output}; this repeats the run: {again}", config)
+    _say(f"The model is in {output}; this repeats the run: {shlex.join(again)}", config)
     return 0
 
 
@@ -298,20 +297,18 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def _checkpoint(wanted: str | None, output: Path) -> str | None:
-    """The checkpoint folder to resume from: the one named, or the last one of the output folder."""
-    from transformers.trainer_utils import get_last_checkpoint
+def _checkpoint(wanted: str | None, output: Path) -> str | bool | None:
+    """What to resume from: the folder that is named, or True for the last whole checkpoint of the output folder."""
+    from lowtide.trainers.checkpoints.choosing import check_is_checkpoint, checkpoints_of
 
     if wanted is None or wanted.lower() == "false":
         return None
-    last = get_last_checkpoint(str(output))
     if wanted.lower() in ("latest", "true"):
-        if last is None:
+        if not checkpoints_of(output):
             print(f"No checkpoint in {output} yet: starting from the beginning.", file=sys.stderr)
-        return last
-    if not Path(wanted, "trainer_state.json").is_file():
-        there = f" The last one in {output} is {last}." if last else f" There is none in {output} either."
-        raise UsageError(f"resume_from_checkpoint: {wanted!r} is no checkpoint folder.{there}")
+            return None
+        return True
+    check_is_checkpoint(Path(wanted), output)
     return wanted
 
 

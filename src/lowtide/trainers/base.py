@@ -39,7 +39,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.recovery import Before, surviving_optimizer_step, surviving_step
 from lowtide.replicas import averaging, broadcast_weights
 from lowtide.step import Limits, Ways, evaluate_batch
-from lowtide.trainers.checkpoints.whole import WholeCheckpoints
+from lowtide.trainers.checkpoints.resuming import ResumableRuns
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(OwnLosses, WholeCheckpoints, OwnOptimizers, RepeatableOrder, ModelCards):
+class LowtideTrainer(OwnLosses, ResumableRuns, OwnOptimizers, RepeatableOrder, ModelCards):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.

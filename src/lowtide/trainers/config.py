@@ -64,6 +64,11 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     memory_budget: str | None = option(
         None, "Choose exact settings that fit so much memory ('24GiB', or 'auto' for what is free); yours stay as set."
     )
+    resume_without_states: bool = option(
+        False,
+        "Resume from a checkpoint without optimizer, scheduler or random states, or with another optimizer's: these "
+        "start anew.",
+    )
     memory_report: str | None = option(None, "JSON file to write peak, states, speed and ledger to after training.")
 
     # other defaults than TrainingArguments'

@@ -18,6 +18,7 @@ from lowtide.memory.optimizer_in_backward import OptimizerInBackward
 from lowtide.memory.out_of_memory import is_out_of_memory
 from lowtide.ops.target import kind_of
 from lowtide.planner.states import optimizer_name
+from lowtide.trainers.checkpoints.run_record import optimizer_layout
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw_compressed": {"remainder": "exact"},
@@ -187,6 +188,11 @@ class OwnOptimizers(Trainer):
     optimizer: Any
     optimizer_name: str
     """As `optim` names the optimizer that steps; empty where one was passed whose states are not known."""
+    optimizer_kind: type
+    group_settings: frozenset[str]
+    """The names in a group of the optimizer's parameters."""
+    states_layout: dict[str, Any]
+    """What decides which states the optimizer has."""
     _settled: Any = None
     """The optimizer whose states are where they belong."""
 
@@ -209,6 +215,8 @@ class OwnOptimizers(Trainer):
             made = unwrap_optimizer(self._made_optimizer(None))
         check_steps(made, cast(nn.Module, self.model))
         check_one_by_one(made, self.args)
+        self.optimizer_kind, self.group_settings = type(made), frozenset(made.param_groups[0])
+        self.states_layout = optimizer_layout(made)
         self.optimizer = given
 
     def create_accelerator_and_postprocess(self) -> None:

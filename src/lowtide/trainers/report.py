@@ -72,6 +72,7 @@ class StartReport(TrainerCallback):
         budget = f", at most {args.tokens_per_microbatch:,} tokens" if args.tokens_per_microbatch else ""
         planned = self.trainer.planned.text
         return [
+            *([("resuming", str(resumption))] if (resumption := self.trainer.resumption) else []),
             *([("memory budget", planned)] if planned else []),
             ("model", f"{model.config.model_type}, {total:,} parameters, {share:.1%} trained"),
             ("precision", self._precision(trained)),

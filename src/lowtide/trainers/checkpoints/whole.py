@@ -15,11 +15,11 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from lowtide.memory.low_rank import loading_projectors
 from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.planner.phases import Phases
 from lowtide.trainers.checkpoints.durable import flush, remove
 from lowtide.trainers.checkpoints.manifest import seal
+from lowtide.trainers.checkpoints.run_record import run_record
 from lowtide.trainers.checkpoints.soundness import RUN_STATE
 from lowtide.trainers.checkpoints.write_errors import WRITE_ERRORS, bytes_of, space, write_reason
 from lowtide.watch import worst_of_ranks
@@ -46,10 +46,6 @@ class WholeCheckpoints(Trainer):
 
     def run_state(self) -> dict[str, Any]:
         """What steps leave behind beside weights, optimizer and random state; asked of all ranks together."""
-        raise NotImplementedError
-
-    def set_run_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `run_state` gave."""
         raise NotImplementedError
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -117,7 +113,7 @@ class WholeCheckpoints(Trainer):
             self._name_best(staging, run)
             if self.args.should_save:
                 folder = staging / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                (folder / RUN_STATE).write_text(json.dumps(state))
+                (folder / RUN_STATE).write_text(json.dumps({**state, "run": run_record(self)}))
         finally:
             self._unwritten = None
         if errors:
@@ -133,12 +129,6 @@ class WholeCheckpoints(Trainer):
             self.state.best_model_checkpoint = str(run / best.name)
             if self.args.should_save:
                 self.state.save_to_json(str(best / TRAINER_STATE_NAME))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with loading_projectors(unwrap_optimizer(self.optimizer)):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if state := saved_run_state(checkpoint):
-            self.set_run_state(state)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; what could not be written is said of the folder that it was meant for.

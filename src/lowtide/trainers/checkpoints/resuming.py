@@ -1,0 +1,213 @@
+"""A run that resumes goes on from all of a checkpoint, or says what it goes on without.
+
+Before anything is loaded, the files of the checkpoint are checked (`soundness`), its weights are compared with the
+model's (`weights`), and the run that wrote it with this one (`run_record`). The first rank does so for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from lowtide.memory.low_rank import loading_projectors
+from lowtide.memory.narrow_step import unwrap_optimizer
+from lowtide.trainers.checkpoints.choosing import last_whole, named, said
+from lowtide.trainers.checkpoints.durable import remove
+from lowtide.trainers.checkpoints.run_record import OF_METRICS, differences, run_record, scheduler_name, unfit_states
+from lowtide.trainers.checkpoints.soundness import OPTIMIZER, RANDOM, SCHEDULER, damage, load_states
+from lowtide.trainers.checkpoints.states import check_states
+from lowtide.trainers.checkpoints.weights import check_weights, is_converted
+from lowtide.trainers.checkpoints.whole import STAGING, WholeCheckpoints, saved_run_state
+
+T = TypeVar("T")
+LOSSES = {
+    OPTIMIZER: "the optimizer starts without moments",
+    SCHEDULER: "the learning rate takes its step of this run's schedule",
+    RANDOM: "random numbers (dropout) are others than the run's that was stopped",
+}
+"""By state, what going on without it means."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a run resumes from."""
+
+    folder: str
+    left_out: tuple[str, ...] = ()
+    """Of `LOSSES`, the states that are not loaded."""
+    notes: tuple[str, ...] = ()
+    """What differs from the run that wrote the checkpoint, and which later checkpoints are not whole."""
+
+    def __str__(self) -> str:
+        without = f", without {', '.join(self.left_out)}" if self.left_out else ""
+        return f"from {self.folder}{without}"
+
+
+class ResumableRuns(WholeCheckpoints):
+    """`transformers.Trainer` whose resumed runs are the runs that were stopped, or say in what they are not."""
+
+    resumption: Resumption | None = None
+    """What this training resumes from."""
+
+    def set_run_state(self, state: dict[str, Any]) -> None:
+        """Goes on from what `run_state` gave."""
+        raise NotImplementedError
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; one run at a time in an output folder, and from a checkpoint that is whole.
+
+        Raises:
+            ValueError: another process trains into the folder, or the checkpoint cannot be resumed from.
+        """
+        wanted = resume_from_checkpoint or None
+        with contextlib.ExitStack() as stack:
+            self.resumption = self._on_first_rank(lambda: self._begin(stack, wanted))
+            self.last_checkpoint = None if self.resumption is None else self.resumption.folder
+            return super().train(self.last_checkpoint, *args, **kwargs)
+
+    def _begin(self, stack: contextlib.ExitStack, wanted: str | bool | None) -> Resumption | None:
+        output = Path(str(self.args.output_dir))
+        if self.args.save_strategy != "no":
+            remove(output / STAGING)  # what a killed run left
+        if wanted is None:
+            return None
+        found = self._resumption(wanted, output)
+        for note in found.notes:
+            logger.warning(note)
+        logger.info(f"resuming {found}")
+        return found
+
+    def _resumption(self, wanted: str | bool, output: Path) -> Resumption:
+        """What to resume from, after everything about it is checked.
+
+        Raises:
+            ValueError: it cannot be resumed from, or not without losing states; says what to do.
+        """
+        without = bool(cast(Any, self.args).resume_without_states)
+        if wanted is True:
+            last = last_whole(output, without_states=without)
+            if last is None:
+                raise ValueError(f"resume_from_checkpoint=True: there is no checkpoint in {output}")
+            chosen = last
+        else:
+            chosen = named(Path(str(wanted)), output, without_states=without)
+        check_weights(self.model, chosen.folder)
+        record = saved_run_state(str(chosen.folder)).get("run")
+        lost, notes = dict(chosen.damaged) | _lacking(chosen.folder), []
+        if record is not None:
+            now = run_record(self)
+            lost |= unfit_states(record, now)
+            notes += [f"resuming from {chosen.folder}: {note}" for note in differences(record, now)]
+        else:
+            lost |= check_states(self, chosen.folder / OPTIMIZER) if OPTIMIZER not in lost else {}
+        left_out = tuple(name for name in LOSSES if any(_matches(name, each) for each in lost))
+        if lost and not without:
+            raise ValueError(
+                f"{chosen.folder} cannot be resumed from as it is: {said(lost)}. Resume from another checkpoint, or go "
+                f"on without with resume_without_states=True: {_meaning(left_out)}"
+            )
+        if lost:
+            notes.insert(0, f"resuming from {chosen.folder} without all states ({said(lost)}): {_meaning(left_out)}")
+        passed_over = [f"passed over, since it is damaged: {each}" for each in chosen.passed_over]
+        return Resumption(str(chosen.folder), left_out, (*passed_over, *notes))
+
+    def _on_first_rank(self, find: Callable[[], T]) -> T:
+        """What the first rank finds, on all ranks; its error likewise."""
+        found, error = None, None
+        if self.args.process_index == 0:
+            try:
+                found = find()
+            except (ValueError, OSError) as failure:
+                error = failure
+        told = [(found, None if error is None else str(error))]
+        if self.args.world_size > 1:
+            broadcast_object_list(told)
+        found, text = told[0]
+        if text is not None:
+            raise error or ValueError(text)
+        return cast(T, found)
+
+    # -- what is loaded ----------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
+        """As the Trainer's, which loads nothing that has another name in checkpoints than in the model."""
+        own: Any = self.model if model is None else model
+        if hasattr(own, "peft_config") or not is_converted(own):
+            super()._load_from_checkpoint(checkpoint, model)
+            return
+        twin = type(own).from_pretrained(checkpoint, config=own.config, dtype=own.dtype)
+        own.load_state_dict(twin.state_dict())
+
+    def _load_best_model(self) -> None:
+        """As the Trainer's, from a checkpoint that is checked first."""
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        found = {name: reason for name, reason in damage(Path(best)).items() if name.endswith((".safetensors", ".bin"))}
+        if found:
+            raise ValueError(
+                f"the best model cannot be loaded, since {best} is damaged: {said(found)}. The weights of the last "
+                f"step are in {self.last_checkpoint}"
+            )
+        if hasattr(self.model, "peft_config"):
+            super()._load_best_model()
+        else:
+            self._load_from_checkpoint(best)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        left_out = () if self.resumption is None else self.resumption.left_out
+        with loading_projectors(unwrap_optimizer(self.optimizer)):
+            if checkpoint is not None and {OPTIMIZER, SCHEDULER} & {*left_out}:
+                self._load_some(Path(checkpoint), left_out)
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
+        if state := saved_run_state(checkpoint):
+            self.set_run_state(state)
+
+    def _load_some(self, checkpoint: Path, left_out: tuple[str, ...]) -> None:
+        """The states of optimizer and scheduler but for those that are left out."""
+        schedule: Any = self.lr_scheduler
+        if SCHEDULER not in left_out:
+            schedule.load_state_dict(load_states(checkpoint / SCHEDULER))
+        elif scheduler_name(self) not in OF_METRICS:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that no step of the optimizer came before
+                for _ in range(self.state.global_step):
+                    schedule.step()
+        if OPTIMIZER not in left_out:
+            self.optimizer.load_state_dict(load_states(checkpoint / OPTIMIZER))
+        if scheduler_name(self) not in OF_METRICS:
+            for group, rate in zip(self.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+                group["lr"] = rate
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.resumption is None or RANDOM not in self.resumption.left_out:
+            super()._load_rng_state(checkpoint)
+
+
+def _lacking(folder: Path) -> dict[str, str]:
+    """The states that a checkpoint does not have."""
+    found = {name: "it is missing" for name in (OPTIMIZER, SCHEDULER) if not (folder / name).exists()}
+    if not any(folder.glob(RANDOM)):
+        found["rng_state.pth"] = "it is missing"
+    if len(found) == len(LOSSES):
+        return dict.fromkeys(found, "it is missing (saved with save_only_model=True?)")
+    return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return Path(name).match(pattern)
+
+
+def _meaning(left_out: tuple[str, ...]) -> str:
+    """What going on without some states means, in words."""
+    return ", ".join(LOSSES[name] for name in left_out)

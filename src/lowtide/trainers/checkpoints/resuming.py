@@ -139,6 +139,20 @@ class ResumableRuns(WholeCheckpoints):
 
     # -- what is loaded ----------------------------------------------------------------------------------------------
 
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """As the Trainer's, which trains on beyond the last step."""
+        start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        if checkpoint is None or self.state.global_step < max_steps:
+            return start
+        if self.args.process_index == 0:
+            logger.warning(
+                f"{checkpoint} is of step {self.state.global_step}, and the run ends at step {max_steps}: nothing is "
+                "left to train"
+            )
+        return num_train_epochs, 0
+
     def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
         """As the Trainer's, which loads nothing that has another name in checkpoints than in the model."""
         own: Any = self.model if model is None else model

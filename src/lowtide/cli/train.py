@@ -250,9 +250,16 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: anything that the user can mend; OSError likewise.
     """
+    from lowtide.trainers.checkpoints.lock import only_run_in
+
     given = read_run(arguments)
     checkpoint = _checkpoint(given.what.resume_from_checkpoint, given.output)
-    config, options = given.config(), arguments.options
+    config = given.config()
+    with only_run_in(given.output) if config.process_index == 0 else contextlib.nullcontext():
+        return _trained(given, config, arguments.options, checkpoint)
+
+
+def _trained(given: Run, config: Any, options: Mapping[str, Option], checkpoint: str | bool | None) -> int:
     output, run_file = given.output, given.output / RUN_FILE
     again = ["lowtide", given.method, "--config", str(run_file), *_on_processes(config)]
     trainer = given.trainer(config)

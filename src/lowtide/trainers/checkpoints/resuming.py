@@ -21,6 +21,7 @@ from lowtide.memory.low_rank import loading_projectors
 from lowtide.memory.narrow_step import unwrap_optimizer
 from lowtide.trainers.checkpoints.choosing import last_whole, named, said
 from lowtide.trainers.checkpoints.durable import remove
+from lowtide.trainers.checkpoints.lock import only_run_in
 from lowtide.trainers.checkpoints.run_record import OF_METRICS, differences, run_record, scheduler_name, unfit_states
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, RANDOM, SCHEDULER, damage, load_states
 from lowtide.trainers.checkpoints.states import check_states
@@ -78,6 +79,7 @@ class ResumableRuns(WholeCheckpoints):
     def _begin(self, stack: contextlib.ExitStack, wanted: str | bool | None) -> Resumption | None:
         output = Path(str(self.args.output_dir))
         if self.args.save_strategy != "no":
+            stack.enter_context(only_run_in(output))
             remove(output / STAGING)  # what a killed run left
         if wanted is None:
             return None

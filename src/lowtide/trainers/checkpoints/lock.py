@@ -1,0 +1,139 @@
+"""One run at a time in an output folder: two would write, rename and delete each other's checkpoints.
+
+The lock is the system's own (`flock`) on a file in the folder, so that it ends with the process that holds it, however
+that dies. The file says which process that is. Where a file system has no locks (some network file systems), that text
+alone decides: a process of this machine that is gone holds nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+LOCK = ".lowtide.lock"
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+"""What a file system without locks says."""
+
+_held: dict[Path, tuple[int, int]] = {}
+"""By folder, the thread of this process that holds its lock, and the descriptor."""
+
+
+@contextlib.contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """While it lasts, other processes are refused the same folder. One thread may ask again for what it holds.
+
+    Raises:
+        ValueError: another process has the folder; names the process and its machine.
+    """
+    folder = folder.resolve()
+    if folder in _held and _held[folder][0] == threading.get_ident():
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    descriptor = _acquired(path, folder)
+    _held[folder] = threading.get_ident(), descriptor
+    try:
+        yield
+    finally:
+        del _held[folder]
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # before it is free: the next run makes a file of its own
+        os.close(descriptor)
+
+
+def _acquired(path: Path, folder: Path) -> int:
+    """The descriptor of the lock file, locked."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            locked = _flock(descriptor)
+            holder = _holder(descriptor)
+            if locked is False or (locked is None and _lives(holder)):
+                raise ValueError(_refusal(folder, holder))
+            if not _is_still(path, descriptor):  # its holder removed it in the meantime
+                os.close(descriptor)
+                continue
+            mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+            return descriptor
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+            raise
+
+
+def _flock(descriptor: int) -> bool | None:
+    """Whether the lock is ours now; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return None
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _holder(descriptor: int) -> dict:
+    """What the lock file says of the process that holds it; empty where it says nothing."""
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _lives(holder: dict) -> bool:
+    """Whether the process that a lock file names may still be there; one of another machine may."""
+    if holder.get("host") != socket.gethostname():
+        return bool(holder)
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _refusal(folder: Path, holder: dict) -> str:
+    who = f"process {holder.get('pid', 'unknown')}"
+    if holder.get("host") != socket.gethostname():
+        who += f" on {holder.get('host', 'another machine')}"
+    since = f" since {holder['since']}" if "since" in holder else ""
+    return (
+        f"output_dir {str(folder)!r} is in use: {who} trains into it{since}, and two runs would destroy each other's "
+        f"checkpoints. Name another output_dir, or stop that process. If it is gone, delete {folder / LOCK}"
+    )
+
+
+def _forget_in_child() -> None:
+    """A forked process (a worker of a data loader) would keep the lock when its parent is dead."""
+    for _, descriptor in _held.values():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -11,7 +11,9 @@ import datetime
 import functools
 import os
 import random
+import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from exactness.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, watched
 from heap import young_heap
 from sabotage import OPTIMIZER, PLACES, out_of_memory
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from lowtide import replicas
 from lowtide.data.collate import CompletionCollator
@@ -195,6 +198,43 @@ def unsaved(rank: int, place: str) -> dict[str, Any]:
     return {"error": error, "kept": kept}
 
 
+def terminated(rank: int) -> dict[str, Any]:
+    """One rank gets SIGTERM in its second step; then both resume, from what the first rank finds whole."""
+    with tempfile.TemporaryDirectory() as alone:
+        folders: list[Any] = [alone]
+        dist.broadcast_object_list(folders)
+        saving = {"save_strategy": "steps", "save_steps": 1, "output_dir": folders[0], "max_steps": 4}
+        trainer = shared("SFT", **saving)
+        if rank == 1:
+            trainer.add_callback(Terminate())
+        try:
+            trainer.train()
+            code = None
+        except SystemExit as error:
+            code = error.code
+        dist.barrier()
+        kept = sorted(path.name for path in Path(folders[0]).iterdir() if path.is_dir())
+        dist.barrier()
+        if rank == 0:
+            (Path(folders[0]) / "checkpoint-2" / "optimizer.pt").write_bytes(b"")
+        again = shared("SFT", **saving)
+        again.train(resume_from_checkpoint=True)
+        refused = error_of(lambda: again.train(resume_from_checkpoint="nowhere"))
+        dist.barrier()
+    resumed = Path(again.resumption.folder).name
+    found = {"code": code, "step": trainer.state.global_step, "kept": kept, "resumed": resumed, "refused": refused}
+    return found | {"weights": weights(again)}
+
+
+class Terminate(TrainerCallback):
+    """Sends SIGTERM to this process in its second step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+
 def weights(trainer: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
@@ -289,6 +329,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
         for place in (*PLACES, EXCHANGE, OPTIMIZER)
     },
     **{f"{kind} not finite": functools.partial(not_finite, kind=kind) for kind in KINDS},
+    "terminated": terminated,
     "exhausted": functools.partial(exhausted, kind="SFT"),
     "without room": functools.partial(without_room, kind="SFT"),
     "stopped": functools.partial(stopped, kind="SFT"),
@@ -391,6 +432,16 @@ def test_a_full_disk_of_one_rank_stops_both_and_leaves_the_checkpoint_before(pla
     assert "step 2: the checkpoint could not be written to" in first["error"][1]
     assert "No space left on device. Checkpoints before it are whole" in first["error"][1]
     assert "another rank says why" in second["error"][1]
+
+
+def test_a_signal_to_one_rank_stops_both_after_the_same_step_and_both_resume(found):
+    first, second = (each["terminated"] for each in found)
+    for each in (first, second):
+        assert (each["code"], each["step"], each["kept"]) == (143, 2, ["checkpoint-1", "checkpoint-2"])
+        assert each["resumed"] == "checkpoint-1"  # the second is damaged by then
+        assert each["refused"][0] == "ValueError"
+        assert "'nowhere' is no checkpoint folder" in each["refused"][1]
+    assert_same_bits(first["weights"], second["weights"])
 
 
 def test_a_rank_without_room_for_the_states_stops_both(found):

@@ -112,6 +112,7 @@ LAYOUT: dict[str, list[str]] = {
         "save_total_limit",
         "resume_from_checkpoint",
         "resume_without_states",
+        "stop_grace",
         "push_to_hub",
         "hub_model_id",
     ],

@@ -60,7 +60,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; gives its exit status: 0, 2 for what the user can mend, 130 if interrupted."""
+    """Run a command line; gives its exit status: 0, 2 for what the user can mend, 130 if interrupted, 143 after
+    SIGTERM."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and TRAINS & set(words[:1]):
         without_thread_cache()
@@ -73,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except SystemExit as exit:  # --help and --version
         return exit.code if isinstance(exit.code, int) else 0
-    except KeyboardInterrupt:
-        _complain("interrupted", "")
+    except KeyboardInterrupt as error:
+        _complain(str(error) or "interrupted", "")
         return INTERRUPTED
     except (ValueError, OSError) as error:
         if traceback:

@@ -40,6 +40,7 @@ from lowtide.recovery import Before, surviving_optimizer_step, surviving_step
 from lowtide.replicas import averaging, broadcast_weights
 from lowtide.step import Limits, Ways, evaluate_batch
 from lowtide.trainers.checkpoints.resuming import ResumableRuns
+from lowtide.trainers.checkpoints.stopping import StoppableRuns
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(OwnLosses, ResumableRuns, OwnOptimizers, RepeatableOrder, ModelCards):
+class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, RepeatableOrder, ModelCards):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -383,6 +384,7 @@ class LowtideTrainer(OwnLosses, ResumableRuns, OwnOptimizers, RepeatableOrder, M
         wanted = self.compute_metrics is not None or description == "Prediction"
         kept = PaddedPredictions() if self.evaluates_plainly(wanted) else Predictions()
         for number, inputs in enumerate(dataloader):
+            self.leave_evaluation_if_stopped()
             batch = self.as_ragged(inputs)
             count = real_rows(self.accelerator, batch.rows, self.args.eval_batch_size)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

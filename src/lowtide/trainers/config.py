@@ -14,7 +14,7 @@ from transformers.training_args import OptimizerNames
 from lowtide.engine.attention import NAME
 from lowtide.memory.options import MemoryOptions
 from lowtide.methods import METHODS
-from lowtide.option import COUNT, Range, option
+from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 from lowtide.option_values import take_values
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
@@ -68,6 +68,11 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         False,
         "Resume from a checkpoint without optimizer, scheduler or random states, or with another optimizer's: these "
         "start anew.",
+    )
+    stop_grace: float = option(
+        30.0,
+        "Seconds that a run has after SIGTERM to finish its step and write a checkpoint; 0: SIGTERM ends it at once.",
+        NOT_NEGATIVE,
     )
     memory_report: str | None = option(None, "JSON file to write peak, states, speed and ledger to after training.")
 

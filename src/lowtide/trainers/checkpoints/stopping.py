@@ -1,0 +1,150 @@
+"""What a run does when it is told to stop: on Ctrl-C it ends at once, on SIGTERM after a checkpoint. Both name the
+checkpoint and what resumes from it.
+
+SIGTERM is what SLURM, Kubernetes and `kill` send before they kill. The step that runs is finished, on all ranks the
+same one, a checkpoint is written, and the process ends with status 143. If that takes longer than `stop_grace` seconds,
+the process ends at once, and the last checkpoint is the one before.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from lowtide.trainers.checkpoints.choosing import checkpoints_of
+from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest, outlive_first_sigterm
+from lowtide.trainers.checkpoints.whole import WholeCheckpoints
+from lowtide.watch import worst_of_ranks
+
+
+class Stopped(SystemExit):
+    """Training was stopped by SIGTERM; the exit status is 143."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(TERMINATED)
+        self.message = message
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was interrupted; says where, and what resumes it."""
+
+
+class EvaluationLeft(Exception):
+    """Leaves an evaluation that nobody waits for any more."""
+
+
+class StoppableRuns(WholeCheckpoints):
+    """`transformers.Trainer` that writes a checkpoint when it is told to stop."""
+
+    _stop: StopRequest | None = None
+    _saved_step: int | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's.
+
+        Raises:
+            Interrupted: Ctrl-C; a `KeyboardInterrupt`.
+            Stopped: SIGTERM; a `SystemExit`.
+        """
+        options: Any = self.args
+        theirs = getattr(options, "enable_jit_checkpoint", False)  # transformers' own handler
+        grace = 0.0 if theirs else options.stop_grace
+        self._stop, self._saved_step = StopRequest(grace, self._say_request, self._say_deadline), None
+        try:
+            with self._stop.received():
+                found = super().train(*args, **kwargs)
+                if self._any_rank_stops():  # in the last moments
+                    raise self._stopped()
+                return found
+        except Interrupted:
+            raise
+        except KeyboardInterrupt as error:
+            raise Interrupted(f"interrupted in step {self.state.global_step + 1}. {self._way_back()}") from error
+        finally:
+            self._stop = None
+
+    def get_train_dataloader(self) -> Any:
+        """As the Trainer's, with workers that outlive a signal to all processes of the run."""
+        loader: Any = super().get_train_dataloader()
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapping
+        if inner.num_workers:
+            inner.worker_init_fn = functools.partial(outlive_first_sigterm, inner.worker_init_fn)
+        return loader
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """As the Trainer's, after each step and epoch; then ends, if a rank was told to stop."""
+        stops = self._any_rank_stops()
+        if stops:
+            self.control.should_evaluate = False
+            self.control.should_save = self._saves and self._saved_step != self.state.global_step
+        slow = self.control.should_evaluate or self.control.should_save
+        try:
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+            late = not stops and slow and self._any_rank_stops()  # while it evaluated, or wrote a checkpoint
+        except EvaluationLeft:
+            late = True
+        if late and self._saves and self._saved_step != self.state.global_step:
+            self._save_checkpoint(model, trial)
+        if stops or late:
+            raise self._stopped()
+
+    def leave_evaluation_if_stopped(self) -> None:
+        """Between two batches of an evaluation; where there are ranks, it is finished first, since these meet after it.
+
+        Raises:
+            EvaluationLeft: the run was told to stop.
+        """
+        if self._stop is not None and self._stop.requested and self.args.world_size == 1:
+            raise EvaluationLeft
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self._saved_step = self.state.global_step
+
+    @property
+    def _saves(self) -> bool:
+        return self.args.save_strategy != "no"
+
+    def _any_rank_stops(self) -> bool:
+        """Whether a rank was told to stop; all ranks ask at the same place."""
+        return bool(worst_of_ranks(self._stop is not None and self._stop.requested, self.args.device))
+
+    def resumes_with(self, checkpoint: str) -> str:
+        """What a user types to resume from a checkpoint, for messages."""
+        return f"trainer.train(resume_from_checkpoint={checkpoint!r})"
+
+    # -- what is said ------------------------------------------------------------------------------------------------
+
+    def _stopped(self) -> Stopped:
+        message = f"stopped by SIGTERM after step {self.state.global_step}. {self._way_back()}"
+        self._say(message)
+        return Stopped(message)
+
+    def _way_back(self) -> str:
+        """The last checkpoint and what resumes from it."""
+        last = self.last_checkpoint or next(iter(checkpoints_of(Path(str(self.args.output_dir)))), None)
+        if last is None:
+            return "There is no checkpoint to resume from" + ("" if self._saves else ": save_strategy is 'no'")
+        without = " (with resume_without_states=True, since save_only_model=True)" if self.args.save_only_model else ""
+        return f"The last checkpoint is {last}; this resumes{without}: {self.resumes_with(str(last))}"
+
+    def _say_request(self) -> None:
+        grace = cast(StopRequest, self._stop).grace
+        then = (
+            "and then a checkpoint is written" if self._saves else "and no checkpoint is written (save_strategy='no')"
+        )
+        self._say(f"SIGTERM: this step is finished, {then}, within {grace:g} s (stop_grace). {self._way_back()}")
+
+    def _say_deadline(self) -> None:
+        grace = cast(StopRequest, self._stop).grace
+        self._say(f"stopped: no checkpoint could be written in {grace:g} s (stop_grace). {self._way_back()}")
+
+    def _say(self, message: str) -> None:
+        if self.args.process_index == 0:
+            print(f"lowtide: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,184 @@
+"""Ctrl-C names the way back; SIGTERM leaves a checkpoint from which the run goes on bit by bit."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exactness.matrix import make
+from small_runs import SAVING, assert_same, small, trained, weights
+from transformers import TrainerCallback
+
+from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest
+from lowtide.trainers.checkpoints.stopping import Interrupted, Stopped
+
+
+class At(TrainerCallback):
+    """Does something at an event of a step."""
+
+    def __init__(self, event: str, step: int, action: Any):
+        self.step, self.action = step, action
+        setattr(self, event, self.at)
+
+    def at(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.step = -1
+            self.action()
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)  # the signal is received in a thread
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "saved"),
+    [
+        ("on_step_begin", 2, 3),
+        ("on_step_end", 3, 3),
+        ("on_save", 2, 2),
+        ("on_train_begin", 0, 1),
+        ("on_step_end", 5, 5),
+    ],
+)
+def test_sigterm_finishes_the_step_and_writes_a_checkpoint(event, step, saved, tmp_path, capfd):
+    whole = weights(trained(tmp_path / "whole"))
+    stopped = small(tmp_path / "run")
+    stopped.add_callback(At(event, step, terminate))
+    with pytest.raises(Stopped) as raised:
+        stopped.train()
+    assert raised.value.code == TERMINATED == 143
+    folder = tmp_path / "run" / f"checkpoint-{saved}"
+    assert (
+        f"stopped by SIGTERM after step {saved}. The last checkpoint is {folder}; this resumes: "
+        in capfd.readouterr().err
+    )
+    again = small(tmp_path / "run")
+    again.train(resume_from_checkpoint=True)
+    assert again.resumption.folder == str(folder)
+    assert_same(weights(again), whole)
+
+
+def test_an_evaluation_is_left(tmp_path):
+    trainer = small(tmp_path, eval_strategy="no", per_device_eval_batch_size=1)
+    trainer.eval_dataset = trainer.train_dataset
+    trainer.add_callback(At("on_step_end", 1, lambda: setattr(trainer.control, "should_evaluate", True)))
+    seen: list[int] = []
+    trainer.add_callback(At("on_prediction_step", 1, lambda: (seen.append(1), terminate())))
+    with pytest.raises(Stopped, match="143"):
+        trainer.train()
+    assert (tmp_path / "checkpoint-1").exists()
+    assert trainer.state.log_history[-1].get("eval_loss") is None
+
+
+def test_without_saving_nothing_is_written(tmp_path, capfd):
+    trainer = small(tmp_path, save_strategy="no")
+    trainer.add_callback(At("on_step_begin", 2, terminate))
+    with pytest.raises(Stopped):
+        trainer.train()
+    assert list(tmp_path.iterdir()) == []
+    assert "There is no checkpoint to resume from: save_strategy is 'no'" in capfd.readouterr().err
+
+
+def test_ctrl_c_names_the_checkpoint_and_what_resumes(tmp_path):
+    trainer = small(tmp_path)
+    trainer.add_callback(At("on_step_begin", 3, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    with pytest.raises(
+        KeyboardInterrupt, match=r"interrupted in step 4\. The last checkpoint is .*checkpoint-2; this res"
+    ) as raised:
+        trainer.train()
+    assert isinstance(raised.value, Interrupted)
+    assert f"trainer.train(resume_from_checkpoint='{tmp_path / 'checkpoint-2'}')" in str(raised.value)
+
+
+def test_a_checkpoint_that_ctrl_c_cut_off_leaves_nothing(tmp_path, monkeypatch):
+    trainer = small(tmp_path)
+    write = trainer._save_rng_state
+    monkeypatch.setattr(trainer, "_save_rng_state", lambda folder: (write(folder), os.kill(os.getpid(), signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt, match="There is no checkpoint to resume from"):
+        trainer.train()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_handlers_of_others_are_called_and_are_back_afterwards(tmp_path):
+    called: list[int] = []
+    ours = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    try:
+        theirs = signal.getsignal(signal.SIGTERM)
+        trainer = small(tmp_path)
+        trainer.add_callback(At("on_step_begin", 2, terminate))
+        with pytest.raises(Stopped):
+            trainer.train()
+        assert called == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_signals_are_left_alone_without_a_grace_and_beside_the_main_thread():
+    handler = signal.getsignal(signal.SIGTERM)
+    found = []
+
+    def look(grace: float) -> None:
+        with StopRequest(grace, print, print).received():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    look(0)
+    thread = threading.Thread(target=look, args=(1,))
+    thread.start()
+    thread.join()
+    assert found == [handler, handler]
+
+
+def stop_slowly(folder: Path) -> None:
+    trainer = small(folder, stop_grace=0.5)
+    trainer.add_callback(At("on_step_begin", 2, lambda: (terminate(), time.sleep(100))))
+    trainer.train()
+
+
+def test_a_step_that_takes_longer_ends_at_once_and_names_the_checkpoint_before(tmp_path, capfd):
+    process = multiprocessing.get_context("fork").Process(target=stop_slowly, args=(tmp_path,))
+    process.start()
+    process.join(90)
+    assert process.exitcode == 143
+    said = capfd.readouterr().err
+    assert "no checkpoint could be written in 0.5 s (stop_grace)" in said
+    assert f"The last checkpoint is {tmp_path}/checkpoint-2" in said.splitlines()[-1]
+    again = small(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 5
+
+
+def test_workers_of_the_data_loader_live_on(tmp_path):
+    """SLURM sends the signal to all processes of a job, and a worker that dies would take the run with it."""
+    trainer = make("SFT", output_dir=str(tmp_path), **SAVING, dataloader_num_workers=1)
+    group = functools.partial(_signal_children, signal.SIGTERM)
+    trainer.add_callback(At("on_step_begin", 2, lambda: (group(), terminate())))
+    with pytest.raises(Stopped):
+        trainer.train()
+    assert (tmp_path / "checkpoint-3").exists()
+
+
+def _signal_children(number: int) -> None:
+    children = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split()
+    workers = [int(child) for child in children if _is_python(int(child))]
+    assert workers
+    for worker in workers:
+        os.kill(worker, number)
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"python" in file.read() or b"pytest" in file.read()
+    except OSError:
+        return False

@@ -19,6 +19,8 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 """Processes are forked from a server that has imported lowtide and computed nothing, so that one starts in
 milliseconds."""
+FORK = multiprocessing.get_context("fork")
+"""From the process of a case, which has computed nothing either, further ones are forked: it has no server."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def started(target: Callable[..., object], *args: Any, output: Path | None = Non
     Args:
         output: a file for what it prints, standard output and error together.
     """
-    process = CONTEXT.Process(target=_called, args=(target, args, output))
+    process = FORK.Process(target=_called, args=(target, args, output))
     process.start()
     return process
 

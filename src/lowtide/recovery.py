@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.memory.out_of_memory import free_caches, is_out_of_memory
+from lowtide.memory.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
 from lowtide.methods.method import Objective
 from lowtide.metrics import Totals, distributed
 from lowtide.passes import Models, OwnLoss
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.failures import RankFailed, tell, who_stopped
 from lowtide.step import Limits, Ways, train_step
 from lowtide.watch import End, OutOfMemory, random_state, set_random_state, worst_of_ranks
 
@@ -115,19 +115,22 @@ def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..
 
     Raises:
         OutOfMemory: it fails again, or failed half way, on this rank or on another.
-        Exception: what else stopped this rank; a RuntimeError where it was another.
+        RankFailed: another rank stopped at something else.
+        Exception: what else stopped this rank.
     """
     result, failed, end = None, None, End.WELL
     try:
         result = _step_or_repeat(optimizer, step, *args)
     except Exception as error:
         failed, end = error, End.OUT_OF_MEMORY if isinstance(error, OutOfMemory) else End.ERROR
+        if end == End.ERROR and distributed():
+            tell(error)
     device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
     worst = worst_of_ranks(end, device)
     if failed is not None:
         raise failed
     if worst == End.ERROR:
-        raise RuntimeError("another rank stopped at an error in the optimizer's step, which it raises itself")
+        raise RankFailed(who_stopped())
     if worst == End.OUT_OF_MEMORY:
         raise OutOfMemory("another rank ran out of memory in the optimizer's step; this one has taken it")
     return result
@@ -140,8 +143,8 @@ def _step_or_repeat(optimizer: torch.optim.Optimizer, step: Callable[..., Any], 
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        text = str(error).split("\n")[0]
-        traceback.clear_frames(error.__traceback__)
+        drop_frames(error)
+        text = first_line(error)
     if _counts(optimizer) != before:
         raise OutOfMemory(
             f"out of memory in the optimizer's step, when some weights were updated and others not: {text}. Resume "

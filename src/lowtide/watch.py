@@ -24,6 +24,7 @@ from lowtide.memory.living import LargestTensors
 from lowtide.memory.out_of_memory import drop_frames, first_line, is_out_of_memory
 from lowtide.metrics import distributed
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.failures import RankFailed, tell, who_stopped
 
 HEAD = "linear_logprobs.py"
 """The file whose frames mean that the failure fell into the head."""
@@ -96,6 +97,8 @@ class Watch:
     phase: str = "forward"
     micro_batch: int = 0
     part: RaggedBatch | None = None
+    remedy: str = ""
+    """What to do where memory runs out and nothing is repeated."""
     failure: Failure | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
     """Any other than an exhausted memory, or one that says by itself what to do about it."""
@@ -139,17 +142,23 @@ class Watch:
         Raises:
             OutOfMemory: one of them ran out of memory.
             NotFinite: the loss of one of them is not finite.
-            Exception: what else stopped this rank; a RuntimeError where it was another.
+            RankFailed: another one stopped at something else.
+            Exception: what else stopped this rank.
         """
+        if self.error is not None and distributed():
+            tell(self.error)
         worst = worst_of_ranks(self.end, device)
         if self.error is not None:
             raise self.error
         if worst == End.ERROR:
-            raise RuntimeError("another rank stopped at an error, which it raises itself")
+            raise RankFailed(who_stopped())
         if worst == End.NOT_FINITE:
             raise NotFinite
         if worst == End.OUT_OF_MEMORY:
-            raise OutOfMemory(str(self.failure or "another rank ran out of memory"), self.failure)
+            text = str(self.failure or "another rank ran out of memory")
+            if self.remedy:
+                text = f"{'out of memory ' if self.failure else ''}{text}. {self.remedy}"
+            raise OutOfMemory(text, self.failure)
 
 
 def worst_of_ranks(end: int, device: torch.device) -> int:

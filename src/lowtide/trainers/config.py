@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import os
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self, cast
 
 import torch
+from accelerate import PartialState
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -16,6 +19,7 @@ from lowtide.memory.options import MemoryOptions
 from lowtide.methods import METHODS
 from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 from lowtide.option_values import take_values
+from lowtide.ranks.failures import meeting
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 from lowtide.trainers.checkpoints.secrets import without_secrets
@@ -143,6 +147,20 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         if not whole <= given.keys():
             return dict(given)
         return {name: value for name, value in given.items() if value != default_of(type(self), name)}
+
+    @functools.cached_property
+    def _setup_devices(self) -> torch.device:
+        """As `TrainingArguments` does, which gives `ddp_timeout` to the process group of GPUs alone: one that is made
+        on a CPU gets it here.
+
+        Raises:
+            RankFailed: not all ranks came.
+        """
+        on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        with meeting(self.ddp_timeout):
+            if on_cpu and not torch.distributed.is_initialized():
+                PartialState(cpu=True, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
+            return super()._setup_devices
 
     def check(self) -> None:
         """The method's own checks; its options class has them."""

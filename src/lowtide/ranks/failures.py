@@ -1,0 +1,169 @@
+"""What a rank tells the others when it stops, and what they say of it.
+
+A rank that stops in the middle of something leaves the others in a collective that fails, at once where its process is
+gone, else after `ddp_timeout`. What the collective says names neither the rank nor the reason. So a rank that stops at
+an error leaves a line in the store of the process group, and the others look there: who left a line stopped by itself,
+and who leaves none any more was killed, stopped or cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from lowtide.metrics import distributed
+
+T = TypeVar("T")
+PATIENCE = 5.0
+"""Seconds for the other ranks to leave their line, and for the store to answer."""
+LEFT = "left by another rank"
+"""The line of a rank that stopped because another one had."""
+LINE = 500
+"""Characters of a line."""
+SIGNS = (
+    *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe"),
+    *("timed out waiting", "timeout caused pair closure", "gloo/transport"),
+)
+"""What gloo's collectives say where another rank has left; NCCL's have an error of their own."""
+
+
+class RankFailed(RuntimeError):
+    """This rank stopped because another one did; the message says which one and why."""
+
+    def __init__(self, message: str, *, complete: bool = False) -> None:
+        super().__init__(message)
+        self.complete = complete
+        """Whether the message also says what was done, and what to do."""
+
+
+def is_left_by_another(error: BaseException) -> bool:
+    """Whether an error is that of a collective in which another rank was missing."""
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+
+
+@contextlib.contextmanager
+def stopping_together(doing: str, remedy: str) -> Iterator[None]:
+    """Around what ranks do together: tells them why this rank stops, and says in a sentence why another did.
+
+    Args:
+        doing: what is done, as in "training".
+        remedy: what to do after it.
+
+    Raises:
+        RankFailed: another rank stopped.
+    """
+    if distributed():
+        _within_patience(lambda: _store().delete_key(_key(dist.get_rank())))  # of an earlier attempt
+    try:
+        yield
+        return
+    except (Exception, KeyboardInterrupt) as error:
+        others = isinstance(error, RankFailed)
+        if not distributed() or (others and error.complete):
+            raise
+        if not others and not is_left_by_another(error):
+            tell(error)
+            raise
+        why = str(error) if others else who_stopped(_plain(error))
+    raise RankFailed(f"{why}, while this rank was {doing}. {remedy}", complete=True) from None
+
+
+@contextlib.contextmanager
+def meeting(seconds: float) -> Iterator[None]:
+    """Around the making of the process group.
+
+    Args:
+        seconds: how long ranks wait for each other.
+
+    Raises:
+        RankFailed: not all ranks came.
+    """
+    try:
+        yield
+        return
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        said = _plain(error)
+    world, address = os.environ.get("WORLD_SIZE"), os.environ.get("MASTER_ADDR")
+    raise RankFailed(
+        f"not all {world} ranks (WORLD_SIZE) met at {address}:{os.environ.get('MASTER_PORT')} within {seconds:g} s "
+        f"({said}): look at what the others printed, start them all again, or raise `ddp_timeout`",
+        complete=True,
+    ) from None
+
+
+def tell(error: BaseException) -> None:
+    """Leaves a line for the other ranks on what stopped this one."""
+    line = f"{type(error).__name__}: {error}".split("\n")[0][:LINE]
+    _within_patience(lambda: _store().set(_key(dist.get_rank()), line))
+
+
+def who_stopped(said: str = "") -> str:
+    """Which other ranks stopped, and why.
+
+    Args:
+        said: what this rank's collective said of it.
+    """
+    if said:
+        _within_patience(lambda: _store().set(_key(dist.get_rank()), LEFT))
+    lines, ranks = _within_patience(_lines) or {}, dist.get_world_size()
+    own = [f"rank {rank} stopped at {line}" for rank, line in lines.items() if line != LEFT]
+    if own:
+        return "; ".join(own)
+    silent = [str(rank) for rank in _others() if rank not in lines]
+    if not silent:
+        return f"the ranks lost each other ({said})"
+    which = f"rank {silent[0]} of {ranks} does" if len(silent) == 1 else f"ranks {', '.join(silent)} of {ranks} do"
+    return f"{which} not answer any more: killed, stopped or cut off ({said})"
+
+
+def _plain(error: BaseException) -> str:
+    """What a collective says, without the place in its source and the address."""
+    return re.sub(r"\[[^]]*\](:\d+)?", "", str(error).strip().split("\n")[0]).strip(" .")
+
+
+def _others() -> list[int]:
+    return [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+
+
+def _key(rank: int) -> str:
+    return f"lowtide/stopped/{rank}"
+
+
+def _lines() -> dict[int, str]:
+    """The lines of the other ranks, as soon as one has stopped by itself, or all have left one."""
+    store, lines, deadline = _store(), {}, time.monotonic() + PATIENCE / 2
+    while time.monotonic() < deadline:
+        for rank in _others():
+            if rank not in lines and store.check([_key(rank)]):
+                lines[rank] = store.get(_key(rank)).decode()
+        if len(lines) == len(_others()) or any(line != LEFT for line in lines.values()):
+            break
+        time.sleep(0.05)
+    return lines
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _within_patience(ask: Callable[[], T]) -> T | None:
+    """What a question to the store gives; None where it fails, or its host does not answer: it may be what stopped."""
+    found: list[T] = []
+
+    def asked() -> None:
+        with contextlib.suppress(Exception):
+            found.append(ask())
+
+    thread = threading.Thread(target=asked, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return found[0] if found else None

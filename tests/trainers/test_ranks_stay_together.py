@@ -11,6 +11,7 @@ import datetime
 import functools
 import os
 import random
+import re
 import signal
 import tempfile
 import time
@@ -292,6 +293,17 @@ def precomputed(rank: int) -> dict[str, Any]:
     return {"computed": len(computed), "values": made.train_dataset["ref_logprobs"][:]}
 
 
+def other_rows(rank: int, name: str) -> dict[str, Any]:
+    """The second rank has fewer rows, or as many of which some differ."""
+    rows = matrix.rows("SFT")
+    kept = list(range(len(rows)))
+    if rank == 1:
+        kept = kept[:-3] if name == "fewer" else kept[::-1]
+    own = mock.patch.object(matrix, "rows", return_value=rows.select(kept))
+    with own, mock.patch.dict(matrix.Watched.prepared, clear=True):
+        return {"error": error_of(lambda: shared("SFT"))}
+
+
 def unwritten(rank: int) -> dict[str, Any]:
     """The disk is full where the reference's log-probabilities go."""
     full = mock.Mock(side_effect=OSError("No space left on device"))
@@ -321,6 +333,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "exhausted in reference": exhausted_in_reference,
     "unwritten": unwritten,
     "precomputed": precomputed,
+    **{f"{name} rows": functools.partial(other_rows, name=name) for name in ("fewer", "other")},
     **{f"evaluated {kind}": functools.partial(evaluated, kind=kind) for kind in TRAINERS},
     "exhausted in evaluation": functools.partial(exhausted_in_evaluation, kind="SFT"),
     **{
@@ -407,18 +420,24 @@ def test_a_loss_that_is_nan_on_one_rank_stops_both_before_the_step(kind, found):
 
 
 def test_an_error_of_one_rank_stops_both(found):
-    assert found[0]["stopped"]["error"] == ("RuntimeError", "another rank stopped at an error, which it raises itself")
+    kind, text = found[0]["stopped"]["error"]
+    assert kind == "RankFailed"
+    assert text.startswith("rank 1 stopped at ZeroDivisionError: division by zero, while this rank was training. ")
+    assert "resume from the last checkpoint" in text
     assert found[1]["stopped"]["error"][0] == "ZeroDivisionError"
 
 
 def test_an_error_in_the_optimizer_of_one_rank_stops_both(found):
     kind, text = found[0]["stopped in optimizer"]["error"]
-    assert (kind, text.split(",")[0]) == ("RuntimeError", "another rank stopped at an error in the optimizer's step")
+    assert kind == "RankFailed"
+    assert text.startswith("rank 1 stopped at ZeroDivisionError")
     assert found[1]["stopped in optimizer"]["error"][0] == "ZeroDivisionError"
 
 
 def test_a_row_of_one_rank_above_the_budget_stops_both(found):
-    assert found[0]["too long"]["error"] == ("RuntimeError", "another rank stopped at an error, which it raises itself")
+    kind, text = found[0]["too long"]["error"]
+    assert kind == "RankFailed"
+    assert text.startswith("rank 1 stopped at ValueError: ")
     kind, text = found[1]["too long"]["error"]
     assert kind == "ValueError"
     assert "tokens" in text
@@ -446,7 +465,8 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step_and_both_resume(fou
 
 def test_a_rank_without_room_for_the_states_stops_both(found):
     first, second = (each["without room"]["error"] for each in found)
-    assert first == ("RuntimeError", "another rank stopped at an error, which it raises itself")
+    assert first[0] == "RankFailed"
+    assert first[1].startswith("rank 1 stopped at OutOfMemory: out of memory: the states do not fit")
     assert second[0] == OutOfMemory.__name__
     assert second[1].startswith("out of memory: the states do not fit")
 
@@ -476,15 +496,27 @@ def test_evaluation_of_few_rows_is_that_of_one_process(kind, found):
 def test_evaluation_that_runs_out_of_memory_on_one_rank_stops_both(found):
     (first, text), (second, its_text) = (each["exhausted in evaluation"]["error"] for each in found)
     assert first == second == OutOfMemory.__name__
-    assert text == "another rank ran out of memory"
-    assert its_text.startswith("in evaluation of micro-batch 1 (2 row(s) of ")
+    assert text.startswith("another rank ran out of memory. Lower `per_device_eval_batch_size`")
+    assert its_text.startswith("out of memory in evaluation of micro-batch 1 (2 row(s) of ")
 
 
 def test_precomputing_that_runs_out_of_memory_on_one_rank_stops_both(found):
     (first, text), (second, its_text) = (each["exhausted in reference"]["error"] for each in found)
     assert first == second == OutOfMemory.__name__
-    assert text == "another rank ran out of memory"
-    assert its_text.startswith("in reference of micro-batch 0 ")
+    assert text.startswith("another rank ran out of memory. Lower `precompute_ref_batch_size`")
+    assert its_text.startswith("out of memory in reference of micro-batch 0 ")
+
+
+@pytest.mark.parametrize("name", ["fewer", "other"])
+def test_ranks_with_other_rows_are_refused(name, found):
+    (first, text), (second, its_text) = (each[f"{name} rows"]["error"] for each in found)
+    assert first == second == "ValueError"
+    assert text == its_text
+    numbers = re.findall(r"([\d,]+) rows of [\d,]+ tokens on rank (\d)", text)
+    assert [rank for _, rank in numbers] == ["0", "1"]
+    rows = len(matrix.rows("SFT"))
+    assert [int(count) for count, _ in numbers] == [rows, rows - 3 if name == "fewer" else rows]
+    assert "give all of them the whole dataset" in text
 
 
 def test_ranks_share_what_the_first_precomputed(found):
@@ -495,7 +527,7 @@ def test_ranks_share_what_the_first_precomputed(found):
 
 def test_a_cache_that_cannot_be_written_stops_both(found):
     assert found[0]["unwritten"]["error"] == ("OSError", "No space left on device")
-    assert found[1]["unwritten"]["error"][0] == "RuntimeError"
+    assert found[1]["unwritten"]["error"][0] == "RankFailed"
 
 
 def test_gradients_are_means_over_ranks_and_those_that_no_rank_has_stay_none(found):

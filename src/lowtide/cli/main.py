@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import lowtide
+from lowtide.cli.endings import INTERRUPTED, USER_ERROR, status_of
 from lowtide.memory.allocator import expand_segments, without_thread_cache
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
@@ -41,8 +42,6 @@ OF_A_METHOD = {"plan", "estimate", "profile"}
 TRAINS = {*METHODS, *OF_A_METHOD, "demo"}
 """Those that train, or tell of what trains."""
 COMMANDS = METHODS | {name: summary for name, (_, summary) in TOOLS.items()}
-USER_ERROR = 2
-INTERRUPTED = 130
 
 
 class UsageError(ValueError):
@@ -60,8 +59,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; gives its exit status: 0, 2 for what the user can mend, 130 if interrupted, 143 after
-    SIGTERM."""
+    """Run a command line; gives its exit status: 0, 2 for what the user can mend, 3 where another rank stopped the run,
+    130 if interrupted, 143 after SIGTERM."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and TRAINS & set(words[:1]):
         without_thread_cache()
@@ -77,12 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         _complain(str(error) or "interrupted", "")
         return INTERRUPTED
-    except (ValueError, OSError) as error:
-        if traceback:
+    except Exception as error:
+        status = status_of(error)
+        if traceback or status is None:
             raise
         hint = "" if isinstance(error, UsageError) else "--traceback shows where this comes from"
         _complain(describe(error), hint)
-        return USER_ERROR
+        return status
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -137,6 +137,8 @@ def describe(error: BaseException) -> str:
     """An error in one message, naming the file where the system does."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError):
+        return f"out of memory{f': {error}' if str(error) else ''}. Leave the process more memory, or load less into it"
     return str(error) or type(error).__name__
 
 

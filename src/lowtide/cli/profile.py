@@ -88,8 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lowtide.trainers.profiling import record
 
     trainer = given.trainer(given.config())
-    with train.out_of_memory_said():
-        recording = record(trainer)
+    recording = record(trainer)
     if not trainer.is_world_process_zero():
         return 0
     device = trainer.args.device

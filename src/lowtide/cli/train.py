@@ -12,7 +12,7 @@ import dataclasses
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -195,8 +195,11 @@ class Run:
 
     def trainer(self, config: TrainingArguments) -> Any:
         """The method's trainer, its model and data loaded."""
+        from lowtide.trainers.edge import out_of_memory_while
+
         what = self.what
-        train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
+        with out_of_memory_while("preparing the dataset"):
+            train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
         return _trainer(self.method)[1](
             model=what.model,
             args=config,
@@ -266,8 +269,7 @@ def _trained(given: Run, config: Any, options: Mapping[str, Option], checkpoint:
     trainer.resumes_with = lambda checkpoint: shlex.join([*again, "--resume_from_checkpoint", checkpoint])
     if config.should_save:  # what was asked for: the config has filled fields in
         write_run_file(run_file, {**given.values, **trainer.planned.settings}, options, method=given.method)
-    with out_of_memory_said():
-        trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.eval_dataset is not None:
         _say(", ".join(f"{k} {v:.4g}" for k, v in trainer.evaluate().items() if isinstance(v, float)), config)
@@ -275,17 +277,6 @@ def _trained(given: Run, config: Any, options: Mapping[str, Option], checkpoint:
         trainer.push_to_hub(dataset_name=given.what.dataset)
     _say(f"The model is in {output}; this repeats the run: {shlex.join(again)}", config)
     return 0
-
-
-@contextlib.contextmanager
-def out_of_memory_said() -> Iterator[None]:
-    """An exhausted memory is something that the user can mend."""
-    from lowtide.watch import OutOfMemory
-
-    try:
-        yield
-    except OutOfMemory as error:
-        raise ValueError(str(error)) from error
 
 
 def check_writable(folder: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import traceback
 
 import torch
+from safetensors import SafetensorError
 
 SIGNS = (
     *("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "cannot allocate memory"),
@@ -14,11 +15,15 @@ SIGNS = (
 """What torch's allocators, cuBLAS, cuDNN, C++ and the system say, where the error has no type of its own."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out, on the device or on the host."""
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or the one that it was raised from, means that memory ran out, on the device or on the host."""
+    if error is None:
+        return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError | OSError) and any(sign.lower() in str(error).lower() for sign in SIGNS)
+    unnamed = isinstance(error, RuntimeError | OSError | SafetensorError)
+    said = unnamed and any(sign.lower() in str(error).lower() for sign in SIGNS)
+    return said or is_out_of_memory(error.__cause__)
 
 
 def first_line(error: BaseException) -> str:

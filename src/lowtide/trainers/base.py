@@ -42,6 +42,7 @@ from lowtide.step import Limits, Ways, evaluate_batch
 from lowtide.trainers.checkpoints.resuming import ResumableRuns
 from lowtide.trainers.checkpoints.stopping import StoppableRuns
 from lowtide.trainers.config import TrainingConfig
+from lowtide.trainers.edge import TO_DO
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
 from lowtide.trainers.model_card import ModelCards
@@ -380,7 +381,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
         models = Models(self._evaluation_model(), self.reference, self.padding_free, self._around)
-        totals, rows, watch = Totals(), 0, Watch("evaluation")
+        totals, rows, watch = Totals(), 0, Watch("evaluation", remedy=TO_DO["evaluating"])
         wanted = self.compute_metrics is not None or description == "Prediction"
         kept = PaddedPredictions() if self.evaluates_plainly(wanted) else Predictions()
         for number, inputs in enumerate(dataloader):

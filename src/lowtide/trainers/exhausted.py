@@ -28,32 +28,45 @@ logger = logging.getLogger(__name__)
 
 
 def explained(trainer: MethodTrainer, error: OutOfMemory) -> OutOfMemory:
-    """The same error with what was held and what to change.
-
-    What a change would save is foretold on one process only: it takes making a trainer, which ranks do together.
-    """
+    """The same error with what was held and what to change. A part that cannot be made, as memory may still be short,
+    is left out."""
     free_caches()
-    rows = error.failure.row_tokens if error.failure is not None else ()
+    text = [str(error)]
+    for part in (_peak, _largest, _advice):
+        try:
+            text += part(trainer, error)
+        except Exception as reason:  # the report is of another error
+            logger.info(f"no {part.__name__.strip('_')} in the report of an out-of-memory: {reason}")
+    return OutOfMemory(". ".join(text), error.failure)
+
+
+def _peak(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
     held = _held(trainer)
+    return [
+        f"The peak was {bytes_text(sum(held.values()))}: {', '.join(f'{k} {bytes_text(v)}' for k, v in held.items())}"
+    ]
+
+
+def _largest(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
+    return [f"The largest tensors then: {', '.join(error.failure.largest)}"] if error.failure else []
+
+
+def _advice(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
+    """What a change would save is predicted on one process only: it takes making a trainer, which ranks do together."""
 
     def predict(settings: Mapping[str, Any]) -> int | None:
         if distributed():
             return None
         try:
             return foretold(trainer, settings)
-        except (ValueError, RuntimeError, TypeError) as reason:  # the report is of another error
+        except Exception as reason:  # an advice without its effect is one still
             logger.info(f"no prediction for {settings}: {reason}")
             return None
 
     now = predict({})
-    advice = advise(trainer.site, held, rows, predict)[:MOST]
-    parts = [
-        str(error),
-        f"The peak was {bytes_text(sum(held.values()))}: {', '.join(f'{k} {bytes_text(v)}' for k, v in held.items())}",
-        *([f"The largest tensors then: {', '.join(error.failure.largest)}"] if error.failure else []),
-        *([f"What helps first: {'; or '.join(_text(each, now) for each in advice)}"] if advice else []),
-    ]
-    return OutOfMemory(". ".join(parts), error.failure)
+    rows = error.failure.row_tokens if error.failure is not None else ()
+    advice = advise(trainer.site, _held(trainer), rows, predict)[:MOST]
+    return [f"What helps first: {'; or '.join(_text(each, now) for each in advice)}"] if advice else []
 
 
 def _held(trainer: MethodTrainer) -> dict[str, int]:

@@ -23,10 +23,12 @@ from lowtide.memory.table import active, around, begin, prepare
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective, Scorer
 from lowtide.planner.heaviest import check_positions
+from lowtide.ranks.same_rows import check_same_rows
 from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.config import TrainingConfig
+from lowtide.trainers.edge import edge, out_of_memory_while
 from lowtide.trainers.exhausted import explained
 from lowtide.trainers.inputs import config_of, load_inputs
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
@@ -65,6 +67,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
     ledger: Ledger | None
     tokenizer: PreTrainedTokenizerBase | None
 
+    @edge("making the trainer")
     def __init__(
         self,
         model: str | PreTrainedModel | nn.Module,
@@ -133,6 +136,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             self._check_rows(name, dataset, trained_on=False)
         self.add_callback(StartReport(self, engine))
 
+    @out_of_memory_while("loading the model")
     def _loaded(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> nn.Module:
         """The model as it will be trained; the tokenizer with it."""
         args = self.args
@@ -175,6 +179,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         """The configuration of adapters as the method needs it."""
         return peft_config
 
+    @out_of_memory_while("making the adapters")
     def put_adapters(self, model: nn.Module, peft_config: Any, args: TrainingConfig) -> nn.Module:
         """The model with adapters on it."""
         return adapt(
@@ -203,7 +208,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         """As the Trainer's; a run that stops for want of memory says what would have helped."""
         liger, self.args.use_liger_kernel = self.args.use_liger_kernel, False  # the table has it, without its losses
         try:
-            return super().train(*args, **kwargs)
+            with edge("training"):
+                return super().train(*args, **kwargs)
         except OutOfMemory as error:
             raise explained(self, error) from None
         finally:
@@ -217,6 +223,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         train_dataset, self.ledger = self._prepared(train_dataset, "train")
         return train_dataset, None if eval_dataset is None else self._prepared_for_evaluation(eval_dataset)
 
+    @out_of_memory_while("preparing the dataset")
     def _prepared(self, dataset: Any, name: str) -> Prepared:
         if getattr(self.args, "skips_preparation", False):
             if self._reads_rows:
@@ -240,6 +247,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         if dataset is None:
             return
         name = title_of(dataset, name)
+        check_same_rows(dataset, self.row_lengths, name)
         budget, positions = self.args.tokens_per_microbatch, position_table(self.model)
         if budget is not None:
             bin_tokens = self.bin_tokens(self.args) if trained_on else None
@@ -252,6 +260,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             count = min(2, self.args.train_batch_size if trained_on else self.args.eval_batch_size)
             check_collator(lambda rows: self.as_ragged(wanted(rows)), self._own_collator, dataset, count, title, name)
 
+    @edge("evaluating")
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer's; a dataset handed in here may be unprepared."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):

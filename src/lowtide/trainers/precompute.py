@@ -28,6 +28,7 @@ from lowtide.engine.forward import causal_model
 from lowtide.metrics import distributed
 from lowtide.ragged import RaggedBatch
 from lowtide.step import Limits, score_in_parts
+from lowtide.trainers.edge import TO_DO
 from lowtide.watch import Watch, worst_of_ranks
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _compute(trainer: ReferenceTrainer, dataset: Dataset, limits: Limits, traini
         for _ in track(steps, f"reference log-probs of {name}", console=console, disable=quiet):
             batches = [trainer.as_ragged(inputs) for _, inputs in zip(range(size), iterator, strict=False)]
             batch = RaggedBatch.concat(batches)
-            watch, mine = Watch("reference", part=batch), []
+            watch, mine = Watch("reference", part=batch, remedy=TO_DO["precomputing the reference"]), []
             with watch.local():
                 mine = _by_row(batch, score_in_parts(batch, limits, trainer.reference).float().cpu().numpy())
             watch.meet(trainer.args.device)

@@ -27,6 +27,7 @@ from lowtide.methods.completions import completion_segments, in_completion, segm
 from lowtide.methods.method import Scorer
 from lowtide.trainers.completions import CompletionTrainer
 from lowtide.trainers.config import TrainingConfig
+from lowtide.trainers.edge import edge, out_of_memory_while
 from lowtide.trainers.inputs import model_name
 from lowtide.trainers.later_reference import LaterReference
 from lowtide.trainers.method import disable_dropout
@@ -87,7 +88,8 @@ class ReferenceTrainer(CompletionTrainer):
         options: Any = self.args
         if options.precompute_ref_log_probs:
             reference: Any = self.reference
-            self._later = LaterReference(reference, *precompute(self), computed_in=computed_in(self.args))
+            with edge("precomputing the reference"):
+                self._later = LaterReference(reference, *precompute(self), computed_in=computed_in(self.args))
             self.reference, self._ref_model = Precomputed(), None
         if options.sync_ref_model:
             assert isinstance(self.reference, FrozenModel)
@@ -114,6 +116,7 @@ class ReferenceTrainer(CompletionTrainer):
             )
         return adapted
 
+    @out_of_memory_while("making the reference")
     def make_reference(self, model: nn.Module, engine: Engine) -> Scorer:
         args: Any = self.args
         given, self._ref_model = self._ref_model, None

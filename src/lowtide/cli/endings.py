@@ -1,0 +1,25 @@
+"""With which status a command ends at an error: what the user can mend, another rank's failure, or a bug."""
+
+from __future__ import annotations
+
+import sys
+
+USER_ERROR = 2
+RANK_FAILED = 3
+INTERRUPTED = 130
+
+
+def status_of(error: BaseException) -> int | None:
+    """The exit status of an error that ends in one message; None for a bug, which ends in its traceback.
+
+    An exhausted memory is something that the user can mend. Modules are looked up and not imported: what was never
+    loaded has raised nothing, and loading it may take more memory than there is.
+    """
+    failures, memory = sys.modules.get("lowtide.ranks.failures"), sys.modules.get("lowtide.memory.out_of_memory")
+    if failures is not None and isinstance(error, failures.RankFailed):
+        return RANK_FAILED
+    watch = sys.modules.get("lowtide.watch")
+    if watch is not None and isinstance(error, watch.OutOfMemory):
+        return USER_ERROR
+    exhausted = memory is not None and memory.is_out_of_memory(error)
+    return USER_ERROR if exhausted or isinstance(error, ValueError | OSError | MemoryError) else None

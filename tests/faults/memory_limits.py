@@ -25,7 +25,9 @@ from .case import Case, print_to
 
 FORK = multiprocessing.get_context("fork")
 MIB = 1 << 20
-ROWS, TOKENS, VOCABULARY = 16, 256, 512
+ROWS, TOKENS, VOCABULARY = 16, 128, 512
+WIDTH = 2048
+"""Of the MLPs: most of the memory for few multiplications."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Limited:
     options: dict[str, Any] = field(default_factory=dict)
     adapters: bool = False
     vocabulary: int = VOCABULARY
-    hidden: int = 128
+    hidden: int = 32
     at: str = "training"
     """When the limit begins: "loading" the model from a folder, "making" the trainer, "training" or "evaluating"."""
     wanted: str = ""
@@ -53,17 +55,17 @@ RUNS = {
     "a step with a large head": Limited(60, vocabulary=16384, options={"gradient_checkpointing": True}),
     "a step of adapters": Limited(60, adapters=True),
     "a step with offloading": Limited(40, options={"activation_offloading": True}),
-    "a step with a tiled MLP": Limited(60, options={"mlp_tile_tokens": 64}),
+    "a step with a tiled MLP": Limited(12, options={"mlp_tile_tokens": 64}),
     "a step of DPO": Limited(80, "DPO"),
     "a step of KTO": Limited(80, "KTO"),
     "a step of ORPO": Limited(80, "ORPO"),
     "compressed AdamW": Limited(60, options={"optim": "adamw_compressed"}),
-    "the optimizer's states": Limited(90, hidden=768, options={"gradient_checkpointing": True}, wanted="optimizer"),
+    "the optimizer's states": Limited(
+        110, hidden=768, options={"gradient_checkpointing": True}, wanted="in the optimizer's step"
+    ),
     "the rehearsal": Limited(2, hidden=384, options={"rehearsal": True}, wanted="`max_length`"),
     "loading the model": Limited(20, hidden=768, at="loading", wanted="while loading the model"),
-    "making the reference": Limited(
-        20, "DPO", hidden=768, at="making the reference", wanted="precompute_ref_log_probs"
-    ),
+    "making the reference": Limited(20, "DPO", hidden=768, at="making", wanted="precompute_ref_log_probs"),
     "evaluation": Limited(4, at="evaluating", wanted="`per_device_eval_batch_size`"),
 }
 
@@ -86,7 +88,7 @@ def model_of(run: Limited) -> Any:
     config = LlamaConfig(
         vocab_size=run.vocabulary,
         hidden_size=run.hidden,
-        intermediate_size=4 * run.hidden,
+        intermediate_size=max(WIDTH, 4 * run.hidden),
         num_hidden_layers=2,
         num_attention_heads=4,
         eos_token_id=0,
@@ -100,7 +102,7 @@ def trainer_of(run: Limited, model: Any, folder: Path, **options: Any) -> Any:
         "output_dir": str(folder / "run"),
         "per_device_train_batch_size": ROWS,
         "per_device_eval_batch_size": ROWS,
-        "max_steps": 2,
+        "max_steps": 1,
         "learning_rate": 1e-3,
         "use_cpu": True,
         "report_to": "none",

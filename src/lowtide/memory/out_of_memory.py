@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 
 SIGNS = (
     *("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "cannot allocate memory"),
-    "std::bad_alloc",
+    *("std::bad_alloc", "could not create a primitive", "could not create a memory"),
 )
-"""What torch's allocators, cuBLAS, cuDNN, C++ and the system say, where the error has no type of its own."""
+"""What torch's allocators, cuBLAS, cuDNN, C++, oneDNN and the system say, where the error has no type of its own."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

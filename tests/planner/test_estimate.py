@@ -111,6 +111,17 @@ def allocated(case: str, folder: str) -> int:
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda each: each.start_ns())))
 
 
+def test_layers_that_are_checkpointed_in_turn_are_traced_in_turn(tmp_path):
+    args = config_of("SFTConfig", {"checkpointing_every": 2}, str(tmp_path))
+    described = LlamaConfig(**{**SIZES, "num_hidden_layers": 12})
+    run = FakeRun(lowtide.SFTTrainer, args, described, Dataset.from_list(rows_of(TEXTS)), prepared=True)
+    cpu = device_named("cpu")
+    few, whole = run.traced(cpu), run._traced(12, cpu)
+    assert few.notes == ()
+    assert peaks(run_of(few.events, rehearsal=False)) == peaks(run_of(whole.events, rehearsal=False))
+    assert {name: each.flops for name, each in few.costs.items()} == {n: c.flops for n, c in whole.costs.items()}
+
+
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[Any]:
     """A process of its own, without the threads and the settings of this one."""

@@ -150,23 +150,28 @@ class FakeRun:
         return replace(traced, costs=with_transfers(traced.costs, traced.events))
 
     def _unrolled(self, device: Device) -> Traced:
-        model = self.model
-        layers = model.layers
-        if layers <= TRACED_LAYERS:
+        model, together = self.model, self._together
+        layers, groups = model.layers, model.layers // together
+        if groups <= TRACED_LAYERS:
             return self._traced(layers, device)
         try:
-            if not model.layers_alike():
+            if layers % together or not model.layers_alike():
                 raise UnlikeLayers
-            few = self._traced(TRACED_LAYERS, device)
-            events = unrolled(few.events, layers)
+            few = self._traced(TRACED_LAYERS * together, device, together)
+            events = unrolled(few.events, groups)
         except UnlikeLayers:
             whose = "the adapters" if self.peft_config is not None else f"model type {self.described.model_type}"
             note = f"the layers of {whose} are not alike: all {layers} were traced"
             return replace(self._traced(layers, device), notes=(note,))
-        return replace(few, events=events, costs={name: each.unrolled(layers) for name, each in few.costs.items()})
+        return replace(few, events=events, costs={name: each.unrolled(groups) for name, each in few.costs.items()})
 
-    def _traced(self, layers: int, device: Device) -> Traced:
-        trace = StorageTrace()
+    @property
+    def _together(self) -> int:
+        """After so many layers a run does the same again."""
+        return self.config.checkpointing_every if self.config.gradient_checkpointing else 1
+
+    def _traced(self, layers: int, device: Device, together: int = 1) -> Traced:
+        trace = StorageTrace(together)
         costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
         trace.watchers.append(_counting(trace, costs))
         with (

@@ -48,7 +48,7 @@ def follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:
         def hook(_layer: nn.Module, inputs: tuple) -> None:
             if trace.phase == "backward":
                 return
-            trace.layer = number
+            trace.layer = trace.place(number)
             if number == 0 and inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
                 inputs[0].register_hook(back_in(None))
 
@@ -68,7 +68,7 @@ def follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:
 
     def back_in(number: int | None) -> Callable[[Any], None]:
         def hook(_gradient: Any) -> None:
-            trace.layer = number
+            trace.layer = None if number is None else trace.place(number)
 
         return hook
 
@@ -100,4 +100,4 @@ def label(trainer: Any, layers: int, trace: StorageTrace, optimizer: Any = None)
         for number, layer in enumerate(stack):
             for tensor in (*layer.parameters(), *layer.buffers()):
                 gradient = [] if tensor.grad is None else [tensor.grad]
-                trace.belongs([tensor, *gradient, *states_of(tensor)], None, number)
+                trace.belongs([tensor, *gradient, *states_of(tensor)], None, trace.place(number))

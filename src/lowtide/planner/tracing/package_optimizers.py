@@ -17,15 +17,18 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.planner.devices import Device
+from lowtide.planner.tracing.trace import Mode
 
 COMPILED = {"adamw_torch_8bit": 8, "adamw_torch_4bit": 26}
 """By optimizer of torchao, the bytes of buffers for each element of the parameter that is stepped: as torch's profiler
 saw them on a CPU, of torchao 0.18 and torch 2.13, for weights in float32 and in bfloat16 alike."""
 ON_DEVICE = ("galore_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit")
 """Those that ask for what only a device has: states in paged memory, a norm as a number, to be waited for."""
+OF_BITSANDBYTES = ("8bit", "bnb", "paged", "lion", "rmsprop", "ademamix")
+"""What the names of its optimizers have in them."""
 IN_PYTHON = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
 
 
@@ -51,7 +54,7 @@ def as_stepped(optimizer: str, device: Device) -> Iterator[None]:
             own = {"optimizer_update_32bit": step, "get_paged": _unpaged, "fill": Tensor.fill_}
             stack.enter_context(patch.multiple(functional, **own))
             stack.enter_context(patch.object(torch.cuda, "synchronize"))
-        if device.kind == "cpu":
+        if device.kind == "cpu" and any(part in optimizer for part in OF_BITSANDBYTES):
             stack.enter_context(_PythonKernels())
         yield
 
@@ -91,10 +94,10 @@ def _unpaged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None
     return torch.empty(shape, dtype=dtype)
 
 
-class _PythonKernels(TorchDispatchMode):
+class _PythonKernels(Mode):
     """Runs the CPU's own form of an operation, of which fake tensors would show the results alone."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func.name() in IN_PYTHON:
-            return func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+        return func(*args, **kwargs)

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.ops.attention_flex import why_not_flex
 from lowtide.ops.target import planning_for
@@ -34,6 +33,7 @@ from lowtide.ops.varlen_attention import BACKENDS, Backend
 from lowtide.planner.devices import Device
 from lowtide.planner.tracing.cuda_attention import flex, sdpa
 from lowtide.planner.tracing.cuda_autocast import cuda_autocast
+from lowtide.planner.tracing.trace import Mode
 
 
 @contextlib.contextmanager
@@ -123,9 +123,8 @@ WORKSPACES: dict[str, Callable[..., list[Tensor]]] = {
 """By operation, the buffers that it takes and frees again, from its arguments."""
 
 
-class _Workspaces(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+class _Workspaces(Mode):
+    def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         allocate = WORKSPACES.get(func.name())
         held = allocate(*args, **kwargs) if allocate else None
         out = func(*args, **kwargs)

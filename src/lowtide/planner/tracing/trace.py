@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -37,6 +38,27 @@ FOR_ALL = ("aten::_foreach", "aten::_fused_ad", "aten::_fused_sgd")
 """How the names of an optimizer's operations begin that are given lists of all parameters."""
 
 
+DEVICE = torch.ops.prim.device.default
+"""How torch asks a tensor without memory where it lies: more often than all that it computes."""
+
+
+class Mode(TorchDispatchMode):
+    """A mode of a trace: it says at once where a tensor lies, and pays nothing to hide from the compiler."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
+        return self.seen(func, types, args, kwargs or {})
+
+    def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives, with whatever the mode does about it."""
+        raise NotImplementedError
+
+
 class Block:
     """A storage: its bytes, and what it turned out to be."""
 
@@ -57,8 +79,11 @@ class Event(NamedTuple):
     """Of the model; None outside of layers. A block's birth is of the block's own layer."""
 
 
-class StorageTrace(TorchDispatchMode):
+class StorageTrace(Mode):
     """Notes every birth and death of a storage, in order.
+
+    Args:
+        together: layers that count as one, where they do different things in turn.
 
     Attributes:
         phase: set by whoever runs the code.
@@ -68,10 +93,11 @@ class StorageTrace(TorchDispatchMode):
         watchers: called with each operation, its arguments and its result.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, together: int = 1) -> None:
         super().__init__()
         self.phase = self.now = "loading"
         self.layer: int | None = None
+        self.together = together
         self.events: list[Event] = []
         self.watchers: list[Callable[[Any, Any, Any], None]] = []
         self._blocks: dict[int, Block] = {}
@@ -133,18 +159,22 @@ class StorageTrace(TorchDispatchMode):
         self.now = name
         self.events.append(Event(None, True, name, None))
 
+    def place(self, number: int) -> int:
+        """Of a layer of the model, by its number: the layer that it is here."""
+        return number // self.together
+
     def layer_of(self, tensor: Tensor) -> int | None:
         """The layer that a tensor is of."""
         block = self._blocks.get(tensor.untyped_storage()._cdata)
         return None if block is None else block.layer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # what such a tensor is made of comes here after it
         for_all = self._stepping and func.name().startswith(FOR_ALL) and len(args[0]) > 1
         if for_all:
             self.layer = None
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             self._see(out, self.layer)
         elif isinstance(out, tuple | list):
@@ -159,7 +189,7 @@ class StorageTrace(TorchDispatchMode):
     def _see(self, tensor: Tensor, layer: int | None) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._blocks or tensor.device.type == "meta":
+        if key in self._blocks or (not isinstance(tensor, FakeTensor) and tensor.device.type == "meta"):
             return
         block = Block(storage.nbytes(), self._owner or BORN_IN[self.phase], layer)
         self._blocks[key] = block

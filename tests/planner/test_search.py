@@ -106,6 +106,12 @@ def test_the_choice_always_fits_and_there_is_none_only_where_nothing_fits(weight
         assert found.smallest().peak == pytest.approx(least)
 
 
+def test_where_the_states_alone_are_too_much_nothing_else_is_traced():
+    table = Table()
+    assert search(table, 3700, ACTIVATIONS).best() == []
+    assert table.asked == [({}, None)]
+
+
 def test_what_is_foretold_wrongly_is_not_believed():
     """Combinations take twice the activations that their parts tell of."""
     table = Table(wrong=2.0)

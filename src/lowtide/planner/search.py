@@ -25,6 +25,9 @@ TRIES = 5
 ROUND = 16
 """Token budgets are multiples of this."""
 
+STATES = ("weights", "gradients", "optimizer", "reference", "runtime")
+"""Categories that do not depend on the tokens of a micro-batch, nor on what becomes of activations."""
+
 Combination = tuple[int, ...]
 """For each axis the number of a choice."""
 Bytes = Mapping[str, Mapping[str, float]]
@@ -223,6 +226,8 @@ class Search:
     def _foretold(self, combination: Combination) -> Candidate | None:
         """With as many tokens as fit; None where one row does not."""
         try:
+            if self._states(combination) > self.room * DOUBT:
+                return None
             whole = _peak(self._bytes(combination, None))
             if whole <= self.room * DOUBT:
                 return Candidate(combination, None, whole, self.cost(combination, None), None)
@@ -232,6 +237,13 @@ class Search:
         except Refused:
             return None
         return Candidate(combination, tokens, peak, self.cost(combination, tokens), None)
+
+    def _states(self, combination: Combination) -> float:
+        """The most that is held whatever the tokens and whatever becomes of activations. Where that is too much, the
+        choices of the axis that scales need no traces."""
+        others = tuple(0 if axis.scales else number for axis, number in zip(self.axes, combination, strict=True))
+        phases = self._bytes(others, None)
+        return max(sum(sizes.get(name, 0) for name in STATES) for sizes in phases.values())
 
     def _most_tokens(self, combination: Combination) -> int | None:
         low = self.sizes.longest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
@@ -141,8 +142,10 @@ def estimate_method(
 ) -> Estimate:
     """The peak of a run as `lowtide estimate` describes it: arguments are those of `plan`."""
     run, rows = _run(method, model, dataset, device, config, processing_class, peft_config, quantization_config)
-    prepared, _ = prepared_rows(run, first_rows(rows)[0])
-    return measured(run, prepared, {}, None).estimate
+    rows, notes = first_rows(rows)
+    prepared, _, of_rows = prepared_rows(run, rows)
+    found = measured(run, prepared, {}, None).estimate
+    return replace(found, notes=(*notes, *of_rows, *found.notes))
 
 
 def _run(

@@ -58,7 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(as_json)
         return 0
-    Console().print(_table(found))
+    console = Console()
+    console.print(_table(found))
+    for note in found.notes:
+        console.print(note, style="dim", markup=False, highlight=False)
     return 0
 
 

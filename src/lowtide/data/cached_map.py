@@ -9,14 +9,17 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Features, IterableDataset
+from datasets import Dataset, Features, IterableDataset, is_caching_enabled
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.fingerprint import cache_file
+from lowtide.data.fingerprint import cache_file, combine
 from lowtide.data.mapped import mapped_files, release_pages
+from lowtide.data.sampling import sampled_rows
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,13 @@ def with_end_token(tokenizer: PreTrainedTokenizerBase, eos_token: str | None) ->
 def map_cached(
     rows: Dataset, prepare: Preparer, *, features: Features, fingerprint: str, num_proc: int | None, name: str
 ) -> Dataset:
-    """The noted rows that `prepare` makes, from the cache if they are there."""
+    """The noted rows that `prepare` makes, from the cache if they are there; of a sample of the rows where that is
+    enough (see `sampling`)."""
+    there = is_caching_enabled() and Path(cache_file(fingerprint)).exists()
+    chosen = None if there else sampled_rows(rows)
+    if chosen is not None:
+        rows, prepare = rows.select(chosen), _Numbered(prepare, chosen)
+        fingerprint = combine(fingerprint, rows._fingerprint)
     batch_rows = _rows_in_a_batch(rows)
     return rows.map(
         _ReleasingPages(prepare, mapped_files(rows)),
@@ -90,6 +99,17 @@ def warn_merged(source: str, merged: int, rows: int) -> None:
             f"{merged:,}",
             f"{rows:,}",
         )
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """Prepares some rows of a dataset under the numbers that they have there."""
+
+    prepare: Preparer
+    numbers: np.ndarray
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
+        return self.prepare(batch, self.numbers[numbers].tolist())
 
 
 @dataclass(frozen=True)

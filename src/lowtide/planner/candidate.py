@@ -32,6 +32,8 @@ class Run:
     processing_class: Any = None
     peft_config: Any = None
     quantization_config: Any = None
+    samples: bool = True
+    """Whether a sample may stand for rows that have yet to be prepared; a trainer prepares them all in any case."""
 
     def config(self, options: Mapping[str, Any]) -> Any:
         """The method's config, as the run would have it on the device.
@@ -97,8 +99,8 @@ def config_of_model(model: str | PretrainedConfig, **options: Any) -> Pretrained
         raise ValueError(f"model {model!r} has no config that can be read: {reason}") from error
 
 
-def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes]:
-    """The rows as the trainer would see them, and the tokens of its micro-batches.
+def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes, tuple[str, ...]]:
+    """The rows as the trainer would see them, the tokens of its micro-batches, and what there is to say of them.
 
     Raises:
         ValueError: rows cannot be prepared; one is longer than the model has positions.
@@ -110,10 +112,11 @@ def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes]:
         run.described,
         rows,
         processing_class=run.processing_class,
+        samples=run.samples,
     )
     trainer = fake.trainer()
     prepared = cast(Dataset, trainer.train_dataset)
-    return prepared, _sizes_of(run, trainer)
+    return prepared, _sizes_of(run, trainer), fake.notes
 
 
 def _sizes_of(run: Run, trainer: Any) -> Sizes:

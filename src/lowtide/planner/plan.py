@@ -152,7 +152,7 @@ def make_plan(
         ValueError: the run cannot be planned, with the reason.
     """
     room = budget_bytes(budget, run.device)
-    prepared, sizes = prepared_rows(run, rows)
+    prepared, sizes, of_rows = prepared_rows(run, rows)
     setting = _setting(run, exact=exact, streamed=streamed)
     search = Search(
         lambda options, tokens: measured(run, prepared, options, tokens),
@@ -178,7 +178,7 @@ def make_plan(
         runners_up=tuple(others),
         techniques=tuple(_effects(search, sizes)) if explain else (),
         refused=_refusals(search),
-        notes=(*notes, *best.measured.estimate.notes),
+        notes=(*notes, *of_rows, *best.measured.estimate.notes),
         speed_by="relative costs" if best.measured.tokens_per_second is None else "roofline",
         traces=search.traces,
     )

@@ -44,7 +44,7 @@ def run_of(
         quantization_config = getattr(described, "quantization_config", None)
         own["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
     device = device_named(args.device.type)
-    return Run(trainer_class, described, own, device, processing_class, peft_config, quantization_config)
+    return Run(trainer_class, described, own, device, processing_class, peft_config, quantization_config, samples=False)
 
 
 def foretold(trainer: MethodTrainer, settings: Mapping[str, Any]) -> int:

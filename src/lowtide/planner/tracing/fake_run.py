@@ -6,6 +6,7 @@ model whose weights are fake, and its own step runs, after the states of the ste
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig
 
+from lowtide.data.sampling import sampling
 from lowtide.engine.forward import causal_model
 from lowtide.engine.model_init import model_init
 from lowtide.engine.reference_storage import STORAGES
@@ -42,6 +44,9 @@ from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
 from lowtide.step import evaluate_batch
+
+SAMPLE = 512
+"""Rows that stand for a larger dataset which is not prepared yet."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class FakeRun:
         peft_config: adapters to put on the model.
         quantization_config: how its weights are stored.
         prepared: whether the rows are token rows already.
+        samples: whether a sample may stand for rows that have yet to be prepared.
 
     Raises:
         ValueError: weights are stored, or stepped, in a way that is not traced.
@@ -97,6 +103,7 @@ class FakeRun:
         peft_config: Any = None,
         quantization_config: Any = None,
         prepared: bool = False,
+        samples: bool = True,
     ) -> None:
         check_four_bit(quantization_config, peft_config)
         # A trainer writes into what it is given. Copies of all of it are traced, so that the real run finds its own
@@ -105,6 +112,8 @@ class FakeRun:
         self.config, self.described, self.dataset, *more = copy.deepcopy(given)
         self.processing_class, self.peft_config, self.quantization_config = more
         self.trainer_class, self.prepared = trainer_class, prepared
+        self.samples = samples and not getattr(config, "packing", False)  # a sample may not fill a batch of bins
+        self.notes: tuple[str, ...] = ()
         self.rehearsal = bool(config.rehearsal)
         self.evaluates, self.saves = (
             str(getattr(when, "value", when)) != "no" for when in (config.eval_strategy, config.save_strategy)
@@ -147,7 +156,8 @@ class FakeRun:
             ValueError: an operation cannot be traced; names it.
         """
         traced = self._unrolled(device)
-        return replace(traced, costs=with_transfers(traced.costs, traced.events))
+        costs = with_transfers(traced.costs, traced.events)
+        return replace(traced, costs=costs, notes=(*self.notes, *traced.notes))
 
     def _unrolled(self, device: Device) -> Traced:
         model, together = self.model, self._together
@@ -238,8 +248,7 @@ class FakeRun:
             def prepare(self, dataset: Any, name: str) -> Any:
                 if not run.prepared:
                     with _disable_current_modes():
-                        run.dataset, _ = super().prepare(dataset, name)
-                    run.prepared = True
+                        run._prepare(lambda: super(Faked, self).prepare(dataset, name)[0])
                 return run.dataset, None
 
             def make_reference(self, model: nn.Module, engine: Any) -> Any:
@@ -256,6 +265,19 @@ class FakeRun:
             processing_class=self.processing_class,
             peft_config=copy.deepcopy(peft_config),  # PEFT writes into it what it finds in this model
         )
+
+    def _prepare(self, prepare: Callable[[], Any]) -> None:
+        """The rows, or a sample of them. Where a sample lost many to limits on length, the longest that are within them
+        may not be in it, and all are prepared."""
+        most = max(SAMPLE, *(8 * rows for rows in (rows_in_a_step(self.config), self.config.eval_batch_size)))
+        self.prepared = True
+        if self.samples:
+            with contextlib.suppress(ValueError), sampling(most) as sample:
+                found = prepare()
+                if sample.taken - len(found) <= sample.taken // 4:
+                    self.dataset, self.notes = found, (str(sample),) if sample.taken else ()
+                    return
+        self.dataset = prepare()
 
     def _heaviest(self, trainer: Any, most: int) -> list[dict]:
         dataset = trainer.train_dataset

@@ -12,13 +12,14 @@ from typing import Any
 from bench.processes import ROOT
 
 FOLDER = Path(__file__).parent / "results"
-COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST = (
+COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING = (
     "comparison",
     "memory",
     "vocabulary",
     "accumulation",
     "estimate",
     "longest",
+    "planning",
 )
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""

@@ -278,24 +278,27 @@ def test_several_micro_batches_keep_their_gradients_with_the_optimizer_in_backwa
 
 BITSANDBYTES = [
     "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "ademamix_8bit", "paged_ademamix_32bit",
-    "paged_ademamix_8bit", "lion_8bit", "paged_lion_8bit", "paged_lion_32bit", "rmsprop_bnb_8bit", "galore_adamw_8bit",
+    "paged_ademamix_8bit", "lion_8bit", "paged_lion_8bit", "paged_lion_32bit", "rmsprop_bnb_8bit",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("optim", BITSANDBYTES)
 def test_optimizers_of_bitsandbytes_are_traced_for_a_gpu_that_is_not_here(optim, tmp_path):
     pytest.importorskip("bitsandbytes")
-    if optim.startswith("galore"):
-        pytest.importorskip("galore_torch")
     rows = Dataset.from_list([{"text": "1 + 1 = 2"}] * 4)
     config = {"optim": optim, "output_dir": str(tmp_path), "per_device_train_batch_size": 2}
-    config |= {"optim_target_modules": "all-linear"} if optim.startswith("galore") else {}
     described = LlamaConfig(**SIZES | {"num_hidden_layers": 1})
     found = estimate_method(
         "sft", described, rows, device="A100-80GB", config=config, processing_class=make_tokenizer()
     )
     held = found.phases["optimizer"]
     assert 0 < held["optimizer"] < 4.5 * held["weights"]
+
+
+def test_an_optimizer_that_cannot_be_traced_is_named(tmp_path):
+    args = config_of("SFTConfig", {"optim": "galore_adamw_8bit", **LINEAR}, str(tmp_path))
+    with pytest.raises(ValueError, match="optim='galore_adamw_8bit' cannot be traced without values, since it steps"):
+        estimate(args, LlamaConfig(**SIZES), lengths=[64])
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

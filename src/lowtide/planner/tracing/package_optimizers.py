@@ -8,7 +8,6 @@ stand-in makes the buffers that the compiled one was seen to make.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -25,8 +24,10 @@ from lowtide.planner.tracing.trace import Mode
 COMPILED = {"adamw_torch_8bit": 8, "adamw_torch_4bit": 26}
 """By optimizer of torchao, the bytes of buffers for each element of the parameter that is stepped: as torch's profiler
 saw them on a CPU, of torchao 0.18 and torch 2.13, for weights in float32 and in bfloat16 alike."""
-ON_DEVICE = ("galore_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit")
-"""Those that ask for what only a device has: states in paged memory, a norm as a number, to be waited for."""
+PAGED = ("paged_ademamix_32bit", "paged_ademamix_8bit")
+"""Those that ask bitsandbytes for paged memory wherever their parameters lie, and so for CUDA's driver."""
+UNTRACED = {"galore_adamw_8bit": "it steps weights in another shape than their own"}
+"""Optimizers that fake tensors cannot run, and why."""
 OF_BITSANDBYTES = ("8bit", "bnb", "paged", "lion", "rmsprop", "ademamix")
 """What the names of its optimizers have in them."""
 IN_PYTHON = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
@@ -41,19 +42,24 @@ def as_stepped(optimizer: str, device: Device) -> Iterator[None]:
     Args:
         optimizer: name as in `TrainingArguments.optim`.
         device: where the real one steps.
+
+    Raises:
+        ValueError: the optimizer cannot be traced.
     """
+    if optimizer in UNTRACED:
+        raise ValueError(
+            f"optim={optimizer!r} cannot be traced without values, since {UNTRACED[optimizer]}: take another to "
+            "estimate and plan, or measure a short run (--max_steps 2 --memory_report report.json)"
+        )
     with contextlib.ExitStack() as stack:
         if optimizer in COMPILED and find_spec("torchao") is not None:  # without it the trainer says what it needs
             _make_tables()
             step = _CompiledStep(COMPILED[optimizer])
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(patch.object(importlib.import_module("torchao.optim.adam"), "single_param_adam", step))
-        if optimizer in ON_DEVICE and device.kind == "cuda" and find_spec("bitsandbytes") is not None:
+        if optimizer in PAGED and device.kind == "cuda" and find_spec("bitsandbytes") is not None:
             functional = importlib.import_module("bitsandbytes.functional")
-            step = functools.partial(_without_norm, functional.optimizer_update_32bit)
-            own = {"optimizer_update_32bit": step, "get_paged": _unpaged, "fill": Tensor.fill_}
-            stack.enter_context(patch.multiple(functional, **own))
-            stack.enter_context(patch.object(torch.cuda, "synchronize"))
+            stack.enter_context(patch.multiple(functional, get_paged=_unpaged, fill=Tensor.fill_))
         if device.kind == "cpu" and any(part in optimizer for part in OF_BITSANDBYTES):
             stack.enter_context(_PythonKernels())
         yield
@@ -78,15 +84,6 @@ class _CompiledStep:
         buffers = parameter.new_empty(self.bytes_per_element * parameter.numel(), dtype=torch.uint8)
         parameter.copy_(grad)  # it reads one and writes the other
         del buffers
-
-
-def _without_norm(update: Any, name: str, grad: Tensor, parameter: Tensor, *states: Any, max_unorm: float = 0.0,
-                  **options: Any) -> None:  # fmt: skip
-    """bitsandbytes' update in 32 bits; a parameter's norm, by which some updates are limited, goes to its kernel as a
-    number, which fake tensors do not have."""
-    if max_unorm > 0:
-        torch.norm(parameter.data.float())
-    update(name, grad, parameter, *states, **options)
 
 
 def _unpaged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:

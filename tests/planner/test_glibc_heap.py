@@ -1,0 +1,29 @@
+"""What a heap holds beside its tensors grows with its extent, and goes where it is trimmed."""
+
+import pytest
+
+from lowtide.planner.allocators.glibc_heap import SMALL_MOST, SMALL_SHARE, GlibcHeap
+
+MIB = 1 << 20
+
+
+def held(blocks: int, *, trims: bool = False) -> int:
+    heap = GlibcHeap(mmap_above=4 * MIB, trim_above=24 * MIB)
+    for number in range(blocks):
+        heap.born(number, MIB)
+    if trims:
+        heap.trim()
+    return heap.held
+
+
+def test_holes_of_small_objects_are_a_share_of_the_extent():
+    assert held(0) == 0
+    assert held(100) == pytest.approx((1 + SMALL_SHARE) * 100 * MIB, rel=1e-3)
+
+
+def test_they_are_so_many_bytes_at_most():
+    assert held(1000) == pytest.approx(1000 * MIB + SMALL_MOST, rel=1e-3)
+
+
+def test_a_heap_that_is_trimmed_has_none():
+    assert held(100, trims=True) == pytest.approx(100 * MIB, rel=1e-3)

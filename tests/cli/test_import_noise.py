@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -25,13 +26,11 @@ def test_help_is_all_that_help_says():
     assert said("sft", "--help") == ""
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
-def test_an_estimate_says_nothing_beside_its_table(optim, model, data, tmp_path):
-    if optim == "adamw_8bit":
-        pytest.importorskip("bitsandbytes")
+def test_an_estimate_says_nothing_beside_its_table(model, data, tmp_path):
     words = ["--model", str(model), "--dataset", str(data), "--output_dir", str(tmp_path), "--disable_tqdm"]
-    said_lines = said("estimate", "sft", *words, "--device", "A100-80GB", "--optim", optim).splitlines()
-    assert [line for line in said_lines if "Preparing" not in line] == []
+    optim = "adamw_8bit" if find_spec("bitsandbytes") else "adamw_torch"
+    lines = said("estimate", "sft", *words, "--device", "A100-80GB", "--optim", optim).splitlines()
+    assert [line for line in lines if line.strip() and "examples/s" not in line] == []  # but for bars of progress
 
 
 def test_a_run_has_no_warnings_of_imports(model, data, tmp_path):

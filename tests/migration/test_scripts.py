@@ -103,9 +103,10 @@ def test_a_script_of_trls_commands_trains_pushes_and_resumes(script, model, data
     file.write_text(f"env:\n  LOWTIDE_MIGRATION: {script}\neval_strategy: steps\neval_steps: 2\nsave_steps: 2\n")
     monkeypatch.setenv("LOWTIDE_MIGRATION", "")
     words = ["--config", file, "--model_name_or_path", model, "--dataset_name", data[ROWS_OF[script]]]
-    words += ["--output_dir", tmp_path / "run", *FAST.split(), *PEFT, "--push_to_hub", "--hub_model_id", "someone/tiny"]
+    words += ["--output_dir", tmp_path / "run", *FAST.split(), *PEFT]
     words += ["--lora_task_type", "SEQ_CLS"] if script == "reward" else []
-    trainer = run(script, words, monkeypatch)["trainer"]
+    pushing = ["--push_to_hub", "--hub_model_id", "someone/tiny"]
+    trainer = run(script, [*words, *pushing], monkeypatch)["trainer"]
     assert len(losses(trainer)) == 2
     assert all(map(math.isfinite, losses(trainer)))
     assert any("eval_loss" in log for log in trainer.state.log_history)
@@ -113,8 +114,7 @@ def test_a_script_of_trls_commands_trains_pushes_and_resumes(script, model, data
     assert uploads
     assert ModelCard.load(tmp_path / "run" / "README.md").data.to_dict()["library_name"] == "peft"
     checkpoint = str(tmp_path / "run" / "checkpoint-2")
-    again = [*words[:-3], "--resume_from_checkpoint", checkpoint, "--max_steps", "3"]
-    again += ["--lora_task_type", "SEQ_CLS"] if script == "reward" else []
+    again = [*words, "--resume_from_checkpoint", checkpoint, "--max_steps", "3"]
     assert run(script, again, monkeypatch)["trainer"].state.global_step == 3
 
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lowtide.memory.checkpointing import set_checkpointing
+from lowtide.memory.compilation_log import watched
 from lowtide.memory.compiling import compile_layers, remove_compilation
 from lowtide.memory.liger import liger_kernels, why_no_kernels
 from lowtide.memory.offloading import ActivationOffload
@@ -85,9 +86,15 @@ def _compiled_or_tiled(name: str) -> Callable[[Site], str | None]:
 
 
 def _compiled(site: Site) -> Callable[[], None]:
-    options = site.options
-    compile_layers(site.model, backend=options.torch_compile_backend, mode=options.torch_compile_mode)
-    return lambda: remove_compilation(site.model)
+    options, backend = site.options, site.options.torch_compile_backend
+    layers = compile_layers(site.model, backend=backend, mode=options.torch_compile_mode)
+    unwatch = watched(site.model, f"{layers} layers with {backend}", quiet=options.disable_tqdm)
+
+    def undo() -> None:
+        unwatch()
+        remove_compilation(site.model)
+
+    return undo
 
 
 def _states_at_home(site: Site) -> str | None:

@@ -171,14 +171,17 @@ def take_values(config: Any, *, leave: Iterable[str] = ()) -> None:
             setattr(config, name, option.convert(getattr(config, name)))
 
 
-def check_ranges(config: Any) -> None:
+def check_ranges(config: Any, *, leave: Iterable[str] = ()) -> None:
     """Refuses numbers that were set on a config after it was made, where they are out of their ranges.
+
+    Args:
+        leave: the names of fields not to look at.
 
     Raises:
         ValueError: naming the option.
     """
     for name, option in options_of(type(config)).items():
-        if option.range is not None:
+        if option.range is not None and name not in leave:
             option.convert(getattr(config, name))
 
 
@@ -224,8 +227,7 @@ def _int(value: Any) -> int:
 
 
 def _float(value: Any) -> float:
-    number = _number(value)
-    return int(number) if isinstance(number, numbers.Integral) else float(number)
+    return float(_number(value))
 
 
 def _number(value: Any) -> Any:

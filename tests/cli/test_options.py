@@ -45,7 +45,7 @@ OPTIONS = options_of(Config)
         ("count", "none", None),
         ("count", None, None),
         ("rate", "2e-5", 2e-5),
-        ("rate", 1, 1),
+        ("rate", 1, 1.0),
         ("flag", "true", True),
         ("flag", "No", False),
         ("flag", True, True),

@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from lowtide.engine.load_errors import arguments_named
 from lowtide.engine.weight_files import broken_files_named, read_json
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def load_complete(kind: Any, name: str, *, new_head: bool = False, **init: Any) 
         model = load_complete(kind, base, new_head=new_head, **init)
         _put_adapters(name, model)
         return model
-    with quiet_report(name), broken_files_named(name):
+    with quiet_report(name), broken_files_named(name), arguments_named(name, init):
         model, found = kind.from_pretrained(
             name, **{**init, "output_loading_info": True, "ignore_mismatched_sizes": True}
         )

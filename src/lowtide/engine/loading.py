@@ -56,7 +56,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str 
         ValueError: there is none; says how to pass one.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision or "main")
+        made = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision or "main")
+        if len(made.get_vocab()) <= len(made.all_special_ids):  # what transformers makes of a folder without one
+            raise ValueError("there is no vocabulary")
+        return made
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no tokenizer at {name!r}: pass one as `processing_class`, or save it beside the model "

@@ -23,6 +23,7 @@ from lowtide.ranks.failures import meeting
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 from lowtide.trainers.checkpoints.secrets import without_secrets
+from lowtide.trainers.inherited_checks import check_inherited
 from lowtide.trainers.inherited_ranges import INHERITED_RANGES
 from lowtide.trainers.optimizers import OPTIMIZERS, check_optimizer_name
 from lowtide.trainers.without_effect import WITHOUT_EFFECT
@@ -168,6 +169,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     def __post_init__(self) -> None:
         take_values(self, leave=self.refused)
         self.check()
+        check_inherited(self)
         if self.save_strategy == "steps" and self.save_steps == 0:
             raise ValueError(
                 "save_steps=0 must be above 0 with save_strategy='steps': set save_strategy='no' to save no checkpoints"

@@ -40,7 +40,7 @@ INHERITED_RANGES: dict[str, Range] = {
     "seed": SEED,
     "data_seed": SEED,
     "torch_empty_cache_steps": COUNT,
-    "dataloader_num_workers": NOT_NEGATIVE,
+    "dataloader_num_workers": Range(least=0, most=1024, note="each is a process"),
     "dataloader_prefetch_factor": COUNT,
     "ddp_bucket_cap_mb": COUNT,
     "ddp_timeout": COUNT,

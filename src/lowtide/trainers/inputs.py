@@ -25,7 +25,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 def config_of(kind: type[Config], args: TrainingArguments | None, model: Any, title: str) -> Config:
     """The options as the trainer's own kind: a plain `TrainingArguments` gets the others' defaults."""
     if isinstance(args, kind):
-        check_ranges(args)
+        check_ranges(args, leave=args.refused)
         return args
     if args is None:
         name = model_name(model) or "model"

@@ -6,6 +6,7 @@ reference where the method has one, the objective.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -24,6 +25,7 @@ from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective, Scorer
 from lowtide.planner.heaviest import check_positions
 from lowtide.ranks.same_rows import check_same_rows
+from lowtide.trainers.arguments import check_arguments, check_attention, check_dataset, check_kind
 from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.budget import Fitted, fit_budget
@@ -87,6 +89,20 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         if train_dataset is None:
             raise ValueError(f"{type(self).__name__} needs a `train_dataset`, and it is None")
         processing_class = take_tokenizer(older, processing_class)
+        check_arguments(
+            self.config.__name__,
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         args = with_older(config_of(self.config, args, model, self.method.name.upper()), older, type(self).__name__)
         self.planned = Fitted({}, "")
         if args.memory_budget:
@@ -153,6 +169,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             model = self.put_adapters(model, self.adapters(peft_config), args)
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
+        check_kind(model, rewards=self.rewards)
+        check_attention(model, args)
         self.check_model(model)
         return model
 
@@ -229,8 +247,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             if self._reads_rows:
                 check_masks(dataset, title_of(dataset, name))
             return dataset, None
-        if not isinstance(dataset, Dataset | IterableDataset):
-            raise ValueError(f"the {name} dataset is a {type(dataset).__name__}; give a datasets.Dataset or a stream")
+        check_dataset(dataset, f"the {name} dataset")
         if isinstance(dataset, IterableDataset) and name == "train" and self.args.max_steps < 1:
             raise ValueError("a streamed train_dataset has no length: set `max_steps`")
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,7 @@ from lowtide.engine.reference_storage import STORAGES
 from lowtide.memory.measure import bytes_text
 from lowtide.methods.completions import completion_segments, in_completion, segment_sums
 from lowtide.methods.method import Scorer
+from lowtide.trainers.arguments import check_arguments, check_kind
 from lowtide.trainers.completions import CompletionTrainer
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.edge import edge, out_of_memory_while
@@ -67,7 +69,8 @@ class ReferenceTrainer(CompletionTrainer):
         optimizer_cls_and_kwargs: tuple | None = None,
         **older: Any,
     ):
-        self._ref_model = ref_model
+        check_arguments(self.config.__name__, ref_model=ref_model)
+        self._ref_model = os.fspath(ref_model) if isinstance(ref_model, os.PathLike) else ref_model
         self._later: LaterReference | None = None
         self._adapters_came = peft_config is None
         super().__init__(
@@ -176,6 +179,7 @@ class ReferenceTrainer(CompletionTrainer):
             self._check_its_tokenizer(reference)
             weight = embedding_weight(policy)
             reference = load_model(reference, trust_remote_code=self._trusts_code, dtype=weight.dtype)
+        check_kind(reference, rewards=self.rewards, name="ref_model")
         ours, theirs = embedding_weight(policy).shape[0], embedding_weight(reference).shape[0]
         if ours != theirs:
             raise ValueError(

@@ -15,6 +15,7 @@ from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.engine.forward import embedding_weight
 from lowtide.methods.sft import SFT, SFTOptions
 from lowtide.option import COUNT, option
+from lowtide.trainers.arguments import check_arguments
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.method import MethodTrainer, Prepared
 
@@ -75,6 +76,7 @@ class SFTTrainer(MethodTrainer):
         formatting_func: Callable | None = None,
         **older: Any,
     ):
+        check_arguments(self.config.__name__, formatting_func=formatting_func)
         self._formatting_func = formatting_func
         super().__init__(
             model,

@@ -1,0 +1,66 @@
+"""What `from_pretrained` says of arguments that it cannot use, in words that name `model_init_kwargs`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedModel
+
+from lowtide.spelling import nearest
+
+TAKEN = ("attn_implementation", "device_map", "dtype", "max_memory", "quantization_config", "subfolder", "use_kernels")
+"""Arguments that `from_pretrained` takes out of its `**kwargs`, beside those of its signature and of the config."""
+
+
+@contextlib.contextmanager
+def arguments_named(name: str, init: Mapping[str, Any]) -> Iterator[None]:
+    """Has a failure of `from_pretrained` name the arguments that it was called with.
+
+    Args:
+        name: the model's folder or hub name.
+        init: the arguments.
+
+    Raises:
+        ValueError: the model cannot be loaded so.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, ImportError, StrictDataclassError) as error:
+        raise init_refused(name, init, error) from error
+
+
+def init_refused(name: str, init: Mapping[str, Any], error: Exception) -> ValueError:
+    """The error for a model that cannot be loaded with the arguments that were asked for.
+
+    Args:
+        name: the model's folder or hub name.
+        init: the arguments that were passed to `from_pretrained`.
+        error: what it raised.
+    """
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if unknown is not None and unknown[1] in init:
+        known = {*inspect.signature(PreTrainedModel.from_pretrained).parameters, *TAKEN, *_config_names(name)}
+        return ValueError(f"model_init_kwargs: {unknown[1]!r} is unknown for {name!r}{nearest(unknown[1], known)}")
+    if "flash_attention" in str(init.get("attn_implementation")) and isinstance(error, ImportError):
+        return ValueError(
+            f"attn_implementation={init['attn_implementation']!r} needs a GPU and its package: install it, or take "
+            f"'sdpa' ({_one_line(error)})"
+        )
+    given = ", ".join(f"{key}={value!r}" for key, value in init.items() if "token" not in key)
+    return ValueError(f"model {name!r} cannot be loaded with {given}: {_one_line(error)}")
+
+
+def _config_names(name: str) -> set[str]:
+    try:
+        return set(AutoConfig.from_pretrained(name).to_dict())
+    except (OSError, ValueError):
+        return set()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,115 @@
+"""Options that `transformers.TrainingArguments` takes and its Trainer fails on later, refused at construction."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import SchedulerType
+
+from lowtide.spelling import nearest
+
+PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "flyte": "flytekit", "kubeflow": "kubeflow-trainer"}
+"""Trackers whose package has another name."""
+UNCHECKED = {"azure_ml", "flyte"}
+"""Trackers that `get_available_reporting_integrations` leaves out although they may be there."""
+COUNTED = ("all", "non_padding", "no")
+FROM_TRAINER = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+WITHOUT_ARGUMENTS = {SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP}
+"""Schedules to which transformers passes no `lr_scheduler_kwargs`."""
+TRIED_STEPS = 3
+
+
+def check_inherited(args: Any) -> None:
+    """Refuses what would fail once the Trainer is made, or as it makes its optimizer.
+
+    Args:
+        args: a config whose values have the right types, before `TrainingArguments.__post_init__`.
+
+    Raises:
+        ValueError: naming the option, the value and what to do.
+    """
+    check_trackers(args.report_to)
+    check_schedule(args.lr_scheduler_type, args.lr_scheduler_kwargs or {}, args.learning_rate)
+    given = args.accelerator_config
+    if isinstance(given, Mapping):
+        _refuse_unknown("accelerator_config", given, [each.name for each in dataclasses.fields(AcceleratorConfig)])
+    if args.optim_args and not all("=" in part for part in args.optim_args.split(",")):
+        raise ValueError(f"optim_args={args.optim_args!r} must be of the form 'name=value,name=value'")
+    if args.dataloader_persistent_workers and not args.dataloader_num_workers:
+        raise ValueError("dataloader_persistent_workers=True requires dataloader_num_workers above 0")
+    counted = args.include_num_input_tokens_seen
+    if not isinstance(counted, bool) and counted not in COUNTED:
+        raise ValueError(f"include_num_input_tokens_seen={counted!r} is not one of {', '.join(COUNTED)}")
+
+
+def check_trackers(report_to: Any) -> None:
+    """Refuses trackers that there are not, or that are not installed.
+
+    Raises:
+        ValueError: naming the tracker, and the package to install.
+    """
+    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    if names in (["all"], ["none"]):
+        return
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(INTEGRATION_TO_CALLBACK)
+            near = nearest(str(name), INTEGRATION_TO_CALLBACK)
+            raise ValueError(f"report_to={name!r} is not one of {known}, all, none{near}")
+        if name not in UNCHECKED and name not in get_available_reporting_integrations():
+            raise ValueError(
+                f"report_to={name!r} needs a package that is not installed: pip install {PACKAGES.get(name, name)}, "
+                "or set report_to='none'"
+            )
+
+
+def check_schedule(kind: str, given: Mapping[str, Any], learning_rate: float) -> None:
+    """Tries a schedule of the learning rate on an optimizer of one number.
+
+    Raises:
+        ValueError: its arguments are unknown, missing or of a wrong type.
+    """
+    schedule = SchedulerType(kind)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=learning_rate)
+    if given:
+        _refuse_unknown(f"lr_scheduler_kwargs (lr_scheduler_type={kind!r})", given, _arguments(schedule, optimizer))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = get_scheduler(schedule, optimizer, 2, 10**6, dict(given))
+            for _ in range(TRIED_STEPS if isinstance(made, LambdaLR) else 0):
+                optimizer.step()
+                made.step()
+    except Exception as error:
+        raise ValueError(
+            f"lr_scheduler_type={kind!r} cannot be made with lr_scheduler_kwargs={dict(given)} and "
+            f"learning_rate={learning_rate}: {error}"
+        ) from error
+
+
+def _arguments(schedule: SchedulerType, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The arguments that a schedule takes beside those that the Trainer passes."""
+    if schedule in WITHOUT_ARGUMENTS:
+        return []
+    parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[schedule]).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        made: LRScheduler = get_scheduler(schedule, optimizer)
+        parameters = inspect.signature(type(made)).parameters
+    return [name for name in parameters if name not in FROM_TRAINER]
+
+
+def _refuse_unknown(option: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    known = list(known)
+    unknown = next((key for key in given if key not in known), None)
+    if unknown is not None:
+        there = f"takes {', '.join(known)}" if known else "takes none"
+        raise ValueError(f"{option}: {unknown!r} is unknown{nearest(str(unknown), known)} (it {there})")

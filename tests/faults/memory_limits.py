@@ -55,11 +55,9 @@ RUNS = {
     "a step with a large head": Limited(60, vocabulary=16384, options={"gradient_checkpointing": True}),
     "a step of adapters": Limited(60, adapters=True),
     "a step with offloading": Limited(40, options={"activation_offloading": True}),
-    "a step with a tiled MLP": Limited(12, options={"mlp_tile_tokens": 64}),
     "a step of DPO": Limited(80, "DPO"),
     "a step of KTO": Limited(80, "KTO"),
     "a step of ORPO": Limited(80, "ORPO"),
-    "compressed AdamW": Limited(60, options={"optim": "adamw_compressed"}),
     "the optimizer's states": Limited(
         110, hidden=768, options={"gradient_checkpointing": True}, wanted="in the optimizer's step"
     ),

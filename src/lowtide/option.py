@@ -74,5 +74,7 @@ def option(default: Any, help: str, range: Range | None = None, **metadata: Any)
     """A field of an options class: its default, the one sentence that documents it and, for a number, its range."""
     metadata = {"help": help, **metadata}
     if isinstance(default, dict | list):
-        return RangedField.of(field(default_factory=lambda: copy.copy(default), metadata=metadata), range)
-    return RangedField.of(field(default=default, metadata=metadata), range)
+        made: Any = field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    else:
+        made = field(default=default, metadata=metadata)
+    return RangedField.of(made, range)

@@ -79,7 +79,8 @@ def _text_bytes(table: Any) -> Int[np.ndarray, " rows"]:
 def _bytes_of(values: pa.Array, inside: bool = False) -> Int[np.ndarray, " values"]:
     kind = values.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return pc.fill_null(pc.binary_length(values), 0).to_numpy(zero_copy_only=False).astype(np.int64) + TEXT_BYTES
+        lengths = pc.call_function("binary_length", [values])
+        return pc.fill_null(lengths, 0).to_numpy(zero_copy_only=False).astype(np.int64) + TEXT_BYTES
     if pa.types.is_struct(kind):
         return sum((_bytes_of(field, inside) for field in values.flatten()), start=np.zeros(len(values), np.int64))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ import transformers
 from torch import nn
 from transformers.trainer_utils import has_length
 
-import lowtide
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, SCHEDULER
 
 LAYOUT = ("amsgrad", "momentum", "centered", "rank", "proj_type", "remainder", "moment_bits", "block_size")
@@ -32,7 +32,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
     args, rows = trainer.args, trainer.train_dataset
     return {
         "versions": {
-            "lowtide": lowtide.__version__,
+            "lowtide": version("lowtide"),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },

@@ -7,8 +7,8 @@ from lowtide.trainers.arguments import check_kind
 
 
 def test_a_reward_model_as_a_reference_is_refused():
+    trainer = make("DPO")
     with pytest.raises(ValueError, match="ref_model is of class LlamaForSequenceClassification"):
-        trainer = make("DPO")
         type(trainer)(
             model=trainer.model,
             ref_model=build("Reward", 64),

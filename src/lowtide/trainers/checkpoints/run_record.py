@@ -106,9 +106,9 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
         yield f"the dataset has {now['rows']:,} rows and had {then['rows']:,}: the order of rows is another"
     if then["ranks"] != now["ranks"]:
         yield f"{now['ranks']} rank(s) train and {then['ranks']} did: random numbers (dropout) are others"
-    for name, version in then["versions"].items():
-        if now["versions"].get(name) != version:
-            yield f"{name} is {now['versions'].get(name)} and was {version}: the last bits may differ"
+    for name, earlier in then["versions"].items():
+        if now["versions"].get(name) != earlier:
+            yield f"{name} is {now['versions'].get(name)} and was {earlier}: the last bits may differ"
 
 
 def _words(layout: Mapping[str, Any]) -> str:

@@ -583,7 +583,10 @@ def test_padding_and_positions_that_nothing_reads_are_refused(column, values, wh
     args = config(tmp_path, max_steps=1, dataset_kwargs={"skip_prepare_dataset": True})
     with pytest.raises(ValueError, match=rf"the train dataset, row 1 \(the first is 0\), has {what}"):
         SFTTrainer(build(), args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    SFTTrainer(build(), args, train_dataset=Dataset.from_list(rows[:1] * 8), processing_class=tokenizer).train()
+    whole = Dataset.from_list(rows[:1] * 8)
+    for dataset in (whole, whole.with_format("torch"), whole.map(lambda row: {column: None})):
+        SFTTrainer(build(), args, train_dataset=dataset, processing_class=tokenizer)
+    SFTTrainer(build(), args, train_dataset=whole, processing_class=tokenizer).train()
 
 
 def test_unused_columns_and_the_format_of_rows_are_said_without_progress_bars(tmp_path, tokenizer, caplog):

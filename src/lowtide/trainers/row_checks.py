@@ -115,14 +115,16 @@ def check_masks(dataset: Any, name: str) -> None:
 def _check_unread(dataset: Any, name: str) -> None:
     """Refuses rows with padding, or packed ones without their bounds: nothing reads their masks and positions."""
     for number, row in enumerate(islice(_rows_of(dataset), LOOKED_AT // 10)):
-        hidden = not all(row.get("attention_mask") or (1,))
-        restarts = "seq_lengths" not in row and any(n != p for n, p in enumerate(row.get("position_ids") or ()))
+        given = (row.get(column) for column in ("attention_mask", "position_ids"))
+        mask, positions = (np.asarray(() if values is None else values).ravel() for values in given)
+        hidden = not mask.all()
+        restarts = "seq_lengths" not in row and (positions != np.arange(positions.size)).any()
         if hidden or restarts:
             what = "an attention_mask with zeros" if hidden else "position_ids that do not count on from 0"
             raise ValueError(
-                f"the {name} dataset, row {number} (the first is 0), has {what}, and with skip_prepare_dataset=True "
-                "rows are taken whole: drop skip_prepare_dataset, which leaves padding out, or remove the padding. Of "
-                "packed rows give the segments' lengths in `seq_lengths`"
+                f"{name}, row {number} (the first is 0), has {what}, and with skip_prepare_dataset=True rows are taken "
+                "whole: drop skip_prepare_dataset, which leaves padding out, or remove the padding. Of packed rows "
+                "give the segments' lengths in `seq_lengths`"
             )
 
 

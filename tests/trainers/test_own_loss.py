@@ -323,10 +323,15 @@ def test_a_reward_model_with_an_own_loss(with_outputs, cut, monkeypatch):
 
 
 @pytest.mark.parametrize("base", [KTOTrainer, CPOTrainer])
-def test_a_loss_of_the_whole_batch_cannot_be_ones_own(base):
+def test_a_method_without_a_padded_form_cannot_have_ones_own_loss(base):
     own = type("Own", (base,), {"compute_loss": lambda self, model, inputs, **kwargs: None})
-    with pytest.raises(ValueError, match=r"Own overrides compute_loss, and .*make_objective"):
+    with pytest.raises(ValueError, match=r"Own overrides compute_loss, and padded batches .*make_objective"):
         trainer_of(own, base.__name__.removesuffix("Trainer"))
+
+
+def test_a_loss_of_the_whole_batch_cannot_be_ones_own():
+    with pytest.raises(ValueError, match="AddedPairs overrides compute_loss, and this loss is of the whole batch"):
+        trainer_of(AddedPairs, "DPO", loss_type="aot")
 
 
 @pytest.mark.parametrize("name", ["get_batch_loss_metrics", "dpo_loss"])
@@ -338,8 +343,9 @@ def test_a_method_that_would_not_be_called_is_refused(name):
 
 def test_a_loss_that_is_no_number_is_named():
     own = type("Own", (SFTTrainer,), {"compute_loss": lambda self, model, inputs, **kwargs: None})
-    with pytest.raises(ValueError, match=r"Own.compute_loss returned NoneType: it must return one number"):
-        trainer_of(own, "SFT").train()
+    for cut in ("one", "accumulated"):
+        with pytest.raises(ValueError, match=r"Own.compute_loss returned NoneType: it must return one number"):
+            trainer_of(own, "SFT", **CUTS[cut]).train()
 
 
 def test_the_cost_is_said(caplog):

@@ -56,9 +56,10 @@ class OwnLosses(Trainer):
 
     def own_parts(self, *names: str) -> list[str]:
         """Those of the methods that a subclass overrides, or of the functions that were passed."""
-        passed = [name for name in names if not hasattr(Trainer, name) and getattr(self, name, None) is not None]
-        return passed + [
-            n for n in names if hasattr(Trainer, n) and getattr(type(self), n) is not getattr(OwnLosses, n)
+        methods = [name for name in names if hasattr(Trainer, name)]
+        return [
+            *(name for name in methods if getattr(type(self), name) is not getattr(OwnLosses, name)),
+            *(name for name in names if name not in methods and getattr(self, name, None) is not None),
         ]
 
     def with_own_loss(self, objective: Objective) -> Objective | OwnLoss:
@@ -78,13 +79,15 @@ class OwnLosses(Trainer):
         found = self.own_parts(*OF_TRAINING, *OF_EVALUATION)
         if not found:
             return objective
-        if self.plain_completions is None or (not isinstance(objective, TokenObjective) and objective.whole):
-            what = "this loss" if self.plain_completions is not None else f"the loss of {title}"
+        whole = not isinstance(objective, TokenObjective) and objective.whole
+        if self.plain_completions is None or whole:
+            why = "this loss is of the whole batch of a step, over all its micro-batches"
+            why = why if whole else "padded batches with logits are for SFTTrainer, DPOTrainer and RewardTrainer"
             raise ValueError(
-                f"{title} overrides {found[0]}, and {what} is of the whole batch of a step, over all its "
-                "micro-batches: override `make_objective`, which returns the loss of log-probs, or drop it"
+                f"{title} overrides {found[0]}, and {why}: override `make_objective`, which returns the loss of "
+                "log-probs, or drop it"
             )
-        if self.args.memory_budget:
+        if self.args.memory_budget and self.own_parts(*OF_TRAINING):
             raise ValueError(
                 f"memory_budget={self.args.memory_budget!r} predicts the memory of a step without logits, and {title} "
                 f"has a {found[0]} of its own: set per_device_train_batch_size and tokens_per_microbatch instead"
@@ -119,11 +122,6 @@ class OwnLosses(Trainer):
             self._is_sum = self._reads_items(model, part, counts)
         micro = self._handed_out(part, counts)
         loss = self._called(model, micro, items)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(
-                f"{type(self).__name__}.compute_loss returned {type(loss).__name__}"
-                f"{list(loss.shape) if isinstance(loss, Tensor) else ''}: it must return one number as a tensor"
-            )
         if micro.outcome is not None:
             totals.take_outcome(micro.outcome)
         output = micro.output or ScoreOutput(loss.new_empty(0))
@@ -131,15 +129,26 @@ class OwnLosses(Trainer):
         self._micro = None
         return output
 
-    def _called(self, model: nn.Module, micro: MicroBatch, items: int | None) -> Any:
-        """`compute_loss` of a micro-batch; older overrides do not take `num_items_in_batch`."""
+    def _called(self, model: nn.Module, micro: MicroBatch, items: int | None) -> Tensor:
+        """`compute_loss` of a micro-batch; older overrides do not take `num_items_in_batch`.
+
+        Raises:
+            ValueError: it returned something else than one number.
+        """
         more: dict[str, Any] = {}
         takes = inspect.signature(self.compute_loss).parameters
         if "num_items_in_batch" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values()):
             more["num_items_in_batch"] = None if items is None else torch.tensor(items, device=self.args.device)
         mask = micro.inputs["attention_mask"]
         with computing(model), noisy_embeddings(causal_model(model), micro.batch, mask):
-            return self.compute_loss(model, dict(micro.inputs), **more)
+            loss = self.compute_loss(model, dict(micro.inputs), **more)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = list(loss.shape) if isinstance(loss, Tensor) else ""
+            raise ValueError(
+                f"{type(self).__name__}.compute_loss returned {type(loss).__name__}{shape}: it must return one number "
+                "as a tensor"
+            )
+        return loss.reshape(())
 
     @torch.no_grad()
     def _reads_items(self, model: nn.Module, part: RaggedBatch, counts: Counts) -> bool:

@@ -18,6 +18,9 @@ from typing import Any
 TERMINATED = 128 + signal.SIGTERM
 """The exit status of a process that SIGTERM ended, by convention."""
 
+END = b"\0"
+"""What ends the thread: no signal has this number."""
+
 _received: list[StopRequest] = []
 """The requests whose signals this process handles now."""
 
@@ -60,16 +63,16 @@ class StopRequest:
             self._finished.set()
             signal.set_wakeup_fd(others_pipe)
             signal.signal(signal.SIGTERM, self._earlier)
-            os.close(self._write)  # ends the thread
+            os.write(self._write, END)
             thread.join()
-            os.close(self._read)
+            self._close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if callable(self._earlier):
             self._earlier(number, frame)
 
     def _watch(self, others_pipe: int) -> None:
-        while numbers := os.read(self._read, 64):
+        while END not in (numbers := os.read(self._read, 64)):
             if others_pipe >= 0:
                 with contextlib.suppress(OSError):
                     os.write(others_pipe, numbers)
@@ -77,6 +80,10 @@ class StopRequest:
                 self.requested = True
                 threading.Thread(target=self._deadline, daemon=True).start()
                 self.on_request()
+
+    def _close(self) -> None:
+        os.close(self._write)
+        os.close(self._read)
 
     def _deadline(self) -> None:
         if not self._finished.wait(self.grace):
@@ -97,6 +104,7 @@ def _forget_in_child() -> None:
     for request in _received:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, request._earlier)
+        request._close()
     _received.clear()
 
 

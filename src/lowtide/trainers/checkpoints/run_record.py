@@ -8,12 +8,11 @@ that it stepped; and what decides how far the data was read.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers.trainer_utils import has_length
 
@@ -31,11 +30,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
     """The run of a trainer, as JSON."""
     args, rows = trainer.args, trainer.train_dataset
     return {
-        "versions": {
-            "lowtide": version("lowtide"),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {name: _version(name) for name in ("lowtide", "torch", "transformers")},
         "optimizer": trainer.states_layout,
         "scheduler": scheduler_name(trainer),
         "settings": {name: getattr(args, name) for name in IN_STATES} if trainer.optimizer_name else {},
@@ -109,6 +104,13 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
     for name, earlier in then["versions"].items():
         if now["versions"].get(name) != earlier:
             yield f"{name} is {now['versions'].get(name)} and was {earlier}: the last bits may differ"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return ""
 
 
 def _words(layout: Mapping[str, Any]) -> str:

@@ -69,7 +69,14 @@ def test_a_prompt_beside_whole_conversations_is_explained(tokenizer):
         prepare_pairs(Dataset.from_list(rows), tokenizer, PreferenceOptions(), batch_size=2)
 
 
-@pytest.mark.parametrize("label", [1, "yes", None])
+@pytest.mark.parametrize("label", [0, 1])
+def test_a_label_may_be_a_number(label, tokenizer):
+    rows = Dataset.from_list([{"prompt": "a ", "completion": "b", "label": label}])
+    prepared, _ = prepare_unpaired(rows, tokenizer, PreferenceOptions(), batch_size=2)
+    assert prepared["label"][:] == [bool(label)]
+
+
+@pytest.mark.parametrize("label", [2, -1, 0.5, "yes", None])
 def test_a_label_must_be_true_or_false(label, tokenizer):
     rows = Dataset.from_list([{"prompt": "a ", "completion": "b", "label": label}])
     with pytest.raises(ValueError, match=rf"row 0 .*'label' is {label!r}; it must be true"):

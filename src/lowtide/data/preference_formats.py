@@ -199,9 +199,9 @@ def _ids(row: Mapping[str, Any], name: str, mask: str = "") -> list[int]:
 
 def _label(row: Mapping[str, Any]) -> bool:
     label = row.get("label")
-    if not isinstance(label, bool):
-        raise ValueError(f"'label' is {label!r}; it must be true (desirable) or false (undesirable).")
-    return label
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise ValueError(f"'label' is {label!r}; it must be true or 1 (desirable), or false or 0 (undesirable).")
+    return bool(label)
 
 
 def _read_with_margin(read: Any, row: Mapping[str, Any]) -> PreferenceSample:

@@ -76,8 +76,12 @@ def main(argv: list[str] | None = None) -> int:
         chosen = CASES if options.cases is None else [CASES[number] for number in options.cases]
         runs = []
         for case in chosen:
-            with console.status(f"lowtide {case.command} dpo, {case.shape}"):
-                turns = [timed(case, folder) for _ in range(options.turns)]
+            try:
+                with console.status(f"lowtide {case.command} dpo, {case.shape}"):
+                    turns = [timed(case, folder) for _ in range(options.turns)]
+            except ChildFailed as failed:
+                console.print("\n".join([failed.reason, *failed.last_lines]), markup=False)
+                return 1
             runs.append(case._asdict() | min(turns, key=lambda each: each["processor_seconds"]))
     console.print(_table(runs, options.rows))
     if options.record:
@@ -117,7 +121,8 @@ def timed(case: Case, folder: Path) -> dict[str, float]:
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
         seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
-        raise ChildFailed("\n".join(done.stderr.splitlines()[-LAST_LINES:]))
+        reason = f"lowtide {case.command} dpo ended with status {done.returncode}"
+        raise ChildFailed(reason, done.stderr.splitlines()[-LAST_LINES:])
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": seconds, "processor_seconds": processor}
 

@@ -61,7 +61,9 @@ def test_what_is_prepared_already_is_taken_whole(tokenizer, datasets_cache):
     rows = Dataset.from_list([{"text": text} for text in texts()])
 
     def prepared() -> Dataset:
-        return prepare(rows, tokenizer, PrepareOptions(max_length=None), batch_size=8, packing=False)[0]
+        found, _ = prepare(rows, tokenizer, PrepareOptions(max_length=None), batch_size=8, packing=False)
+        assert isinstance(found, Dataset)
+        return found
 
     with sampling(40) as sample:
         assert len(prepared()) == sample.taken == 40

@@ -94,7 +94,7 @@ class Option:
                 converted = self._items(value) if kind is list else convert(value)
             except (TypeError, ValueError, OverflowError, OSError):
                 continue
-            self._check_range(converted)
+            self._check_range(converted, value)
             return converted
         raise self._refusal(value)
 
@@ -113,7 +113,7 @@ class Option:
         (kind,) = self.items - {dict} or {dict}
         return CONVERTERS[kind](value)
 
-    def _check_range(self, value: Any) -> None:
+    def _check_range(self, value: Any, given: Any) -> None:
         for each in value if isinstance(value, list) else [value]:
             if self.range is None or isinstance(each, bool) or not isinstance(each, int | float):
                 continue
@@ -121,7 +121,7 @@ class Option:
                 none = ", or None" if NoneType in self.kinds else ""
                 why = self.range.note or self.help.split(". ")[0].rstrip(".")
                 finite = "" if math.isfinite(each) or str(self.range) == "finite" else "finite and "
-                raise ValueError(f"{self.name}={value!r} must be {finite}{self.range}{none}" + f" ({why})" * bool(why))
+                raise ValueError(f"{self.name}={given!r} must be {finite}{self.range}{none}" + f" ({why})" * bool(why))
 
     def _refusal(self, value: Any) -> ValueError:
         if self.choices:

@@ -41,7 +41,7 @@ def outside(option) -> list[float]:
 
 @pytest.mark.parametrize("config", [*CONFIGS.values(), AdapterOptions])
 def test_every_number_has_a_range(config):
-    unranged = [n for n, o in numbers(config).items() if o.range is None and n != "pad_to_multiple_of"]
+    unranged = [n for n, o in numbers(config).items() if o.range is None]
     assert unranged == []
 
 

@@ -96,7 +96,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         None, "bfloat16 mixed precision. None: on a GPU that has it, if fp16 is not set; on a CPU float32."
     )
     # TRL's, accepted for the scripts that set them
-    pad_to_multiple_of: int | str | None = option(None, "Without effect: batches have no padding.")
+    pad_to_multiple_of: int | str | None = option(None, "Without effect: batches have no padding.", COUNT)
     pad_token: str | None = option(None, "Without effect: batches have no padding.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:

@@ -61,7 +61,7 @@ class RangedField(Field):
     __slots__ = ("range",)
 
     @classmethod
-    def of(cls, plain: Field, range: Range | None) -> RangedField:
+    def of(cls, plain: Any, range: Range | None) -> RangedField:
         """A field like another one, with a range."""
         made = cls.__new__(cls)
         for name in Field.__slots__:

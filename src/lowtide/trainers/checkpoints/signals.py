@@ -91,14 +91,6 @@ class StopRequest:
             os._exit(TERMINATED)
 
 
-def outlive_first_sigterm(then: Callable[[int], object] | None, worker: int) -> None:
-    """What a worker of a data loader begins with. SLURM sends SIGTERM to all processes of a job, and a worker that
-    ended would take the run with it before the checkpoint is written; the second one ends it."""
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    if then is not None:
-        then(worker)
-
-
 def _forget_in_child() -> None:
     """A forked process (a worker of a data loader) is not this run: signals to it are its own."""
     for request in _received:

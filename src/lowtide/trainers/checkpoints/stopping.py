@@ -8,7 +8,6 @@ the process ends at once, and the last checkpoint is the one before.
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from lowtide.trainers.checkpoints.choosing import checkpoints_of
-from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest, outlive_first_sigterm
+from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest
 from lowtide.trainers.checkpoints.whole import WholeCheckpoints
 from lowtide.watch import worst_of_ranks
 
@@ -66,14 +65,6 @@ class StoppableRuns(WholeCheckpoints):
             raise Interrupted(f"interrupted in step {self.state.global_step + 1}. {self._way_back()}") from error
         finally:
             self._stop = None
-
-    def get_train_dataloader(self) -> Any:
-        """As the Trainer's, with workers that outlive a signal to all processes of the run."""
-        loader: Any = super().get_train_dataloader()
-        inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapping
-        if inner.num_workers:
-            inner.worker_init_fn = functools.partial(outlive_first_sigterm, inner.worker_init_fn)
-        return loader
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any

@@ -121,7 +121,8 @@ class Option:
                 none = ", or None" if NoneType in self.kinds else ""
                 why = self.range.note or self.help.split(". ")[0].rstrip(".")
                 finite = "" if math.isfinite(each) or str(self.range) == "finite" else "finite and "
-                raise ValueError(f"{self.name}={given!r} must be {finite}{self.range}{none}" + f" ({why})" * bool(why))
+                as_given = given if isinstance(given, str) else repr(given)
+                raise ValueError(f"{self.name}={as_given} must be {finite}{self.range}{none}" + f" ({why})" * bool(why))
 
     def _refusal(self, value: Any) -> ValueError:
         if self.choices:

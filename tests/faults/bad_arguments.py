@@ -82,7 +82,7 @@ SFT: dict[str, tuple[dict[str, Make], str]] = {
     ),
     "a folder that is not there": ({"model": plain("./nowhere")}, "./nowhere"),
     "a path that is not there": ({"model": plain(Path("nowhere"))}, "nowhere"),
-    "an empty folder": ({"model": lambda folder: str(folder)}, "cannot be loaded"),
+    "an empty folder": ({"model": lambda folder: str(folder)}, "config.json"),
     "a frozen model": ({"model": lambda folder: frozen()}, "every parameter is frozen"),
     "a model with fewer tokens": ({"model": lambda folder: other_vocabulary()}, "embeddings"),
     "adapters twice": (

@@ -72,7 +72,7 @@ COMMAND_LINES = {
         f'sft {TRAIN} --model_init_kwargs {{{{"hidden_size":"x"}}}}',
         "hidden_size",
     ),
-    "weights of another size": (f'sft {TRAIN} --model_init_kwargs {{{{"hidden_size":48}}}}', "hidden_size=48"),
+    "weights of another size": (f'sft {TRAIN} --model_init_kwargs {{{{"hidden_size":48}}}}', "does not fit"),
     "an unknown dtype": (f"sft {TRAIN} --dtype float23", "did you mean 'float32'"),
     "an unknown argument of the schedule": (
         f'sft {TRAIN} --lr_scheduler_type cosine --lr_scheduler_kwargs {{{{"num_cycle":1}}}}',

@@ -26,6 +26,7 @@ NOT_TRAINED = {
     "activation_offloading_dir": "writes there",
     "memory_budget": "plans",
     "num_train_epochs": "trains long",
+    "gradient_accumulation_steps": "divides the batch of the tests' trainers, down to no rows",
 }
 ANYTHING = st.one_of(
     st.none(),

@@ -135,7 +135,8 @@ def check_kind(model: nn.Module, *, rewards: bool, name: str = "model") -> None:
             f"{name} is on the meta device ({empty}, ...), which holds no weights: load it with from_pretrained, or "
             "fill it (to_empty, load_state_dict) before it is passed"
         )
-    if not rewards and (is_reward_model(inner) or body(inner) is inner):
+    headless = body(inner) is inner or inner.get_output_embeddings() is None
+    if not rewards and (headless or is_reward_model(inner)):
         raise ValueError(
             f"{name} is of class {type(inner).__name__}, which has no language-modelling head, so that it gives no "
             "log-probabilities: load it with AutoModelForCausalLM.from_pretrained, or pass its name"

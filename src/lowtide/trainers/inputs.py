@@ -15,7 +15,7 @@ from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.model_init import config_init, model_init
 from lowtide.option_values import check_ranges
-from lowtide.trainers.config import TrainingConfig
+from lowtide.trainers.config import TrainingConfig, default_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 
 
 def config_of(kind: type[Config], args: TrainingArguments | None, model: Any, title: str) -> Config:
-    """The options as the trainer's own kind: a plain `TrainingArguments` gets the others' defaults."""
+    """The options as the trainer's own kind; what a config of another kind does not have gets its default."""
     if isinstance(args, kind):
         check_ranges(args, leave=args.refused)
         return args
@@ -34,8 +34,21 @@ def config_of(kind: type[Config], args: TrainingArguments | None, model: Any, ti
         raise ValueError(
             f"args is a {type(args).__name__}, which is of another trainer: this one takes a {kind.__name__}"
         )
-    plain = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainingArguments) if f.init}
-    return kind(**plain)
+    return _of_another_kind(kind, args)
+
+
+def _of_another_kind(kind: type[Config], args: TrainingArguments) -> Config:
+    """The options of a plain `TrainingArguments`, or of another library's config, by their names."""
+    own = {each.name for each in dataclasses.fields(kind) if each.init}
+    given = {each.name: getattr(args, each.name) for each in dataclasses.fields(args) if each.init}
+    defaults = {each.name: default_of(type(args), each.name) for each in dataclasses.fields(args) if each.init}
+    unread = sorted(name for name, value in given.items() if name not in own and value != defaults[name])
+    if unread:
+        logger.warning(
+            f"args is a {type(args).__name__}, whose {', '.join(unread)} {kind.__name__} does not have: they have no "
+            f"effect. Make a lowtide.{kind.__name__} to see which of its options are alike"
+        )
+    return kind(**{name: value for name, value in given.items() if name in own})
 
 
 def model_name(model: Any) -> str:

@@ -19,7 +19,7 @@ def test_a_shipped_run_file_is_one(path, tmp_path):
     config = train._trainer(path.name.split("_")[0].removesuffix(".yaml"))[0]
     values = read_run_file(path, train._options(config))
     train._only(AdapterOptions, values).check()
-    train._only(train.RunOptions, values).check(padding_free=True)
+    train._only(train.RunOptions, values).check()
     config(**{name: value for name, value in values.items() if name in train._names(config)})
 
 

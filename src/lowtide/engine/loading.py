@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -57,7 +58,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str 
     """
     try:
         made = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision or "main")
-        if len(made.get_vocab()) <= len(made.all_special_ids):  # what transformers makes of a folder without one
+        if _is_made_up(made, name):
             raise ValueError("there is no vocabulary")
         return made
     except (OSError, ValueError) as error:
@@ -65,6 +66,12 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str 
             f"no tokenizer at {name!r}: pass one as `processing_class`, or save it beside the model "
             f"({_first_line(error)})"
         ) from error
+
+
+def _is_made_up(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether transformers made a tokenizer of special tokens alone out of a folder that has none."""
+    only_special = len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids)
+    return only_special and not any(Path(name).glob("*token*")) and not any(Path(name).glob("*vocab*"))
 
 
 def _first_line(error: BaseException) -> str:

@@ -35,6 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2-50m": _sized("gemma2", 512, 12, tie_word_embeddings=True),
     "mistral-120m": _sized("mistral", 768, 12, tie_word_embeddings=True, sliding_window=None),
     "llama-160m": _sized("llama", 768, 16, tie_word_embeddings=False),
+    "llama-33m": _sized("llama", 320, 8, tie_word_embeddings=False, num_attention_heads=5, num_key_value_heads=5),
+    "qwen3-56m": _sized("qwen3", 448, 12, tie_word_embeddings=False, num_attention_heads=7, num_key_value_heads=7),
+    "qwen2-59m": _sized("qwen2", 576, 12, tie_word_embeddings=True, num_attention_heads=9, num_key_value_heads=3),
+    "llama-96m": _sized("llama", 640, 13, tie_word_embeddings=False),
     "qwen2.5-0.5b": {**QWEN_05B, "pad_token_id": 0},
 }
 
@@ -133,6 +137,14 @@ CASES: dict[str, EstimateCase] = {
         _case("sft", "llama-22m", bf16=True),
         _case("sft", "mistral-120m", rehearsal=False),
         _case("dpo", "mistral-120m", optim="adamw_compressed", **IN_BACKWARD),
+        # sizes that no constant was set by
+        _case("sft", "llama-96m", lora=True),
+        _case("dpo", "qwen2-59m"),
+        _case("kto", "llama-33m"),
+        _case("reward", "qwen3-56m"),
+        _case("sft", "qwen3-56m", rows=2, packing=True),
+        _case("dpo", "llama-33m", rows=8, activation_offloading=True),
+        # for a GPU
         _case("sft", "qwen2.5-0.5b", rows=8, max_length=1024, large=True),
         _case("sft", "qwen2.5-0.5b", rows=8, max_length=1024, gradient_checkpointing=False, large=True),
         _case("dpo", "qwen2.5-0.5b", rows=8, max_length=1024, large=True),

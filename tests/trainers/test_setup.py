@@ -18,7 +18,8 @@ def test_a_model_is_placed_before_it_is_proved(said, monkeypatch):
     seen = []
     monkeypatch.setattr(setup, "release_file", lambda model: None)
     monkeypatch.setattr(setup, "settle_heap", lambda model: seen.append(model.device.type))
-    monkeypatch.setattr(setup, "probe", lambda model: seen.append(model.device.type) or SimpleNamespace(isolated=True))
+    found = SimpleNamespace(isolated=True)
+    monkeypatch.setattr(setup, "probe", lambda model, ragged: seen.append(model.device.type) or found)
     args = SimpleNamespace(place_model_on_device=said, device=torch.device("meta"), padding_free=True)
     setup._proved(build("SFT", 64), args)
     assert seen == (["cpu", "cpu"] if said is False else ["meta", "meta"])

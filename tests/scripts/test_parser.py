@@ -133,7 +133,7 @@ def test_a_field_named_config_is_refused_and_subcommands_get_the_files_values(tm
 @pytest.mark.parametrize("parser", [lowtide.TrlParser, HfArgumentParser])
 def test_every_config_comes_from_a_command_line(tmp_path, monkeypatch, name, parser):
     words = f"--output_dir {tmp_path} --learning_rate 1e-3 --use_cpu --no_gradient_checkpointing --max_length 64"
-    words += ' --report_to none --lr_scheduler_kwargs {"num_cycles":2}'
+    words += ' --report_to none --lr_scheduler_type cosine_with_restarts --lr_scheduler_kwargs {"num_cycles":2}'
     monkeypatch.setattr(sys, "argv", ["script.py"])
     made = parser([lowtide.ScriptArguments, getattr(lowtide, name), lowtide.ModelConfig])
     assert "--learning_rate" in made.format_help()
@@ -145,6 +145,7 @@ def test_every_config_comes_from_a_command_line(tmp_path, monkeypatch, name, par
         gradient_checkpointing=False,
         max_length=64,
         report_to="none",
+        lr_scheduler_type="cosine_with_restarts",
         lr_scheduler_kwargs={"num_cycles": 2},
     )
     assert config.to_dict() == expected.to_dict()

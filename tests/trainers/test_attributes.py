@@ -15,7 +15,7 @@ def test_options_are_attributes_of_the_trainers_that_have_them():
     trainer = make("DPO", beta=0.3, max_length=64, label_smoothing=0.2, loss_type="robust", loss_weights=[2.0])
     assert (trainer.beta, trainer.max_length, trainer.label_smoothing) == (0.3, 64, 0.2)
     assert (trainer.loss_types, trainer.loss_weights) == (["robust"], [2.0])
-    assert (trainer.is_encoder_decoder, trainer.padding_value) == (False, None)
+    assert (trainer.is_encoder_decoder, trainer.padding_value) == (False, trainer.processing_class.pad_token_id)
     plain = make("SFT")
     assert [name for name in OPTIONS if hasattr(plain, name)] == sorted(OF_SFT, key=OPTIONS.index)
     with pytest.raises(AttributeError, match=r"beta is an option of .*pass DPOConfig\(beta=0.5\)"):

@@ -114,6 +114,9 @@ class WholeCheckpoints(Trainer):
             if self.args.should_save:
                 folder = staging / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
                 (folder / RUN_STATE).write_text(json.dumps({**state, "run": run_record(self)}))
+        except WRITE_ERRORS:
+            if not errors:  # else it follows from the model that could not be written, and that says why
+                raise
         finally:
             self._unwritten = None
         if errors:

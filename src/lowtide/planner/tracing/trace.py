@@ -43,6 +43,11 @@ DEVICE = torch.ops.prim.device.default
 """How torch asks a tensor without memory where it lies: more often than all that it computes."""
 
 
+def _place(tensor: Tensor) -> torch.device:
+    """Where a tensor lies, without a call of torch's for one that has no memory."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
 class Mode(TorchDispatchMode):
     """A mode of a trace: it says at once where a tensor lies, and pays nothing to hide from the compiler."""
 
@@ -190,7 +195,7 @@ class StorageTrace(Mode):
     def _see(self, tensor: Tensor, layer: int | None) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._blocks or (not isinstance(tensor, FakeTensor) and tensor.device.type == "meta"):
+        if key in self._blocks or _place(tensor).type == "meta":
             return
         block = Block(storage.nbytes(), self._owner or BORN_IN[self.phase], layer)
         self._blocks[key] = block

@@ -59,9 +59,9 @@ RUNS = {
     "a step of KTO": Limited(80, "KTO"),
     "a step of ORPO": Limited(80, "ORPO"),
     "the optimizer's states": Limited(
-        110, hidden=768, options={"gradient_checkpointing": True}, wanted="in the optimizer's step"
+        160, hidden=768, options={"gradient_checkpointing": True}, wanted="in the optimizer's step"
     ),
-    "the rehearsal": Limited(2, hidden=384, options={"rehearsal": True}, wanted="`max_length`"),
+    "the rehearsal": Limited(2, hidden=384, options={"rehearsal": True}, wanted="the states of AdamW take"),
     "loading the model": Limited(20, hidden=768, at="loading", wanted="while loading the model"),
     "making the reference": Limited(20, "DPO", hidden=768, at="making", wanted="precompute_ref_log_probs"),
     "evaluation": Limited(4, at="evaluating", wanted="`per_device_eval_batch_size`"),

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lowtide.memory.measure import bytes_text, peak_bytes
 from lowtide.memory.out_of_memory import free_caches
 from lowtide.metrics import distributed
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 MOST = 2
 """Settings that are named."""
+TRACE_BYTES = 448 << 20
+"""Host memory that a prediction may take. Where there is less, libraries in C end the process rather than say so."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,7 @@ logger = logging.getLogger(__name__)
 def explained(trainer: MethodTrainer, error: OutOfMemory) -> OutOfMemory:
     """The same error with what was held and what to change. A part that cannot be made, as memory may still be short,
     is left out."""
+    trainer.model.zero_grad()  # half formed, and in the way of what follows
     free_caches()
     text = [str(error)]
     for part in (_peak, _largest, _advice):
@@ -52,10 +57,13 @@ def _largest(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
 
 
 def _advice(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
-    """What a change would save is predicted on one process only: it takes making a trainer, which ranks do together."""
+    """What a change would save is predicted on one process only, since it takes making a trainer, which ranks do
+    together; and only where there is memory for it."""
+
+    affordable = not distributed() and _can_hold(TRACE_BYTES)
 
     def predict(settings: Mapping[str, Any]) -> int | None:
-        if distributed():
+        if not affordable:
             return None
         try:
             return foretold(trainer, settings)
@@ -67,6 +75,15 @@ def _advice(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
     rows = error.failure.row_tokens if error.failure is not None else ()
     advice = advise(trainer.site, _held(trainer), rows, predict)[:MOST]
     return [f"What helps first: {'; or '.join(_text(each, now) for each in advice)}"] if advice else []
+
+
+def _can_hold(size: int) -> bool:
+    """Whether the host gives so many bytes now."""
+    try:
+        torch.empty(size, dtype=torch.uint8)
+    except (RuntimeError, MemoryError):
+        return False
+    return True
 
 
 def _held(trainer: MethodTrainer) -> dict[str, int]:

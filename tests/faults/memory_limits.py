@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import resource
 from collections.abc import Iterator
@@ -21,9 +20,8 @@ import lowtide
 from lowtide.demo.model import make_tokenizer
 from lowtide.watch import OutOfMemory
 
-from .case import Case, print_to
+from .case import FORK, Case, print_to
 
-FORK = multiprocessing.get_context("fork")
 MIB = 1 << 20
 ROWS, TOKENS, VOCABULARY = 16, 128, 512
 WIDTH = 2048

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -19,10 +18,8 @@ from lowtide.demo.data import dialogue_rows, make_questions, write_rows
 from lowtide.demo.model import save
 from lowtide.trainers.method import MethodTrainer
 
-from .case import Case, print_to
+from .case import FORK, Case, print_to
 
-FORK = multiprocessing.get_context("fork")
-"""The process of a case has imported lowtide, and ran it on one thread."""
 RANKS = 2
 TIMEOUT = 5
 """Seconds of `ddp_timeout`."""

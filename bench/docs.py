@@ -189,7 +189,7 @@ def accumulation_section(results: dict[str, Any]) -> str:
 
 
 def estimate_section(results: dict[str, Any]) -> str:
-    """Returns the peaks that were foretold beside those that were measured."""
+    """Returns the peaks that were predicted beside those that were measured."""
     runs = results["runs"]
     rows = [f"| {' | '.join(estimate_cells(run))} |" for run in runs]
     gpu = results["hardware"].get("gpu")
@@ -200,12 +200,12 @@ def estimate_section(results: dict[str, Any]) -> str:
     )
     return "\n".join(
         [
-            f"## Peaks foretold and measured{f', {gpu}' if gpu else ''}",
+            f"## Peaks predicted and measured{f', {gpu}' if gpu else ''}",
             "",
             f"{what} as `lowtide.estimate` has it and as a run",
             f"has it: {estimate_summary(runs, 'cuda' if gpu else 'cpu')}.",
             "",
-            "| run | foretold | measured | error | seconds |",
+            "| run | predicted | measured | error | seconds |",
             "|---|---:|---:|---:|---:|",
             *rows,
             "",

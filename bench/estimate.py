@@ -1,4 +1,4 @@
-"""`python -m bench.estimate`: peaks foretold, and the same runs measured.
+"""`python -m bench.estimate`: peaks predicted, and the same runs measured.
 
 Each run is foretold in one process and trained in another, with what a user's script has around it: data and tokenizer
 from texts, the trainer's defaults, the rehearsal among them. On a CPU what is compared is the resident peak of the
@@ -23,7 +23,7 @@ from bench.processes import ChildFailed, run_child
 from bench.results import ESTIMATE, merged, path_of, versions, write
 from lowtide.memory.allocator import steady_malloc
 
-SUMMARY = "Compare foretold peaks with measured ones."
+SUMMARY = "Compare predicted peaks with measured ones."
 NAME = "estimate"
 SECONDS = 1800
 """After which a run is given up."""
@@ -43,7 +43,7 @@ TARGETS = {"cpu": Target(0.03, 0.06, -0.02), "cuda": Target(0.02, 0.05, -0.05)}
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints and records; returns 1 where a run fails."""
     options, console = parse(argv), Console()
-    table = Table("run", "foretold", "measured", "error", "seconds", title=f"peaks on {options.device}")
+    table = Table("run", "predicted", "measured", "error", "seconds", title=f"peaks on {options.device}")
     runs, failed = [], False
     for name in options.only or names(options.device):
         if missing := [package for package in CASES[name].needs if find_spec(package) is None]:

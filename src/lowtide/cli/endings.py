@@ -12,8 +12,9 @@ INTERRUPTED = 130
 def status_of(error: BaseException) -> int | None:
     """The exit status of an error that ends in one message; None for a bug, which ends in its traceback.
 
-    An exhausted memory is something that the user can mend. Modules are looked up and not imported: what was never
-    loaded has raised nothing, and loading it may take more memory than there is.
+    Running out of memory counts as an error that the user can correct. The modules of the error types are looked up,
+    not imported. A module that is not loaded yet cannot have raised an error, and importing it could need more memory
+    than is left.
     """
     failures, memory = sys.modules.get("lowtide.ranks.failures"), sys.modules.get("lowtide.memory.out_of_memory")
     if failures is not None and isinstance(error, failures.RankFailed):

@@ -78,8 +78,8 @@ def kept(shape: str, layers: int, tokens: int, policy: str, tile: int | None, bf
 
     from lowtide.engine.forward import install, score
     from lowtide.engine.head import Scores
-    from lowtide.memory.checkpointing import set_checkpointing
-    from lowtide.memory.tiled_mlp import install_tiled_mlp
+    from lowtide.memory.activations.checkpointing import set_checkpointing
+    from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
     from lowtide.ragged import RaggedBatch
 
     sizes = {**SHAPES[shape].config, "vocab_size": VOCABULARY, "num_hidden_layers": layers}

@@ -54,7 +54,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         draw(described, folder)
         lines = [f"| | peak, GiB | in | {' | '.join(COLUMNS)} |", "|---|---:|---|" + "---:|" * len(COLUMNS)]
-        lines += [line(name, foretold(described, folder, dict(options))) for name, options in CASES.items()]
+        lines += [line(name, predicted(described, folder, dict(options))) for name, options in CASES.items()]
     write_between(PAGE, MARK, lines, END)
     print("\n".join(lines))
     return 0
@@ -65,7 +65,7 @@ def config_of(folder: str, **options: Any) -> SFTConfig:
     return SFTConfig(**{**settings, "bf16": True, "max_length": TOKENS, **options})
 
 
-def foretold(described: Any, folder: str, options: dict[str, Any]) -> Estimate:
+def predicted(described: Any, folder: str, options: dict[str, Any]) -> Estimate:
     sharding = options.pop("sharding", None)
     config = config_of(folder, **options)
     spread = {"world_size": 8, "sharding": sharding} if sharding else {}

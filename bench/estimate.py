@@ -1,6 +1,6 @@
 """`python -m bench.estimate`: peaks predicted, and the same runs measured.
 
-Each run is foretold in one process and trained in another, with what a user's script has around it: data and tokenizer
+Each run is predicted in one process and trained in another, with what a user's script has around it: data and tokenizer
 from texts, the trainer's defaults, the rehearsal among them. On a CPU what is compared is the resident peak of the
 whole process, whose heap is as the `lowtide` command sets it up. Where there is a GPU the runs are on it, and it is
 what torch's allocator reserves at most, and what it hands out. See `estimate_cases.py` for the runs.
@@ -21,7 +21,7 @@ from bench.measure import GIGABYTE, hardware
 from bench.memory import device_here, saved_weights
 from bench.processes import ChildFailed, run_child
 from bench.results import ESTIMATE, merged, path_of, versions, write
-from lowtide.memory.allocator import steady_malloc
+from lowtide.memory.allocators.settings import steady_malloc
 
 SUMMARY = "Compare predicted peaks with measured ones."
 NAME = "estimate"
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         try:
             with console.status(name):
-                run = compared(name, options.device, options.foretell)
+                run = compared(name, options.device, options.predict)
         except ChildFailed as failure:
             failed = True
             console.print(name, failure.reason, *failure.last_lines, sep="\n", markup=False, highlight=False)
@@ -72,7 +72,7 @@ def names(device: str) -> list[str]:
 
 
 def compared(name: str, device: str, again: bool) -> dict[str, Any]:
-    """One run, foretold and measured; `error` is the share by which the first is above the second.
+    """One run, predicted and measured; `error` is the share by which the first is above the second.
 
     Args:
         again: beside what was measured of it before, if it was.
@@ -83,21 +83,21 @@ def compared(name: str, device: str, again: bool) -> dict[str, Any]:
         spec = {"case": name, "what": what, "weights": weights, "device": device}
         return run_child(spec, lambda step: None, SECONDS, "bench.estimate_child", steady_malloc({}))
 
-    foretold = child("foretell")
+    predicted = child("predict")
     measured = (measured_before(name, device) if again else None) or child("measure")
     run = {
         "case": name,
         "measured_bytes": measured["peak_bytes"],
-        "foretold_bytes": foretold["peak_bytes"],
-        "error": foretold["peak_bytes"] / measured["peak_bytes"] - 1,
-        "phase": foretold["phase"],
-        "seconds": foretold["seconds"],
+        "predicted_bytes": predicted["peak_bytes"],
+        "error": predicted["peak_bytes"] / measured["peak_bytes"] - 1,
+        "phase": predicted["phase"],
+        "seconds": predicted["seconds"],
     }
     if device == "cuda":
         run |= {
             "measured_allocated_bytes": measured["allocated_bytes"],
-            "foretold_allocated_bytes": foretold["allocated_bytes"],
-            "allocated_error": foretold["allocated_bytes"] / measured["allocated_bytes"] - 1,
+            "predicted_allocated_bytes": predicted["allocated_bytes"],
+            "allocated_error": predicted["allocated_bytes"] / measured["allocated_bytes"] - 1,
         }
     return run
 
@@ -129,7 +129,7 @@ def summary(runs: list[dict[str, Any]], device: str) -> str:
 
 
 def cells(run: dict[str, Any]) -> list[str]:
-    """Name, foretold, measured, error and seconds of a run, for a table; on CUDA what is allocated in brackets."""
+    """Name, predicted, measured, error and seconds of a run, for a table; on CUDA what is allocated in brackets."""
 
     def size(name: str) -> str:
         inside = run.get(f"{name}_allocated_bytes")
@@ -137,7 +137,7 @@ def cells(run: dict[str, Any]) -> list[str]:
 
     allocated = f" ({run['allocated_error']:+.1%})" if "allocated_error" in run else ""
     error = f"{run['error']:+.1%}{allocated}"
-    return [run["case"], size("foretold"), size("measured"), error, f"{run['seconds']:.1f}"]
+    return [run["case"], size("predicted"), size("measured"), error, f"{run['seconds']:.1f}"]
 
 
 def record(run: dict[str, Any], device: str) -> None:
@@ -150,7 +150,7 @@ def record(run: dict[str, Any], device: str) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.estimate", description=SUMMARY)
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these runs")
-    parser.add_argument("--foretell", action="store_true", help="foretell anew, beside what was measured before")
+    parser.add_argument("--predict", action="store_true", help="predict anew, beside what was measured before")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options = parser.parse_args(argv)
     options.device = device_here()

@@ -1,4 +1,4 @@
-"""Runs whose peak is foretold and then measured: every trainer and technique, five architectures, 20M to 0.5B."""
+"""Runs whose peak is predicted and then measured: every trainer and technique, five architectures, 20M to 0.5B."""
 
 from __future__ import annotations
 

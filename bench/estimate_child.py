@@ -1,4 +1,4 @@
-"""One run of `estimate.py`, in a process of its own: trains a few steps as a user's script would, or foretells them."""
+"""One run of `estimate.py`, in a process of its own: trains a few steps as a user's script would, or predicts them."""
 
 import tempfile
 from pathlib import Path
@@ -12,7 +12,7 @@ from bench.measure import reset_high_water_mark, resident_bytes
 from bench.memory_child import four_bits, quantized
 from bench.preferences import longtail_labelled, longtail_pairs
 from bench.tokenizer import load_tokenizer, tokenizer_for
-from lowtide.memory.host_heap import trim_heap
+from lowtide.memory.allocators.host_heap import trim_heap
 
 STEPS = 2
 ROWS = {"kto": longtail_labelled, "bco": longtail_labelled, "sft": longtail_rows}
@@ -22,7 +22,7 @@ NAMES = {"reward": "Reward"}
 
 def main(spec: dict[str, Any]) -> None:
     case, device = CASES[spec["case"]], spec["device"]
-    found = measured(case, device, spec["weights"]) if spec["what"] == "measure" else foretold(case, device)
+    found = measured(case, device, spec["weights"]) if spec["what"] == "measure" else predicted(case, device)
     say("result", **found)
 
 
@@ -89,7 +89,7 @@ def model_of(case: EstimateCase, device: str, weights: str) -> Any:
     if case.four_bit:
         model = quantized(Path(weights), device)
         trim_heap()
-        reset_high_water_mark()  # making and quantizing weights takes more than keeping them, and is not foretold
+        reset_high_water_mark()  # making and quantizing weights takes more than keeping them, and is not predicted
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         return model
@@ -108,7 +108,7 @@ def adapters(case: EstimateCase) -> Any:
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=kind)
 
 
-def foretold(case: EstimateCase, device: str) -> dict[str, Any]:
+def predicted(case: EstimateCase, device: str) -> dict[str, Any]:
     """The same run's estimate, and how long it took."""
     import time
 

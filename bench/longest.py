@@ -1,7 +1,7 @@
 """`python -m bench.longest`: the longest row that one GPU trains, by technique, with the shape of Llama-3.1-8B.
 
-The planner foretells it anywhere, for a GPU that need not be there. Where there is one, each row is trained on it too:
-two steps of one row, a process each, from what was foretold on, until the longest that fits and the shortest that does
+The planner predicts it anywhere, for a GPU that need not be there. Where there is one, each row is trained on it too:
+two steps of one row, a process each, from what was predicted on, until the longest that fits and the shortest that does
 not are a sixteenth apart. There it is also measured what offloading costs: the seconds of a step with it over those
 without, both with checkpointing, at lengths where the copies should be hidden behind the products.
 """
@@ -22,7 +22,7 @@ from bench.memory import device_here
 from bench.processes import run_child
 from bench.results import LONGEST, merged, versions, write
 from bench.shapes import LLAMA_8B
-from lowtide.memory import allocator
+from lowtide.memory.allocators import settings as allocator
 
 SUMMARY = "Show the longest row that one GPU trains, by technique."
 NAME = "longest-llama-8b"
@@ -68,9 +68,9 @@ CASES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Foretells, measures where there is a GPU, prints and records; returns 1 where offloading costs too much."""
+    """Predicts, measures where there is a GPU, prints and records; returns 1 where offloading costs too much."""
     options, console = parse(argv), Console()
-    table = Table("row", "foretold", "trained", "not trained", title=f"longest row on {options.device}, in tokens")
+    table = Table("row", "predicted", "trained", "not trained", title=f"longest row on {options.device}, in tokens")
     for name in options.only or CASES:
         with console.status(name):
             run = {"case": name, "layers": options.layers, "device": options.device, **searched(name, options)}
@@ -90,12 +90,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def searched(name: str, options: argparse.Namespace) -> dict[str, int]:
-    """The longest row foretold; with a GPU also the longest that was trained and the shortest that was not; tokens."""
-    foretold, _ = longest(lambda length: foretold_fits(name, length, options), STEP, 2.0)
+    """The longest row predicted; with a GPU also the longest that was trained and the shortest that was not; tokens."""
+    predicted, _ = longest(lambda length: predicted_fits(name, length, options), STEP, 2.0)
     if options.here != "cuda":
-        return {"foretold": foretold}
-    trained, failed = longest(lambda length: trains(name, length, options), foretold or STEP, 1 + 1 / CLOSE)
-    return {"foretold": foretold, "trained": trained, "failed": failed}
+        return {"predicted": predicted}
+    trained, failed = longest(lambda length: trains(name, length, options), predicted or STEP, 1 + 1 / CLOSE)
+    return {"predicted": predicted, "trained": trained, "failed": failed}
 
 
 def longest(fits: Callable[[int], bool], start: int, factor: float) -> tuple[int, int]:
@@ -123,7 +123,7 @@ def _rounded(length: float) -> int:
     return round(length / STEP) * STEP
 
 
-def foretold_fits(name: str, length: int, options: argparse.Namespace) -> bool:
+def predicted_fits(name: str, length: int, options: argparse.Namespace) -> bool:
     """Whether the planner has a step of one such row fit the device, and `HOST_BYTES`."""
     from transformers import AutoConfig
 
@@ -178,8 +178,8 @@ def overlap(length: int, options: argparse.Namespace) -> dict[str, float]:
 
 
 def record(run: dict[str, Any], options: argparse.Namespace) -> None:
-    """Puts a run beside those of the same GPU, over an earlier one of its name; what is foretold is so anywhere."""
-    here = hardware("cuda") if options.here == "cuda" else {"gpu": f"{options.device} foretold"}
+    """Puts a run beside those of the same GPU, over an earlier one of its name; what is predicted is so anywhere."""
+    here = hardware("cuda") if options.here == "cuda" else {"gpu": f"{options.device} predicted"}
     facts = {"kind": LONGEST, "hardware": here}
     key = ("case", "layers", "device")
     runs = merged(NAME, here, {"device": options.here} | run | {"versions": versions()}, key=key)
@@ -188,12 +188,12 @@ def record(run: dict[str, Any], options: argparse.Namespace) -> None:
 
 def cells(run: dict[str, Any]) -> list[str]:
     """Name and lengths of a run, for a table."""
-    return [run["case"], *(f"{run[name]:,}" if name in run else "" for name in ("foretold", "trained", "failed"))]
+    return [run["case"], *(f"{run[name]:,}" if name in run else "" for name in ("predicted", "trained", "failed"))]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.longest", description=SUMMARY)
-    parser.add_argument("--device", default=None, help="foretell for this GPU; default: the one here, or H100-80GB")
+    parser.add_argument("--device", default=None, help="predict for this GPU; default: the one here, or H100-80GB")
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"], help="of the model")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these rows of the table")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")

@@ -10,7 +10,7 @@ from bench.longest import CASES, LongCase, flags, shape
 from bench.memory_child import adapters, common
 from bench.shapes import Shape, build_model
 from bench.tokenizer import load_tokenizer, tokenizer_for
-from lowtide.memory.out_of_memory import is_out_of_memory
+from lowtide.memory.allocators.out_of_memory import is_out_of_memory
 
 
 def main(spec: dict[str, Any]) -> None:

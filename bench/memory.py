@@ -23,7 +23,7 @@ from bench.memory_cases import CASES
 from bench.processes import ChildFailed, run_child
 from bench.results import MEMORY, merged, versions, write
 from bench.tokenizer import cache_folder
-from lowtide.memory.allocator import steady_malloc
+from lowtide.memory.allocators.settings import steady_malloc
 
 SUMMARY = "Show what each memory technique saves, fine-tuning Qwen2.5-0.5B."
 LENGTHS = (4, 32, 128, 512, 1024)

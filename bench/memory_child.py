@@ -16,8 +16,8 @@ from bench.measure import PeakMeter, resident_bytes
 from bench.memory_cases import CASES, MemoryCase, flags
 from bench.shapes import QWEN_05B, Shape, build_model, parameter_counts
 from bench.tokenizer import load_tokenizer, tokenizer_for
-from lowtide.engine.loading import release_file
-from lowtide.memory.host_heap import trim_heap
+from lowtide.engine.weights.loading import release_file
+from lowtide.memory.allocators.host_heap import trim_heap
 
 STEPS = 2
 

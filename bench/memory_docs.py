@@ -201,8 +201,8 @@ def longest_section(results: dict[str, Any]) -> str:
     for device, layers in sorted({(run["device"], run["layers"]) for run in runs}):
         here = [run for run in runs if (run["device"], run["layers"]) == (device, layers)]
         where = device if device != "cuda" else results["hardware"]["gpu"]
-        lines += ["", f"| {where}, {layers} layers | foretold | trained | not trained |", "|---|---:|---:|---:|"]
-        lines += [f"| {' | '.join(longest_cells(run))} |" for run in here if "foretold" in run]
+        lines += ["", f"| {where}, {layers} layers | predicted | trained | not trained |", "|---|---:|---:|---:|"]
+        lines += [f"| {' | '.join(longest_cells(run))} |" for run in here if "predicted" in run]
         costs = [f"{run['case'].removeprefix('offloading ')} {run['ratio']:.2f}" for run in here if "ratio" in run]
         lines += ["", f"Seconds of a step with offloading over those without: {', '.join(costs)}."] if costs else []
     return "\n".join(
@@ -210,7 +210,7 @@ def longest_section(results: dict[str, Any]) -> str:
             "## The longest row that one GPU trains: Llama-3.1-8B",
             "",
             "One row a step, weights in bfloat16, LoRA of rank 16 on all linear layers or all weights; in tokens, to a "
-            "sixteenth. Foretold is what the planner finds to fit, without a GPU, with at most 512 GiB of host memory "
+            "sixteenth. Predicted is what the planner finds to fit, without a GPU, with at most 512 GiB of host memory "
             "beside it; trained and not trained are the longest row that ran two steps on one, and the shortest that "
             "did not fit.",
             *lines,

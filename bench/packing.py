@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from lowtide.data.packing import pack
+from lowtide.data.batches.packing import pack
 
 BLOCK = 1000  # rows; the batch size of datasets' `map`, hence TRL's block
 

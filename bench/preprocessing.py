@@ -85,7 +85,7 @@ def measure(path: Path, packing: bool) -> dict[str, Any]:
     import datasets
 
     from lowtide.data.prepare import PrepareOptions, prepare
-    from lowtide.data.sources import load_rows
+    from lowtide.data.sources.load import load_rows
 
     datasets.disable_progress_bars()
     tokenizer = tiny_tokenizer()

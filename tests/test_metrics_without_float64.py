@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map
 
 from lowtide.methods.bco import RunningMean
 from lowtide.methods.kto import baseline
-from lowtide.metrics import Totals
 from lowtide.objectives.outcome import Outcome, mean_of
 from lowtide.ragged import RaggedBatch
+from lowtide.step.metrics import Totals
 
 MPS = torch.device("mps")
 VALUES = torch.tensor([1e8, 1.0, 1.0, 1.0, -1e8, 0.5])

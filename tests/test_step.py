@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide.engine.forward import install
 from lowtide.methods import TokenObjective
-from lowtide.metrics import Totals
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
-from lowtide.passes import Models
 from lowtide.ragged import IGNORE, RaggedBatch
-from lowtide.step import Limits, Ways, evaluate_batch, train_step
+from lowtide.step.metrics import Totals
+from lowtide.step.microbatches import Models
+from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch, train_step
 
 NLL = TokenObjective(LOSSES["nll"])
 RANK_CASES = [(tied, most) for tied in (False, True) for most in (4, 1)]
@@ -100,7 +100,7 @@ def test_padded_and_ragged_give_equal_gradients(padding_free, accumulate):
     _, expected = textbook(model, batch_rows)
     batch = RaggedBatch.from_rows(batch_rows)
     models = Models(model, padding_free=padding_free)
-    train_step(models, batch, NLL, limits=Limits(rows=3), ways=Ways(accumulate=accumulate))
+    train_step(models, batch, NLL, limits=Limits(rows=3), plan=BackwardPlan(accumulate=accumulate))
     assert_equal(gradients(model), expected)
 
 
@@ -153,7 +153,7 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
     found = {}
     for tied, most in RANK_CASES:
         model = DistributedDataParallel(build(tied))
-        loss = train_step(model, share, NLL, limits=Limits(rows=most), ways=Ways(no_sync=model.no_sync))
+        loss = train_step(model, share, NLL, limits=Limits(rows=most), plan=BackwardPlan(no_sync=model.no_sync))
         torch.distributed.all_reduce(loss)
         found[tied, most] = (loss / ranks, gradients(model.module))
         # A rank that leaves while the other still talks to it can hang in gloo's teardown.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lowtide.import_noise import drop_import_noise
 
 if TYPE_CHECKING:
-    from lowtide.data.collate import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening
-    from lowtide.data.mixtures import DatasetConfig
+    from lowtide.data.batches.collate import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening
+    from lowtide.data.sources.mixtures import DatasetConfig
     from lowtide.planning import estimate, plan
     from lowtide.ragged import RaggedBatch
     from lowtide.scripts.arguments import DatasetMixtureConfig, ModelConfig, ScriptArguments
@@ -113,8 +113,8 @@ __all__ = [
 ]
 
 _NAMES = {
-    "lowtide.data.collate": ("DataCollatorForCompletionOnlyLM", "DataCollatorWithFlattening"),
-    "lowtide.data.mixtures": ("DatasetConfig",),
+    "lowtide.data.batches.collate": ("DataCollatorForCompletionOnlyLM", "DataCollatorWithFlattening"),
+    "lowtide.data.sources.mixtures": ("DatasetConfig",),
     "lowtide.planning": ("estimate", "plan"),
     "lowtide.ragged": ("RaggedBatch",),
     "lowtide.scripts.arguments": ("DatasetMixtureConfig", "ModelConfig", "ScriptArguments"),

@@ -51,8 +51,8 @@ def main(adapters: bool) -> int:
     from transformers import AutoModelForCausalLM
 
     from lowtide.demo.model import make_tokenizer
-    from lowtide.memory import host_heap
-    from lowtide.memory.measure import peak_resident_bytes
+    from lowtide.memory.allocators import host_heap
+    from lowtide.memory.allocators.measure import peak_resident_bytes
     from lowtide.planner.devices import device_named
     from lowtide.planner.estimate import estimate_run
     from lowtide.planner.tracing.fake_run import FakeRun
@@ -71,8 +71,8 @@ def main(adapters: bool) -> int:
         trainer.train()
         peak = peak_resident_bytes()
         traced = FakeRun(SFTTrainer, **run, processing_class=make_tokenizer())
-        foretold = estimate_run(traced, device_named("cpu"), beside=0)
-    return peak - foretold.peak_bytes
+        predicted = estimate_run(traced, device_named("cpu"), beside=0)
+    return peak - predicted.peak_bytes
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
 import lowtide
-from lowtide.data.sources import Source, load_rows
-from lowtide.engine.loading import load_tokenizer
-from lowtide.engine.model_init import config_init, model_init
+from lowtide.data.sources.load import Source, load_rows
+from lowtide.engine.weights.loading import load_tokenizer
+from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.methods import METHODS
-from lowtide.planner.candidate import Run, config_of_model, first_rows, measured, prepared_rows
+from lowtide.planner.candidate import PlannedRun, config_of_model, first_rows, measured, prepared_rows
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.plan import Plan, make_plan
@@ -123,7 +123,7 @@ def plan(
         budget,
         exact=exact,
         explain=explain,
-        source=source or own | dict(run.given),
+        source=source or own | dict(run.requested),
         streamed=rows is not loaded,
         notes=notes,
     )
@@ -157,9 +157,9 @@ def _run(
     processing_class: Any,
     peft_config: Any,
     quantization_config: Any,
-) -> tuple[Run, Dataset | IterableDataset]:
+) -> tuple[PlannedRun, Dataset | IterableDataset]:
     trainer_class, place = _trainer_named(method), device_named(device)
-    given = dict(config.given if isinstance(config, TrainingConfig) else config or {})
+    given = dict(config.requested if isinstance(config, TrainingConfig) else config or {})
     init = model_init(
         given.get("model_init_kwargs"),
         trust_remote_code=bool(given.get("trust_remote_code")),
@@ -168,7 +168,9 @@ def _run(
     described = config_of_model(model, **config_init(init))
     if processing_class is None and isinstance(model, str):
         processing_class = load_tokenizer(model, **config_init(init))
-    run = Run(trainer_class, described, given, place, processing_class, peft_config, init.get("quantization_config"))
+    run = PlannedRun(
+        trainer_class, described, given, place, processing_class, peft_config, init.get("quantization_config")
+    )
     return run, load_rows(dataset)
 
 

@@ -1,13 +1,13 @@
-"""The longest row is found from any start, foretold, and tried by a run that can also not fit."""
+"""The longest row is found from any start, predicted, and tried by a run that can also not fit."""
 
 import pytest
 import torch
 
 from bench import longest_child
-from bench.longest import CASES, STEP, LongCase, cells, flags, foretold_fits, longest, parse
+from bench.longest import CASES, STEP, LongCase, cells, flags, longest, parse, predicted_fits
 from bench.shapes import LLAMA_8B
 from lowtide import SFTConfig
-from lowtide.watch import OutOfMemory
+from lowtide.step.rank_sync import OutOfMemory
 
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory"),
@@ -36,11 +36,11 @@ def test_nothing_fits():
     assert longest(lambda length: False, 8 * STEP, 2.0) == (0, STEP)
 
 
-def test_a_gpu_is_foretold_where_there_is_none():
+def test_a_gpu_is_predicted_where_there_is_none():
     options = parse(["--device", "H100-80GB", "--layers", "2"])
     assert (options.here, options.device) == ("cpu", "H100-80GB")
-    assert foretold_fits("LoRA, checkpointing", 8192, options)
-    assert not foretold_fits("LoRA, checkpointing", 1 << 20, options)
+    assert predicted_fits("LoRA, checkpointing", 8192, options)
+    assert not predicted_fits("LoRA, checkpointing", 1 << 20, options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,4 +75,4 @@ def test_another_error_is_one(monkeypatch):
 
 
 def test_a_run_is_a_line():
-    assert cells({"case": "LoRA", "foretold": 94_208}) == ["LoRA", "94,208", "", ""]
+    assert cells({"case": "LoRA", "predicted": 94_208}) == ["LoRA", "94,208", "", ""]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lowtide.memory.allocator import CACHE, MALLOC, NAME, OLDER_NAMES, expand_segments, starts_over
+from lowtide.memory.allocators.settings import CACHE, MALLOC, NAME, OLDER_NAMES, expand_segments, starts_over
 
 SCRIPT = """
 import os, sys

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from lowtide.cli.main import main
-from lowtide.memory.measure import resident_bytes
+from lowtide.memory.allocators.measure import resident_bytes
 
 MIB = 1 << 20
 FEW = (

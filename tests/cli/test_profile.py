@@ -14,7 +14,7 @@ import pytest
 from lowtide.cli import profile as cli_profile
 from lowtide.cli.main import main
 from lowtide.planner.advice import Advice
-from lowtide.planner.profiling.profile import Profile, Run, Span, Tensors, ticks
+from lowtide.planner.profiling.profile import Profile, ProfiledRun, Span, Tensors, ticks
 from lowtide.planner.profiling.profile_page import html_of
 
 CHROMIUM = next(
@@ -67,7 +67,7 @@ def test_it_writes_numbers_a_picture_and_a_page(profile, tmp_path, monkeypatch):
     assert "Process predicted: 700.0 MiB (" in out
 
 
-def test_a_run_that_cannot_be_foretold_says_why(profile, tmp_path, monkeypatch):
+def test_a_run_that_cannot_be_predicted_says_why(profile, tmp_path, monkeypatch):
     def refuse(self, settings):
         raise ValueError("this is not <traceable>")
 
@@ -113,7 +113,7 @@ EVIL = "</script><img src=x onerror=alert(1)>'\"&"
 
 def made(advice: tuple[Advice, ...] = ()) -> Profile:
     return Profile(
-        run=Run("SFT", EVIL, "cpu", "2.13", 2, 500 * MIB),
+        run=ProfiledRun("SFT", EVIL, "cpu", "2.13", 2, 500 * MIB),
         peak_bytes=120 * MIB,
         peak_seconds=1.5,
         peak_step=1,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lowtide.cli import train
 from lowtide.cli.main import main
-from lowtide.watch import OutOfMemory
+from lowtide.step.rank_sync import OutOfMemory
 
 
 def weights(folder) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
 
-from lowtide.data.collate import (
+from lowtide.data.batches.collate import (
     DataCollatorForCompletionOnlyLM,
     DataCollatorWithFlattening,
     RaggedCollator,

@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset, IterableDataset
 
-from lowtide.data.columns import _warn_once
+from lowtide.data.formats.columns import _warn_once
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
 

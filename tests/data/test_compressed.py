@@ -6,7 +6,7 @@ import lzma
 
 import pytest
 
-from lowtide.data.sources import load_rows
+from lowtide.data.sources.load import load_rows
 
 LINES = b"".join(b'{"text": "%d"}\n' % n for n in range(50))
 COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lowtide.data.formats import ChatSample, TextSample, TokenSample, detect_format
+from lowtide.data.formats.reading import ChatSample, TextSample, TokenSample, detect_format
 
 USER, ASSISTANT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}
 SYSTEM, TOOL = {"role": "system", "content": "be brief"}, {"role": "tool", "content": "42"}

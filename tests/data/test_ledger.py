@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lowtide.data.ledger import Ledger, padding_share
+from lowtide.data.report.ledger import Ledger, padding_share
 
 LEDGER = Ledger(
     name="train [red]",

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lowtide.data.lengths import BATCH_SIZES, LengthReport, share
-from lowtide.data.lengths_page import write_html
-from lowtide.data.lengths_plot import brief, octaves, shorten, write_png
-from lowtide.data.packing import pack
+from lowtide.data.batches.packing import pack
+from lowtide.data.report.lengths import BATCH_SIZES, LengthReport, share
+from lowtide.data.report.lengths_page import write_html
+from lowtide.data.report.lengths_plot import brief, octaves, shorten, write_png
 
 some_lengths = st.lists(st.integers(0, 300), min_size=1, max_size=60).filter(any)
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 
-from lowtide.data.mapped import mapped_files, release_pages
+from lowtide.data.cache.mapped import mapped_files, release_pages
 
 
 def resident_bytes(path):

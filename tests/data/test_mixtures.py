@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, IterableDataset
 
-from lowtide.data.mixtures import DatasetConfig, load_mixture
+from lowtide.data.sources.mixtures import DatasetConfig, load_mixture
 
 
 @pytest.fixture

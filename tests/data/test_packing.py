@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.data.packing import Packing, pack
+from lowtide.data.batches.packing import Packing, pack
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 row_lengths = st.lists(st.integers(0, 60), max_size=80)

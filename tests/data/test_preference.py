@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 from rich.console import Console
 
-from lowtide.data.kl_completions import previous_in_block
+from lowtide.data.encode.kl_completions import previous_in_block
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -102,7 +102,7 @@ def test_a_second_start_finds_the_cache(tokenizer, monkeypatch):
         raise AssertionError("prepared again")
 
     monkeypatch.setattr("lowtide.data.preference._Preparer.__call__", refuse)
-    monkeypatch.setattr("lowtide.data.kl_completions.range_index", refuse)
+    monkeypatch.setattr("lowtide.data.encode.kl_completions.range_index", refuse)
     again, same_ledger = prepared(Dataset.from_list(TEXTS), tokenizer)
     assert list(again) == list(first)
     assert same_ledger == ledger

@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.data.preference_formats import PreferenceSample
-from lowtide.data.preference_rows import PAIR_PARTS, UNPAIRED_PARTS, pair_table, unpaired_table, whole_pair_table
-from lowtide.data.sides import EncodedSides
-from lowtide.data.token_rows import TokenRows, flatten
-from lowtide.data.truncation import Truncation
+from lowtide.data.batches.token_rows import TokenRows, flatten
+from lowtide.data.encode.preference_rows import PAIR_PARTS, UNPAIRED_PARTS, pair_table, unpaired_table, whole_pair_table
+from lowtide.data.encode.sides import EncodedSides
+from lowtide.data.encode.truncation import Truncation
+from lowtide.data.formats.preferences import PreferenceSample
 
 
 def cut_plainly(prompt, completions, truncation):

@@ -16,10 +16,10 @@ from datasets import Dataset, IterableDataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowtide.data.fingerprint import function_fingerprint
-from lowtide.data.packing import pack
+from lowtide.data.batches.packing import pack
+from lowtide.data.cache.fingerprint import function_fingerprint
 from lowtide.data.prepare import PrepareOptions, prepare
-from lowtide.data.sources import load_rows
+from lowtide.data.sources.load import load_rows
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -274,7 +274,7 @@ def test_marks_that_leave_the_end_of_a_turn_out_are_warned_of(ends, tokenizer, c
 
 def counted(monkeypatch):
     """The sizes of the batches that are encoded from now on."""
-    from lowtide.data.encode import RowEncoder
+    from lowtide.data.encode.rows import RowEncoder
 
     sizes, call = [], RowEncoder.__call__
 
@@ -446,7 +446,7 @@ def test_a_stream_gives_the_rows_of_the_dataset(tokenizer, options):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_stream_is_packed_by_buffers(tokenizer, strategy, monkeypatch):
-    monkeypatch.setattr("lowtide.data.stream.STREAM_BUFFER", 4)
+    monkeypatch.setattr("lowtide.data.sources.stream.STREAM_BUFFER", 4)
     rows = tokenized([3, 9, 5, 7, 2, 2, 8, 4])
     options = {"packing": True, "max_length": 10, "packing_strategy": strategy}
     stream, _ = run(Dataset.from_list(rows).to_iterable_dataset(), tokenizer, **options)

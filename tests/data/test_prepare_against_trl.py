@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
-from lowtide.data.chat import ChatEncoder
-from lowtide.data.formats import ChatSample, RowPlace
+from lowtide.data.encode.chat import ChatEncoder
+from lowtide.data.formats.reading import ChatSample, RowPlace
 from lowtide.data.prepare import PrepareOptions, prepare
 
 trl = pytest.importorskip("trl", reason="the comparison needs the bench extra (trl)")

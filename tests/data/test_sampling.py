@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from lowtide.data.options import PrepareOptions
 from lowtide.data.prepare import prepare
-from lowtide.data.sampling import sampled_rows, sampling
+from lowtide.data.sources.sampling import sampled_rows, sampling
 
 ROWS = 400
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from lowtide.data.sources import load_rows
+from lowtide.data.sources.load import load_rows
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -175,7 +175,7 @@ def test_a_name_that_the_hub_does_not_have_is_named(monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr("lowtide.data.sources.load_dataset", unreachable)
+    monkeypatch.setattr("lowtide.data.sources.load.load_dataset", unreachable)
     with pytest.raises(FileNotFoundError, match=r"'user/data' is no file or folder here, and no dataset .*no route"):
         load_rows("user/data")
 
@@ -187,7 +187,7 @@ def test_a_hub_name_is_loaded_with_its_configuration_and_split(monkeypatch):
         calls.append((args, kwargs))
         return Dataset.from_list(ROWS)
 
-    monkeypatch.setattr("lowtide.data.sources.load_dataset", load)
+    monkeypatch.setattr("lowtide.data.sources.load.load_dataset", load)
     assert len(load_rows("user/data", name="main", split="test")) == 2
     assert calls == [(("user/data", "main"), {"split": "test", "streaming": False})]
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.data.token_rows import TokenRows, flatten
-from lowtide.data.truncation import Truncation, truncate
+from lowtide.data.batches.token_rows import TokenRows, flatten
+from lowtide.data.encode.truncation import Truncation, truncate
 
 LIMIT = st.none() | st.integers(1, 8)
 

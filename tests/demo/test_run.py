@@ -32,7 +32,7 @@ def test_twenty_steps_train_report_and_save(tmp_path, command, capsys):
     assert report["seconds"] > 0
     assert (tmp_path / "model" / "model.safetensors").is_file()
     shown = capsys.readouterr().out
-    for part in ("exact answers", "states foretold", "peak measured", str(tmp_path / "model")):
+    for part in ("exact answers", "states predicted", "peak measured", str(tmp_path / "model")):
         assert part in shown
 
 

@@ -8,8 +8,8 @@ from peft.utils.integrations import dequantize_module_weight
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from lowtide.engine.forward import install, score
-from lowtide.engine.loading import adapt, load_model
 from lowtide.engine.probe import probe
+from lowtide.engine.weights.loading import adapt, load_model
 from lowtide.ragged import RaggedBatch
 
 VOCAB, HIDDEN = 96, 64

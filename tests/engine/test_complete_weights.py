@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Glm4MoeConfig, LlamaConfig
 
-from lowtide.engine.complete_weights import load_adapters
-from lowtide.engine.loading import load_model
+from lowtide.engine.weights.complete_weights import load_adapters
+from lowtide.engine.weights.loading import load_model
 
 UP = "model.layers.1.mlp.up_proj.weight"
 INDEX = "model.safetensors.index.json"

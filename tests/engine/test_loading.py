@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from lowtide.engine.loading import adapt, release_file
+from lowtide.engine.weights.loading import adapt, release_file
 
 
 def tiny_model() -> PreTrainedModel:

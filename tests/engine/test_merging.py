@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from test_adapters import CASES, MERGED, QUANTIZED, adapted, build, dequantized, moe, quantized
 from transformers import AutoModelForCausalLM
 
-from lowtide.engine.merging import save_merged
+from lowtide.engine.weights.merging import save_merged
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 
@@ -122,7 +122,7 @@ def test_what_is_held_beside_the_model_is_a_shard(tmp_path):
         from pathlib import Path
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM, LlamaConfig
-        from lowtide.engine.merging import save_merged
+        from lowtide.engine.weights.merging import save_merged
 
         config = LlamaConfig(vocab_size=64, hidden_size=1024, intermediate_size=4096, num_hidden_layers=12,
                              num_attention_heads=8, num_key_value_heads=8)

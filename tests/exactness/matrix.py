@@ -37,10 +37,10 @@ import lowtide
 from lowtide.engine import head
 from lowtide.engine.forward import causal_model
 from lowtide.memory import table
-from lowtide.memory.checkpointing import POLICIES
-from lowtide.memory.compressed_adamw import CompressedAdamW
-from lowtide.memory.offloading import ActivationOffload
-from lowtide.memory.optimizer_in_backward import OptimizerInBackward
+from lowtide.memory.activations.checkpointing import POLICIES
+from lowtide.memory.activations.offloading import ActivationOffload
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.memory.table import TECHNIQUES
 from lowtide.memory.technique import Technique
 from lowtide.ops import linear_logprobs

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from peft.utils.integrations import dequantize_module_weight
 from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
-from lowtide.engine.loading import load_model
+from lowtide.engine.weights.loading import load_model
 
 LEAN = ("gradient checkpointing", "activation offloading", "tiled MLP", "token budget")
 """Together in one run."""

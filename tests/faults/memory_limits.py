@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lowtide
 from lowtide.demo.model import make_tokenizer
-from lowtide.watch import OutOfMemory
+from lowtide.step.rank_sync import OutOfMemory
 
 from .case import FORK, Case, print_to
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lowtide.memory.allocator import NAME, OLDER_NAMES
+from lowtide.memory.allocators.settings import NAME, OLDER_NAMES
 from lowtide.planner.allocators.cuda_allocator import replay
 
 RECORD = """

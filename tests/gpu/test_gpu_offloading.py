@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from lowtide.engine.forward import install, score
-from lowtide.memory.offloading import ActivationOffload
+from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.ragged import RaggedBatch
 
 CUDA = torch.device("cuda")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.memory import compressed_adamw
-from lowtide.memory.compressed_adamw import CompressedAdamW
-from lowtide.memory.host_states import HostStates
-from lowtide.memory.optimizer_in_backward import OptimizerInBackward
+from lowtide.memory.optimizers import compressed_adamw
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.host_states import HostStates
+from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 
 SHAPES = [(370, 110), (1,), (30, 5, 7), (20001,)]
 

@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.engine.forward import causal_model
-from lowtide.memory.checkpointing import POLICIES, set_checkpointing
-from lowtide.memory.offloading import ActivationOffload
-from lowtide.memory.tiled_mlp import install_tiled_mlp
+from lowtide.memory.activations.checkpointing import POLICIES, set_checkpointing
+from lowtide.memory.activations.offloading import ActivationOffload
+from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
 
 LAYERS = 3
 MODELS = {

@@ -8,8 +8,8 @@ import torch
 import torch._dynamo
 from tiny_models import RaggedBatch, build, loss_of, prepared, tokens
 
-from lowtide.memory.compilation_log import FOLDER, CompilationLog, cache_folder, keep_compiled
-from lowtide.memory.compiling import compile_layers
+from lowtide.memory.kernels.compilation_log import FOLDER, CompilationLog, cache_folder, keep_compiled
+from lowtide.memory.kernels.compiling import compile_layers
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from test_checkpointing import checkpointed
 from tiny_models import RaggedBatch, assert_close, build, gradients, loss_of, prepared, tokens
 from torch._dynamo.utils import counters
 
-from lowtide.memory.compiling import compile_layers, remove_compilation
+from lowtide.memory.kernels.compiling import compile_layers, remove_compilation
 
 
 @pytest.fixture(autouse=True)

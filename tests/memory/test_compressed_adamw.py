@@ -7,8 +7,8 @@ import torch
 from tiny_llama import same_bits, tiny_llama, token_ids
 from torch import nn
 
-from lowtide.memory import compressed_adamw
-from lowtide.memory.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers import compressed_adamw
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 
 SHAPES = [(37, 11), (1,), (3, 5, 7), (2001,)]
 BLOCK = 256

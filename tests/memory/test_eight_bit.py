@@ -6,9 +6,9 @@ from tiny_llama import same_bits, tiny_llama, token_ids
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.memory import compressed_adamw
-from lowtide.memory.compressed_adamw import CompressedAdamW
-from lowtide.memory.eight_bit import SCALED, _levels, _nearest, dequantize, quantize_, zeros_8bit
+from lowtide.memory.optimizers import compressed_adamw
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.eight_bit import SCALED, _levels, _nearest, dequantize, quantize_, zeros_8bit
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from storages import Storages
 from torch import Tensor
 from transformers import TrainerCallback
 
-from lowtide.memory import host_heap
+from lowtide.memory.allocators import host_heap
 
 EVERY, STEPS = 20, 200
 """Steps between marks, and in all."""

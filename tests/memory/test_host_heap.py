@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.memory import host_heap
+from lowtide.memory.allocators import host_heap
 
 
 class Stack(nn.Module):
@@ -65,7 +65,7 @@ def test_a_trim_gives_memory_back():
         kept.append(torch.ones(1 << 8))
     heap.mallopt(host_heap.M_TRIM_THRESHOLD, 2**31 - 1)
     holes.clear()
-    from lowtide.memory.measure import resident_bytes
+    from lowtide.memory.allocators.measure import resident_bytes
 
     before = resident_bytes()
     host_heap._trim(heap)

@@ -11,10 +11,10 @@ import torch
 from tiny_llama import same_bits, tiny_llama, token_ids
 from transformers.optimization import Adafactor
 
-from lowtide.memory import host_states
-from lowtide.memory.compressed_adamw import CompressedAdamW
-from lowtide.memory.host_states import HostStates
-from lowtide.memory.optimizer_in_backward import OptimizerInBackward
+from lowtide.memory.optimizers import host_states
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.host_states import HostStates
+from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

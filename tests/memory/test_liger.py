@@ -10,10 +10,11 @@ import torch
 from tiny_models import assert_same, build, gradients, loss_of, prepared, separate, with_adapters
 from transformers.models.llama import modeling_llama as llama
 
-from lowtide.memory import liger, table
-from lowtide.memory.checkpointing import POLICIES, set_checkpointing
-from lowtide.memory.liger import liger_kernels
-from lowtide.memory.offloading import ActivationOffload
+from lowtide.memory import table
+from lowtide.memory.activations.checkpointing import POLICIES, set_checkpointing
+from lowtide.memory.activations.offloading import ActivationOffload
+from lowtide.memory.kernels import liger
+from lowtide.memory.kernels.liger import liger_kernels
 from lowtide.memory.table import TECHNIQUES
 from lowtide.memory.technique import Site
 

@@ -12,9 +12,9 @@ import torch
 from tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared, with_adapters
 from torch import nn
 
-from lowtide.memory.offloading import ActivationOffload
-from lowtide.memory.spill_file import FreeSpace, SpillFile, folder_on_a_disk, is_in_memory
-from lowtide.memory.tiled_mlp import install_tiled_mlp
+from lowtide.memory.activations.offloading import ActivationOffload
+from lowtide.memory.activations.spill_file import FreeSpace, SpillFile, folder_on_a_disk, is_in_memory
+from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
 
 CPU = torch.device("cpu")
 ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-3), partial(torch.optim.SGD, lr=0.01)
@@ -265,8 +265,8 @@ def test_a_graph_can_be_used_twice():
 
 RESIDENT = """
 import torch
-from lowtide.memory.measure import peak_resident_bytes
-from lowtide.memory.offloading import ActivationOffload
+from lowtide.memory.allocators.measure import peak_resident_bytes
+from lowtide.memory.activations.offloading import ActivationOffload
 
 def rise(offloaded):
     x = torch.randn(1 << 21, requires_grad=True)  # 8 MiB

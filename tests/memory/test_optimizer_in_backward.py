@@ -12,8 +12,8 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from lowtide.engine.forward import causal_model, install, score
-from lowtide.memory.compressed_adamw import CompressedAdamW
-from lowtide.memory.optimizer_in_backward import OptimizerInBackward
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.objectives.sft import nll
 from lowtide.ragged import RaggedBatch
 

@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.memory.checkpointing import POLICIES, _contexts, set_checkpointing
-from lowtide.memory.offloading import ActivationOffload
-from lowtide.memory.pinned_host import PinnedHost
+from lowtide.memory.activations.checkpointing import POLICIES, _contexts, set_checkpointing
+from lowtide.memory.activations.offloading import ActivationOffload
+from lowtide.memory.allocators.pinned_host import PinnedHost
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.engine.forward import causal_model
-from lowtide.memory.tiled_mlp import _tiles_differ, install_tiled_mlp, remove_tiled_mlp
+from lowtide.memory.activations.tiled_mlp import _tiles_differ, install_tiled_mlp, remove_tiled_mlp
 
 PHI3 = {"num_key_value_heads": 4}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
@@ -272,10 +272,10 @@ RESIDENT = """
 import sys, torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
-from lowtide.memory.host_heap import trim_heap
-from lowtide.memory.measure import peak_resident_bytes
+from lowtide.memory.allocators.host_heap import trim_heap
+from lowtide.memory.allocators.measure import peak_resident_bytes
 from lowtide.engine.forward import causal_model
-from lowtide.memory.tiled_mlp import install_tiled_mlp, remove_tiled_mlp
+from lowtide.memory.activations.tiled_mlp import install_tiled_mlp, remove_tiled_mlp
 
 model = torch.nn.ModuleDict({"mlp": LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=1024))})
 x = torch.randn(1, 8192, 64, requires_grad=True)  # the inner tensors are 32 MiB each

@@ -10,15 +10,15 @@ from test_pair_methods import rows as pairs
 from test_unpaired_methods import rows as unpaired
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide.data.collate import CompletionCollator
+from lowtide.data.batches.collate import CompletionCollator
 from lowtide.engine.reference import FrozenModel
 from lowtide.methods.bco import BCO, BCOOptions
 from lowtide.methods.dpo import DPO, DPOOptions
 from lowtide.methods.kto import KTO, KTOOptions
 from lowtide.methods.reward import REWARD, RewardOptions
-from lowtide.metrics import Totals
-from lowtide.passes import Models
-from lowtide.step import Limits, Ways, train_step
+from lowtide.step.metrics import Totals
+from lowtide.step.microbatches import Models
+from lowtide.step.train_step import BackwardPlan, Limits, train_step
 
 PAIRS = CompletionCollator(("chosen_ids", "rejected_ids"))
 CASES = {
@@ -59,7 +59,7 @@ def rank_main(rank: int, ranks: int, rendezvous: str, path: str) -> None:
         model = DistributedDataParallel(policy(name))
         # Unequal shares, so that ranks run unequally many rows and one has to keep the other company.
         share = rows()[:5] if rank == 0 else rows()[5:]
-        loss, metrics = step(name, model, share, limits=Limits(rows=2), ways=Ways(no_sync=model.no_sync))
+        loss, metrics = step(name, model, share, limits=Limits(rows=2), plan=BackwardPlan(no_sync=model.no_sync))
         torch.distributed.all_reduce(loss)
         found[name] = (loss / ranks, metrics, gradients(model.module))
         torch.distributed.barrier()

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, MistralConfig
 
-from lowtide.data.collate import CompletionCollator
+from lowtide.data.batches.collate import CompletionCollator
 from lowtide.engine.forward import install
 from lowtide.engine.reference import FrozenModel
 from lowtide.methods.cpo import CPO, CPOOptions
 from lowtide.methods.dpo import DPO, DPOOptions
 from lowtide.methods.orpo import ORPO, ORPOOptions
 from lowtide.methods.reward import REWARD, RewardOptions
-from lowtide.metrics import Totals
 from lowtide.objectives import preference
 from lowtide.objectives.preference import Pairs
-from lowtide.passes import Models
-from lowtide.step import Limits, evaluate_batch, train_step
+from lowtide.step.metrics import Totals
+from lowtide.step.microbatches import Models
+from lowtide.step.train_step import Limits, evaluate_batch, train_step
 
 SIZES = {
     "vocab_size": 61,

@@ -14,20 +14,20 @@ from test_pair_methods import build, gradients
 from test_pair_methods import rows as pairs
 from test_unpaired_methods import rows as unpaired
 
-from lowtide.data.collate import CompletionCollator
-from lowtide.memory import host_states
+from lowtide.data.batches.collate import CompletionCollator
+from lowtide.memory.optimizers import host_states
 from lowtide.methods import TokenObjective
 from lowtide.methods.bco import BCO, BCOOptions
 from lowtide.methods.dpo import DPO, DPOOptions
 from lowtide.methods.kto import KTO, KTOOptions
-from lowtide.metrics import Totals
 from lowtide.objectives.sft import LOSSES
-from lowtide.passes import Models
 from lowtide.ragged import RaggedBatch
-from lowtide.recovery import surviving_optimizer_step, surviving_step
-from lowtide.replicas import averaging
-from lowtide.step import Limits, Ways
-from lowtide.watch import OutOfMemory
+from lowtide.ranks.replicas import averaging
+from lowtide.step.metrics import Totals
+from lowtide.step.microbatches import Models
+from lowtide.step.rank_sync import OutOfMemory
+from lowtide.step.recovery import surviving_optimizer_step, surviving_step
+from lowtide.step.train_step import BackwardPlan, Limits
 
 NLL = TokenObjective(LOSSES["nll"])
 
@@ -70,12 +70,12 @@ def reference(batch: RaggedBatch) -> torch.Tensor:
     return torch.full((batch.scores,), -4.0, dtype=torch.float64)
 
 
-def step(name: str, model, limits: Limits, ways: Ways = Ways()):
+def step(name: str, model, limits: Limits, plan: BackwardPlan = BackwardPlan()):
     objective, batch = (make() for make in OBJECTIVES[name])
     totals = Totals()
     torch.manual_seed(5)
     models = Models(model, reference)
-    loss, taken = surviving_step(models, batch, objective, limits=limits, totals=totals, ways=ways)
+    loss, taken = surviving_step(models, batch, objective, limits=limits, totals=totals, plan=plan)
     return loss, taken, totals.read(torch.device("cpu")), vars(getattr(objective, "running", None) or Totals())
 
 
@@ -242,12 +242,12 @@ def rank_main(rank: int, rendezvous: str, path: str) -> None:
     for name in ("sft", "aot", "kto"):
         for place in (*PLACES, None):
             model = dropping(build())
-            ways = Ways(exchange=functools.partial(averaging, model))
+            plan = BackwardPlan(exchange=functools.partial(averaging, model))
             number = random.Random(f"{name} {place}").randrange(3)
             # The second rank alone fails; the first learns of it where they meet.
             limits = Limits(rows=2) if place else taken  # noqa: F821
             with out_of_memory(model, place or "forward", number if place and rank == 1 else 10**6):
-                loss, taken, metrics, _ = step(name, model, limits, ways)
+                loss, taken, metrics, _ = step(name, model, limits, plan)
             found[f"{name} {place}"] = (loss, taken.tokens, metrics, gradients(model))
     if rank == 0:
         torch.save(found, path)

@@ -17,13 +17,13 @@ from test_pair_methods import (
 )
 from test_pair_methods import rows as pairs
 
-from lowtide.data.collate import CompletionCollator
+from lowtide.data.batches.collate import CompletionCollator
 from lowtide.engine.reference import FrozenModel
 from lowtide.methods.bco import BCO, BCOOptions, RunningMean
 from lowtide.methods.kto import KTO, KTOOptions
-from lowtide.metrics import Totals
-from lowtide.passes import Models
-from lowtide.step import Limits, evaluate_batch, train_step
+from lowtide.step.metrics import Totals
+from lowtide.step.microbatches import Models
+from lowtide.step.train_step import Limits, evaluate_batch, train_step
 
 
 def rows(labels: str = "10010110") -> list[dict]:

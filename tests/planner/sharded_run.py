@@ -22,7 +22,7 @@ from planner.living import LivingBytes
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowtide.planner.sharding.moment import Traced
+from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.tensor_parallel import one_rank
 
 RANKS, LAYERS = 2, 3
@@ -80,7 +80,7 @@ def plain(model: nn.Module, counted: LivingBytes, rounds: int) -> None:
     steps(model, counted, torch.Tensor.backward, step, rounds)
 
 
-def one_device(config: LlamaConfig, dtype: str = "float32", rounds: int = 1) -> Traced:
+def one_device(config: LlamaConfig, dtype: str = "float32", rounds: int = 1) -> OneDevice:
     """The same as a trace has it, of this model."""
     seen: dict[str, int] = {}
     with LivingBytes() as counted:
@@ -102,7 +102,7 @@ def one_device(config: LlamaConfig, dtype: str = "float32", rounds: int = 1) -> 
     phases["backward"] = max(phases["backward"], phases.pop("layers"), key=lambda held: sum(held.values()))
     # the head's gradient of a tied embedding waits for the other to be added
     waiting = sum(p.numel() * p.element_size() for p in model.lm_head.parameters() if config.tie_word_embeddings)
-    return Traced(
+    return OneDevice(
         phases=phases,
         saved={"activations": seen["saved"]},
         in_layers={"activations": counted.most_in_layers - waiting},
@@ -111,7 +111,7 @@ def one_device(config: LlamaConfig, dtype: str = "float32", rounds: int = 1) -> 
 
 
 @functools.cache
-def traced(shares: int = 1, tied: bool = False, **more: Any) -> Traced:
+def traced(shares: int = 1, tied: bool = False, **more: Any) -> OneDevice:
     """With what each layer saves, from a model with one less; of one rank, where its matrices are split."""
     configs = [described(count, tied) for count in (LAYERS - 1, LAYERS)]
     small, large = (one_device(one_rank(c, shares) if shares > 1 else c, **more) for c in configs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.memory.measure import resident_bytes
+from lowtide.memory.allocators.measure import resident_bytes
 from lowtide.planner.budget import budget_bytes
 from lowtide.planner.devices import device_named
 

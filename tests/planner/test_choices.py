@@ -15,7 +15,7 @@ DPO = vars(lowtide.DPOConfig(output_dir="run", use_cpu=True))
 
 
 def setting(device: str = "cpu", exact: bool = True, **given) -> Setting:
-    return Setting(names={*DPO, "dtype", "use_peft"}, defaults=DPO, given=given, device_kind=device, exact=exact)
+    return Setting(names={*DPO, "dtype", "use_peft"}, defaults=DPO, requested=given, device_kind=device, exact=exact)
 
 
 def choices(of: Setting) -> list:

@@ -21,11 +21,11 @@ import lowtide
 from lowtide.demo.model import make_tokenizer
 from lowtide.planner.allocators.replay import peaks, run_of
 from lowtide.planner.devices import device_named
-from lowtide.planner.heaviest import heaviest_rows, row_lengths
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.trace import Event
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, unrolled
 from lowtide.planning import estimate, estimate_method, rows_of, trainer_of
+from lowtide.step.heaviest import heaviest_rows, row_lengths
 
 SIZES = {
     "vocab_size": 8_000,

@@ -27,7 +27,7 @@ def four_bits(**options) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16", **options)
 
 
-def foretold(folder: Path, quantization_config, **more) -> lowtide.Estimate:
+def predicted(folder: Path, quantization_config, **more) -> lowtide.Estimate:
     args = lowtide.SFTConfig(str(folder), use_cpu=True, report_to="none", model_init_kwargs={"dtype": "bfloat16"})
     adapters = {"peft_config": ADAPTERS} | more
     described = LlamaConfig(**SIZES)
@@ -36,7 +36,7 @@ def foretold(folder: Path, quantization_config, **more) -> lowtide.Estimate:
 
 @pytest.mark.parametrize(("double", "bits"), [(False, 4 + 32 / 64), (True, 4 + 8 / 64 + 32 / 64 / 256)])
 def test_layers_hold_their_codes_and_scales(tmp_path: Path, double: bool, bits: float):
-    dense, quantized = foretold(tmp_path, None), foretold(tmp_path, four_bits(bnb_4bit_use_double_quant=double))
+    dense, quantized = predicted(tmp_path, None), predicted(tmp_path, four_bits(bnb_4bit_use_double_quant=double))
     saved = dense.phases["forward"]["weights"] - quantized.phases["forward"]["weights"]
     assert saved == pytest.approx(IN_LAYERS * (2 - bits / 8), rel=1e-3)
     loading = sum(size for name, size in quantized.phases["loading"].items() if name not in ("runtime", "cache"))
@@ -80,6 +80,6 @@ def test_what_is_stored_is_what_bitsandbytes_stores():
 
 def test_other_quantizations_and_missing_adapters_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="not traced, but for load_in_4bit"):
-        foretold(tmp_path, BitsAndBytesConfig(load_in_8bit=True))
+        predicted(tmp_path, BitsAndBytesConfig(load_in_8bit=True))
     with pytest.raises(ValueError, match="cannot be trained themselves"):
-        foretold(tmp_path, four_bits(), peft_config=None)
+        predicted(tmp_path, four_bits(), peft_config=None)

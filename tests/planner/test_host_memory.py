@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lowtide
-from lowtide.memory.host_states import HostStates
+from lowtide.memory.optimizers.host_states import HostStates
 from lowtide.planner.estimate import Estimate
 from lowtide.planning import estimate
 from lowtide.trainers.rehearsal import room_for_states
@@ -30,7 +30,9 @@ SIZES: dict[str, Any] = {
 ROWS, TOKENS = 4, 500
 
 
-def foretold(folder: Path, kind: str = "SFT", peft_config: Any = None, beside: str = "cpu", **options: Any) -> Estimate:
+def predicted(
+    folder: Path, kind: str = "SFT", peft_config: Any = None, beside: str = "cpu", **options: Any
+) -> Estimate:
     """An estimate for a GPU, where the config finds the device `beside` on this machine."""
     args = getattr(lowtide, f"{kind}Config")(
         str(folder), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=ROWS, **options
@@ -50,7 +52,7 @@ def power_of_two(size: int) -> int:
 
 
 def test_an_optimizers_states_leave_the_device(tmp_path):
-    plain, away = foretold(tmp_path), foretold(tmp_path, optimizer_states_on_host=True)
+    plain, away = predicted(tmp_path), predicted(tmp_path, optimizer_states_on_host=True)
     assert plain.host_bytes == 0
     assert plain.phases["backward"]["optimizer"] >= 2 * sum(sizes())
     assert away.phases["backward"].get("optimizer", 0) < 1_000  # the counts of steps
@@ -60,22 +62,22 @@ def test_an_optimizers_states_leave_the_device(tmp_path):
 
 
 def test_offloaded_activations_are_the_inputs_of_layers(tmp_path):
-    found = foretold(tmp_path, activation_offloading=True)
+    found = predicted(tmp_path, activation_offloading=True)
     each = power_of_two(ROWS * TOKENS * SIZES["hidden_size"] * 4)
     assert found.host_bytes % each == 0
     assert 0 <= found.host_bytes // each - SIZES["num_hidden_layers"] <= 2  # and what comes before and after them
 
 
 @pytest.mark.parametrize("technique", ["activation_offloading", "optimizer_states_on_host"])
-def test_beside_a_gpu_the_same_is_foretold(tmp_path, technique):
-    here, there = (foretold(tmp_path, beside=device, **{technique: True}) for device in ("cpu", "cuda:0"))
+def test_beside_a_gpu_the_same_is_predicted(tmp_path, technique):
+    here, there = (predicted(tmp_path, beside=device, **{technique: True}) for device in ("cpu", "cuda:0"))
     assert there.host_bytes == here.host_bytes > 0
     assert there.phases == here.phases
 
 
 def test_what_a_policy_keeps_of_layers_is_offloaded_too(tmp_path):
-    inputs = foretold(tmp_path, activation_offloading=True)
-    found = foretold(tmp_path, activation_offloading=True, checkpointing_policy="matmul")
+    inputs = predicted(tmp_path, activation_offloading=True)
+    found = predicted(tmp_path, activation_offloading=True, checkpointing_policy="matmul")
     inner = ROWS * TOKENS * SIZES["intermediate_size"] * 4
     gates_and_what_they_gate = 2 * SIZES["num_hidden_layers"] * power_of_two(inner)
     assert found.host_bytes - inputs.host_bytes > gates_and_what_they_gate
@@ -84,7 +86,7 @@ def test_what_a_policy_keeps_of_layers_is_offloaded_too(tmp_path):
 
 
 def test_a_reference_is_brought_a_module_at_a_time(tmp_path):
-    same, away = foretold(tmp_path, "DPO"), foretold(tmp_path, "DPO", ref_model_storage="cpu")
+    same, away = predicted(tmp_path, "DPO"), predicted(tmp_path, "DPO", ref_model_storage="cpu")
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     layers = sum(p.nbytes for p in model.model.layers.parameters())
     assert away.host_bytes == layers
@@ -94,7 +96,7 @@ def test_a_reference_is_brought_a_module_at_a_time(tmp_path):
 
 
 def test_a_reference_in_four_bits(tmp_path):
-    same, small = foretold(tmp_path, "DPO"), foretold(tmp_path, "DPO", ref_model_storage="4bit")
+    same, small = predicted(tmp_path, "DPO"), predicted(tmp_path, "DPO", ref_model_storage="4bit")
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     weights = [m.weight for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
     saved = sum(w.nbytes - w.numel() // 2 - 4 * -(-w.numel() // 64) for w in weights)
@@ -103,7 +105,7 @@ def test_a_reference_in_four_bits(tmp_path):
 
 def test_new_adapters_are_not_said_to_be_trained(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        foretold(tmp_path, "DPO", LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+        predicted(tmp_path, "DPO", LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     assert "trained already" not in caplog.text
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.planner.phases import BETWEEN
 from lowtide.planner.profiling.cuda_history import Named, Note, recording_of
 from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.planner.profiling.recording import CATEGORIES, Block, Levels, Recording
+from lowtide.step.phases import BETWEEN
 
 sys.path.append(str(Path(__file__).parents[1] / "trainers"))
 from test_rehearsal import trainer

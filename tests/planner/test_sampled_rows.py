@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 import lowtide
 from lowtide.demo.model import make_tokenizer
-from lowtide.planner.heaviest import heaviest_rows
 from lowtide.planner.tracing.fake_run import SAMPLE, FakeRun
+from lowtide.step.heaviest import heaviest_rows
 
 ROWS = 3 * SAMPLE
 

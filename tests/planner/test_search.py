@@ -112,7 +112,7 @@ def test_where_the_states_alone_are_too_much_nothing_else_is_traced():
     assert table.asked == [({}, None)]
 
 
-def test_what_is_foretold_wrongly_is_not_believed():
+def test_what_is_predicted_wrongly_is_not_believed():
     """Combinations take twice the activations that their parts tell of."""
     table = Table(wrong=2.0)
     found = search(table, 2500)

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from lowtide.planner.sharding.fully_shard import chunk_elements
 from lowtide.planner.sharding.layout import Layout, Parameter
-from lowtide.planner.sharding.moment import Traced
+from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.sharded import shard
 from lowtide.planner.sharding.sharding import AUTO, Sharding
 from lowtide.planner.sharding.tensor_parallel import local_layout, one_rank
 from lowtide.planner.sharding.zero import gathered_elements, wanted_again
 
-EMPTY = Traced(phases={phase: {} for phase in ("loading", "forward", "head", "backward", "optimizer")})
+EMPTY = OneDevice(phases={phase: {} for phase in ("loading", "forward", "head", "backward", "optimizer")})
 MIXED: dict[str, Any] = {"compute_width": 2, "reduce_bucket": 2, "prefetch": 0, "persistence": 0, "max_reuse": 0}
 
 
@@ -128,7 +128,7 @@ def test_the_table_of_zero(kind, bytes_each):
     """16 bytes a parameter in mixed precision with AdamW: figure 1 of arXiv 1910.02054, of 4 ranks."""
     layout = layers_of(4, 1 << 20)
     phases = {**EMPTY.phases, "forward": {"gradients": 1}}  # of micro-batches before
-    found = shard(layout, Traced(phases=phases), Sharding(kind=kind, devices=4, **MIXED)).phases["forward"]
+    found = shard(layout, OneDevice(phases=phases), Sharding(kind=kind, devices=4, **MIXED)).phases["forward"]
     states = sum(found[name] for name in ("weights", "gradients", "optimizer"))
     assert states == bytes_each * 4 * (1 << 20)
 
@@ -137,7 +137,7 @@ def test_zero_pads_its_flat_buffer_and_keeps_whole_what_is_cut():
     layout = layers_of(3, 5, width=4)  # 15 elements over 2 ranks: padded to 16, cut in the second parameter
     phases = {**EMPTY.phases, "forward": {"gradients": 1}}
     sizes: dict[str, Any] = {"reduce_bucket": 2, "prefetch": 0, "persistence": 0}
-    found = shard(layout, Traced(phases=phases), Sharding(kind="zero2", devices=2, **sizes)).phases["forward"]
+    found = shard(layout, OneDevice(phases=phases), Sharding(kind="zero2", devices=2, **sizes)).phases["forward"]
     assert found == {"weights": 16 * 4, "gradients": 10 * 4, "optimizer": 8 * (4 + 8)}
 
 
@@ -186,14 +186,14 @@ def test_offloading_moves_states_to_the_host(kind):
 
 def test_activations_are_as_traced():
     phases = {**EMPTY.phases, "head": {"activations": 1000, "head": 77}}
-    found = shard(layers_of(2, 8), Traced(phases=phases), Sharding(kind="fsdp2", devices=2)).phases["head"]
+    found = shard(layers_of(2, 8), OneDevice(phases=phases), Sharding(kind="fsdp2", devices=2)).phases["head"]
     assert (found["activations"], found["head"]) == (1000, 77)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
 def test_a_reference_stays_and_is_split_where_weights_are(kind):
     phases = {phase: {"reference": 1000} for phase in EMPTY.phases}
-    found = shard(layers_of(2, 1 << 10), Traced(phases=phases), Sharding(kind=kind, devices=4, **MIXED)).phases
+    found = shard(layers_of(2, 1 << 10), OneDevice(phases=phases), Sharding(kind=kind, devices=4, **MIXED)).phases
     for phase in ("forward", "backward", "optimizer"):
         assert found[phase]["reference"] == (250 if kind in ("zero3", "fsdp2") else 1000)
 
@@ -251,7 +251,7 @@ def test_one_rank_computes_a_share_of_each_layer():
 PHASES = ("forward", "head", "backward", "optimizer")
 
 
-def held(layout: Layout, traced: Traced, kind: str, **more) -> dict[str, int]:
+def held(layout: Layout, traced: OneDevice, kind: str, **more) -> dict[str, int]:
     sizes: dict[str, Any] = {"reduce_bucket": 100_000, "prefetch": 50_000, "persistence": 1_000}
     sharding = Sharding.read(kind, devices=sharded_run.RANKS, backend="gloo", **{**sizes, **more})
     return {phase: sum(found.values()) for phase, found in shard(layout, traced, sharding).phases.items()}
@@ -288,7 +288,7 @@ def measured(tmp_path_factory):
     return sharded_run.ranks(tmp_path_factory.mktemp("ranks"), SHARED)
 
 
-def traced_as(case: dict) -> Traced:
+def traced_as(case: dict) -> OneDevice:
     return sharded_run.traced(**{name: case[name] for name in ("tied", "rounds") if name in case})
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide.engine.forward import install, score
-from lowtide.memory.checkpointing import set_checkpointing
+from lowtide.memory.activations.checkpointing import set_checkpointing
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.linear_logprobs import CHUNK_BYTES, Term, Want, linear_logprobs
 from lowtide.ops.varlen_attention import BACKENDS, varlen_attention

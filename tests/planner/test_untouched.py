@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 import lowtide
 from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.planning import estimate, plan
+from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.budget import fit_budget
-from lowtide.watch import OutOfMemory
 
 TEXTS = [{"text": "17 + 5 = 22 " * count} for count in (4, 8, 16, 30)] * 2
 PAIRS = [{"prompt": "17 + 5 = ", "chosen": "22", "rejected": "3 4"}] * 8
@@ -56,7 +56,7 @@ class Given:
         return copy.deepcopy(
             {
                 "config": {each.name: getattr(self.config, each.name) for each in fields(self.config)},
-                "given": self.config.given,
+                "requested": self.config.requested,
                 "model config": self.model.config.to_dict(),
                 "adapters": self.peft_config.to_dict(),
                 "tokenizer": tokenizer_state(tokenizer),

@@ -40,7 +40,7 @@ def test_a_roomy_budget_buys_time(tmp_path):
     assert made.planned.settings == {"gradient_checkpointing": False}
     assert made.args.gradient_checkpointing is False
     lines = dict(made.callback_handler.callbacks[-1].lines())
-    assert "gradient_checkpointing=False; foretold peak" in lines["memory budget"]
+    assert "gradient_checkpointing=False; predicted peak" in lines["memory budget"]
     assert made.predicted_bytes == made.planned.peak_bytes > process_bytes()
     assert made.train().global_step == 1
 
@@ -72,13 +72,13 @@ def test_a_budget_that_is_none_is_refused(tmp_path):
 def test_a_config_knows_what_it_was_given():
     args = lowtide.SFTConfig("run", gradient_checkpointing=True, use_cpu=True)
     expected = {"output_dir": "run", "gradient_checkpointing": True, "use_cpu": True}
-    assert args.given == copy.copy(args).given == pickle.loads(pickle.dumps(args)).given == expected
+    assert args.requested == copy.copy(args).requested == pickle.loads(pickle.dumps(args)).requested == expected
 
 
 def test_where_a_parser_gave_everything_what_differs_was_given():
     plain = TrainingArguments(output_dir="run", use_cpu=True, learning_rate=1e-3)
     every = {each.name: getattr(plain, each.name) for each in dataclasses.fields(TrainingArguments) if each.init}
-    given = lowtide.SFTConfig(**every).given
+    given = lowtide.SFTConfig(**every).requested
     assert given["learning_rate"] == 1e-3
     assert "weight_decay" not in given
 

@@ -10,8 +10,8 @@ import torch
 from test_rehearsal import rows, trainer
 
 from lowtide import SFTTrainer
-from lowtide.planner import phases
-from lowtide.planner.phases import BETWEEN, HighWater, Phases
+from lowtide.step.phases import BETWEEN, HighWater, Phases
+from lowtide.step.train_step import phases
 from lowtide.trainers.memory_log import GIB, SLACK, MemoryLog, Prediction
 
 MIB = 1 << 20

@@ -8,8 +8,8 @@ from transformers import BitsAndBytesConfig
 import lowtide
 from lowtide import SFTTrainer
 from lowtide.demo.model import save
-from lowtide.engine.model_init import model_init
-from lowtide.trainers.foretelling import run_of
+from lowtide.engine.weights.model_init import model_init
+from lowtide.trainers.predictions import run_of
 
 OF_A_SCRIPT = {"revision": "main", "trust_remote_code": True, "attn_implementation": None, "dtype": "bfloat16"}
 TURNS = [[{"role": "user", "content": "1 + 1"}], [{"role": "assistant", "content": "2"}]]
@@ -64,7 +64,7 @@ def test_each_argument_trains(folder, tmp_path, init, dtype):
 @pytest.mark.parametrize(("init", "dtype"), [({"dtype": "auto"}, torch.float32), (OF_A_SCRIPT, torch.bfloat16)])
 def test_a_budget_is_planned_with_the_dtype_that_came_after_the_config(folder, tmp_path, init, dtype):
     made = trainer(folder, tmp_path, init, memory_budget="8GB")
-    run = run_of(SFTTrainer, made.args, folder, given=made.args.given)
+    run = run_of(SFTTrainer, made.args, folder, given=made.args.requested)
     assert run.faked(made.train_dataset, {})._dtype == dtype == made.model.dtype
 
 

@@ -9,14 +9,14 @@ from exactness.matrix import TECHNIQUES, build, classes, folder, make, rows, tok
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PrinterCallback
 
-from lowtide.memory import checkpointing
-from lowtide.memory.compressed_adamw import CompressedAdamW
-from lowtide.memory.host_states import HostStates
-from lowtide.planner.states import state_sizes, states_of, wants_room
+from lowtide.memory.activations import checkpointing
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.host_states import HostStates
+from lowtide.memory.optimizers.states import state_sizes, states_of, wants_room
+from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers import optimizers as trainers_optimizers
 from lowtide.trainers.rehearsal import room_for_states
 from lowtide.trainers.report import StartReport
-from lowtide.watch import OutOfMemory
 
 COMMON = {"per_device_train_batch_size": 8, "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
 COMMON |= {"save_strategy": "no", "disable_tqdm": True, "rehearsal": False, "lr_scheduler_type": "constant"}

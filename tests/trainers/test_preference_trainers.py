@@ -38,7 +38,7 @@ from lowtide import (
     RewardConfig,
     RewardTrainer,
 )
-from lowtide.data.collate import CompletionCollator
+from lowtide.data.batches.collate import CompletionCollator
 
 PAIRED = {"dpo": (DPOTrainer, DPOConfig), "orpo": (ORPOTrainer, ORPOConfig), "cpo": (CPOTrainer, CPOConfig)}
 SINGLE = {"kto": (KTOTrainer, KTOConfig), "bco": (BCOTrainer, BCOConfig)}
@@ -187,7 +187,7 @@ def test_a_precomputed_reference_is_found_again_with_a_collator_of_ones_own(tmp_
 
 
 def test_precomputed_log_probs_are_the_references_own(tmp_path):
-    from lowtide.data.collate import CompletionCollator
+    from lowtide.data.batches.collate import CompletionCollator
     from lowtide.engine.reference import FrozenModel
 
     made = trainer("dpo", tmp_path, precompute_ref_log_probs=True)

@@ -31,10 +31,10 @@ from sabotage import OPTIMIZER, PLACES, out_of_memory
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from lowtide import replicas
-from lowtide.data.collate import CompletionCollator
+from lowtide.data.batches.collate import CompletionCollator
+from lowtide.ranks import replicas
+from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers import precompute, rehearsal
-from lowtide.watch import OutOfMemory
 
 RANKS = 2
 STEPS = 2

@@ -17,11 +17,11 @@ from sabotage import out_of_memory
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide import SFTConfig, SFTTrainer
-from lowtide.memory.allocator import steady_malloc
-from lowtide.planner.heaviest import heaviest_rows, row_lengths
+from lowtide.memory.allocators.settings import steady_malloc
 from lowtide.planner.profiling.live_storages import LiveStorages
+from lowtide.step.heaviest import heaviest_rows, row_lengths
+from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.rehearsal import rehearse
-from lowtide.watch import OutOfMemory
 
 
 def rows(count: int = 24, longest: int = 30) -> Dataset:
@@ -136,7 +136,7 @@ sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
 from test_rehearsal import *
-from lowtide.memory.measure import peak_bytes
+from lowtide.memory.allocators.measure import peak_bytes
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=1024,
     num_hidden_layers=4, num_attention_heads=4))

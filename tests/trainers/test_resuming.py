@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from lowtide.memory.low_rank import loading_projectors
+from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.trainers.base import LowtideTrainer
 
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class DescribedRun:
     """What a method's own command would run."""
 
-    run: train.Run
+    run: train.TrainingCommand
     values: Mapping[str, Any]
     """The options that were given."""
-    given: Mapping[str, Any]
+    requested: Mapping[str, Any]
     """Those of the method's config."""
 
     @property
@@ -42,14 +42,14 @@ class DescribedRun:
 
     def tokenizer(self) -> Any:
         """The model's own."""
-        from lowtide.engine.loading import load_tokenizer
+        from lowtide.engine.weights.loading import load_tokenizer
 
         trusts = bool(self.values.get("trust_remote_code"))
         return load_tokenizer(self.model, trust_remote_code=trusts, revision=self.run.what.model_revision)
 
     def adapters(self) -> dict[str, Any]:
         """Adapters and quantization, as the functions of `lowtide.planning` take them."""
-        bf16 = bool(self.given.get("bf16"))
+        bf16 = bool(self.requested.get("bf16"))
         own = self.run.adapters
         return {"peft_config": own.peft_config(), "quantization_config": own.quantization_config(bf16=bf16)}
 

@@ -16,11 +16,14 @@ def status_of(error: BaseException) -> int | None:
     not imported. A module that is not loaded yet cannot have raised an error, and importing it could need more memory
     than is left.
     """
-    failures, memory = sys.modules.get("lowtide.ranks.failures"), sys.modules.get("lowtide.memory.out_of_memory")
+    failures, memory = (
+        sys.modules.get("lowtide.ranks.failures"),
+        sys.modules.get("lowtide.memory.allocators.out_of_memory"),
+    )
     if failures is not None and isinstance(error, failures.RankFailed):
         return RANK_FAILED
-    watch = sys.modules.get("lowtide.watch")
-    if watch is not None and isinstance(error, watch.OutOfMemory):
+    rank_sync = sys.modules.get("lowtide.step.rank_sync")
+    if rank_sync is not None and isinstance(error, rank_sync.OutOfMemory):
         return USER_ERROR
     exhausted = memory is not None and memory.is_out_of_memory(error)
     return USER_ERROR if exhausted or isinstance(error, ValueError | OSError | MemoryError) else None

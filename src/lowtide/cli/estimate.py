@@ -20,7 +20,7 @@ def add_parser(
 ) -> argparse.ArgumentParser:
     """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
     description = (
-        "Foretell the peak memory of a run, by phase and by what holds it, before any weight is loaded. "
+        "Predict the peak memory of a run, by phase and by what holds it, before any weight is loaded. "
         "Takes the options that `lowtide METHOD` takes."
     )
     own, group = add_description(subparsers, "estimate", method, description)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             described.model,
             described.rows(),
             device=device_of(arguments),
-            config=described.given,
+            config=described.requested,
             processing_class=described.tokenizer(),
             **described.adapters(),
         )
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _table(estimate: Estimate) -> RenderableType:
     """Phases down, categories across; those that hold nothing are left out."""
-    from lowtide.memory.measure import bytes_text
+    from lowtide.memory.allocators.measure import bytes_text
 
     names = {name: None for phase in estimate.phases.values() for name, size in phase.items() if size}
     table = plain_table(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
     from rich.console import RenderableType
 
-    from lowtide.data.lengths import LengthReport
+    from lowtide.data.report.lengths import LengthReport
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -85,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
     _check_folder(args.output_dir)
     from rich.console import Console
 
-    from lowtide.data.lengths import BATCH_SIZES, LengthReport
-    from lowtide.data.lengths_page import write_html
-    from lowtide.data.lengths_plot import write_png
+    from lowtide.data.report.lengths import BATCH_SIZES, LengthReport
+    from lowtide.data.report.lengths_page import write_html
+    from lowtide.data.report.lengths_plot import write_png
 
     console = Console()
     lengths, left_out = _lengths(args)
@@ -124,11 +124,11 @@ def _lengths(args: argparse.Namespace) -> tuple[Int[np.ndarray, " rows"], int]:
     """The tokens of each row that could be trained on, uncut and in order; and how many others there are."""
     import numpy as np
 
-    from lowtide.data.chat import adopt_chat_template
-    from lowtide.data.mixtures import load_mixture
+    from lowtide.data.encode.chat import adopt_chat_template
     from lowtide.data.prepare import PrepareOptions, prepare
-    from lowtide.data.sources import load_rows
-    from lowtide.engine.loading import load_tokenizer
+    from lowtide.data.sources.load import load_rows
+    from lowtide.data.sources.mixtures import load_mixture
+    from lowtide.engine.weights.loading import load_tokenizer
 
     options = PrepareOptions(
         max_length=None,
@@ -159,7 +159,7 @@ def _tables(report: LengthReport, batch_size: int) -> list[RenderableType]:
     from rich import box
     from rich.table import Table
 
-    from lowtide.data.lengths import share
+    from lowtide.data.report.lengths import share
 
     spread = Table(title="Row lengths in tokens", title_justify="left", box=box.SIMPLE_HEAD)
     marks = {"median": 50, "90%": 90, "95%": 95, "99%": 99, "longest": 100}

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import lowtide
 from lowtide.cli.endings import INTERRUPTED, USER_ERROR, status_of
-from lowtide.memory.allocator import expand_segments, without_thread_cache
+from lowtide.memory.allocators.settings import expand_segments, without_thread_cache
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 

@@ -52,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from lowtide.engine.complete_weights import load_adapters
-    from lowtide.engine.loading import load_model
-    from lowtide.engine.merging import save_merged
+    from lowtide.engine.weights.complete_weights import load_adapters
+    from lowtide.engine.weights.loading import load_model
+    from lowtide.engine.weights.merging import save_merged
 
     trust = arguments.trust_remote_code
     base = load_model(name, trust_remote_code=trust, rewards=config.get("task_type") == "SEQ_CLS", dtype="auto")
@@ -79,7 +79,7 @@ def _adapter_config(adapter: Path) -> dict[str, Any]:
 
 def _save_tokenizer(adapter: str, model: str, output: Path, trust: bool) -> bool:
     """Writes the adapter's tokenizer, or the model's; whether there is one."""
-    from lowtide.engine.loading import load_tokenizer
+    from lowtide.engine.weights.loading import load_tokenizer
 
     for source in (adapter, model):
         if source == adapter and not Path(source, "tokenizer_config.json").is_file():

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.budget or described.values.get("memory_budget") or "auto",
             device=device_of(arguments),
             exact=not arguments.lossy,
-            config=described.given,
+            config=described.requested,
             processing_class=described.tokenizer(),
             **described.adapters(),
             source=described.values,
@@ -83,7 +83,7 @@ def _parts(plan: Plan) -> list[RenderableType]:
     from rich.padding import Padding
     from rich.text import Text
 
-    from lowtide.memory.measure import bytes_text
+    from lowtide.memory.allocators.measure import bytes_text
 
     share = plan.chosen.peak_bytes / plan.budget_bytes
     rate = plan.chosen.tokens_per_second
@@ -110,7 +110,7 @@ def _settings_table(plan: Plan) -> RenderableType:
     table = plain_table("What fits, the fastest first")
     for name in ("settings", "peak", "time"):
         table.add_column(name, justify="left" if name == "settings" else "right", overflow="fold")
-    from lowtide.memory.measure import bytes_text
+    from lowtide.memory.allocators.measure import bytes_text
 
     for each in (plan.chosen, *plan.runners_up):
         chosen = each is plan.chosen
@@ -126,7 +126,7 @@ def _settings_table(plan: Plan) -> RenderableType:
 def _effects_table(plan: Plan) -> RenderableType:
     from rich.text import Text
 
-    from lowtide.memory.measure import bytes_text
+    from lowtide.memory.allocators.measure import bytes_text
 
     table = plain_table("What each technique would do by itself")
     table.add_column("technique", overflow="fold")

@@ -83,8 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = train.read_run(arguments, **WITHOUT, max_steps=arguments.steps, output_dir=str(folder))
     import torch
 
-    from lowtide.memory.measure import bytes_text, peak_held_bytes
-    from lowtide.planner.profiling.profile import Run, compared, profile_of, totals
+    from lowtide.memory.allocators.measure import bytes_text, peak_held_bytes
+    from lowtide.planner.profiling.profile import ProfiledRun, compared, profile_of, totals
     from lowtide.trainers.profiling import record
 
     trainer = given.trainer(given.config())
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     profile = profile_of(
         recording,
-        Run(
+        ProfiledRun(
             method=given.method.upper() if given.method != "reward" else "reward",
             model=str(given.what.model),
             device=name,
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             process_bytes=peak_held_bytes(device),
         ),
     )
-    profile = _foretold(profile, given, trainer)
+    profile = _predicted(profile, given, trainer)
     _write(profile, folder)
     when = f"step {profile.peak_step}" if profile.peak_step else "the rehearsal"
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in profile.at_peak.items())
@@ -128,7 +128,7 @@ def _write(profile: Profile, folder: Path) -> None:
     write_html(profile, folder / "profile.html")
 
 
-def _foretold(profile: Profile, given: train.Run, trainer: Any) -> Profile:
+def _predicted(profile: Profile, given: train.TrainingCommand, trainer: Any) -> Profile:
     """A profile with what an estimate says of the run, and of each change that would help."""
     from rich.console import Console
 
@@ -162,8 +162,8 @@ class Predictor:
     They are made in a process of their own, which neither holds the run's model nor takes the run with it if one fails.
     """
 
-    def __init__(self, trainer: Any, given: train.Run) -> None:
-        self.trainer, self.given = trainer, given
+    def __init__(self, trainer: Any, given: train.TrainingCommand) -> None:
+        self.trainer, self.command = trainer, given
         self.pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Predictor:
@@ -188,7 +188,9 @@ class Predictor:
         if lengths is None:
             raise ValueError("the lengths of the rows are not known beforehand")
         own = {field.name for field in dataclasses.fields(AdapterOptions)}
-        adapters = dataclasses.replace(self.given.adapters, **{name: settings[name] for name in own & settings.keys()})
+        adapters = dataclasses.replace(
+            self.command.adapters, **{name: settings[name] for name in own & settings.keys()}
+        )
         config = with_settings(self.trainer.args, {name: settings[name] for name in settings.keys() - own})
         described = causal_model(self.trainer.model).config
         device = self.trainer.args.device.type

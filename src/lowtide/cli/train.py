@@ -103,7 +103,7 @@ class RunOptions:
 
     def load(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
         """The rows to train on, and those to evaluate on if there are any."""
-        from lowtide.data.sources import load_rows
+        from lowtide.data.sources.load import load_rows
 
         if self.datasets:
             return self._load_mixture(evaluates=evaluates)
@@ -119,8 +119,8 @@ class RunOptions:
 
     def _load_mixture(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
         """The same from `datasets`."""
-        from lowtide.data.mixtures import load_mixture
-        from lowtide.data.sources import load_rows
+        from lowtide.data.sources.load import load_rows
+        from lowtide.data.sources.mixtures import load_mixture
 
         if self.dataset:
             print(f"--dataset {self.dataset} is not read, since `datasets` is given.", file=sys.stderr)
@@ -174,7 +174,7 @@ def add_parser(
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TrainingCommand:
     """A run as a command line and its file ask for it."""
 
     method: str
@@ -229,7 +229,7 @@ def add_command(
     return own, own.add_argument_group(command)
 
 
-def read_run(arguments: argparse.Namespace, **changes: Any) -> Run:
+def read_run(arguments: argparse.Namespace, **changes: Any) -> TrainingCommand:
     """The run that is asked for, with some options changed; its output folder is there.
 
     Raises:
@@ -244,7 +244,7 @@ def read_run(arguments: argparse.Namespace, **changes: Any) -> Run:
     values["output_dir"] = what.output_dir or f"{Path(what.model or '').name}-{arguments.method}"
     values.pop("resume_from_checkpoint", None)
     check_writable(Path(values["output_dir"]))
-    return Run(arguments.method, values, what, adapters)
+    return TrainingCommand(arguments.method, values, what, adapters)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -262,7 +262,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _trained(given, config, arguments.options, checkpoint)
 
 
-def _trained(given: Run, config: Any, options: Mapping[str, Option], checkpoint: str | bool | None) -> int:
+def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option], checkpoint: str | bool | None) -> int:
     output, run_file = given.output, given.output / RUN_FILE
     again = ["lowtide", given.method, "--config", str(run_file), *_on_processes(config)]
     trainer = given.trainer(config)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from lowtide.data.formats import ChatSample, Sample, TextSample, TokenSample
-from lowtide.data.packing import Strategy
-from lowtide.data.truncation import Truncation, TruncationMode
+from lowtide.data.batches.packing import Strategy
+from lowtide.data.encode.truncation import Truncation, TruncationMode
+from lowtide.data.formats.reading import ChatSample, Sample, TextSample, TokenSample
 
 logger = logging.getLogger(__name__)
 

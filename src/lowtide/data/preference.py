@@ -18,15 +18,10 @@ from datasets import Dataset, Features, IterableDataset, Value
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.cached_map import Preparer, map_cached, reading, warn_merged, with_end_token
-from lowtide.data.columns import check_columns
-from lowtide.data.fingerprint import VERSION, combine, rows_fingerprint
-from lowtide.data.kl_completions import KL_FEATURE, add_kl_completions, add_kl_to_stream
-from lowtide.data.ledger import Ledger, padding_share
-from lowtide.data.notes import CUT_AWAY, Statistics, add_up
-from lowtide.data.options import PreferenceOptions
-from lowtide.data.preference_formats import detect_pairs, detect_unpaired
-from lowtide.data.preference_rows import (
+from lowtide.data.cache.cached_map import Preparer, map_cached, reading, warn_merged, with_end_token
+from lowtide.data.cache.fingerprint import VERSION, combine, rows_fingerprint
+from lowtide.data.encode.kl_completions import KL_FEATURE, add_kl_completions, add_kl_to_stream
+from lowtide.data.encode.preference_rows import (
     PAIR_PARTS,
     REASONS,
     TOO_LONG,
@@ -38,9 +33,14 @@ from lowtide.data.preference_rows import (
     unpaired_table,
     whole_pair_table,
 )
-from lowtide.data.sides import SideEncoder
-from lowtide.data.stream import map_stream
-from lowtide.data.titles import title_of
+from lowtide.data.encode.sides import SideEncoder
+from lowtide.data.formats.columns import check_columns
+from lowtide.data.formats.preferences import detect_pairs, detect_unpaired
+from lowtide.data.options import PreferenceOptions
+from lowtide.data.report.ledger import Ledger, padding_share
+from lowtide.data.report.row_stats import CUT_AWAY, Statistics, add_up
+from lowtide.data.sources.stream import map_stream
+from lowtide.data.sources.titles import title_of
 
 __all__ = ["PreferenceOptions", "prepare_pairs", "prepare_unpaired"]
 
@@ -63,7 +63,7 @@ def prepare_pairs(
     """Prepare pairs of a chosen and a rejected completion.
 
     Args:
-        dataset: Rows in any of the formats of pairs in `lowtide.data.preference_formats`.
+        dataset: Rows in any of the formats of pairs in `lowtide.data.formats.preferences`.
         tokenizer: The model's tokenizer. It is not changed.
         options: What the result depends on.
         batch_size: Pairs in the padded batches that the ledger compares with.
@@ -125,7 +125,7 @@ def prepare_unpaired(
     """Prepare completions that are labelled desirable or not; pairs are taken apart.
 
     Args:
-        dataset: Labelled rows, or pairs, in any of the formats of `lowtide.data.preference_formats`.
+        dataset: Labelled rows, or pairs, in any of the formats of `lowtide.data.formats.preferences`.
         tokenizer: The model's tokenizer. It is not changed.
         options: What the result depends on.
         batch_size: Rows in the padded batches that the ledger compares with.

@@ -17,20 +17,20 @@ from datasets import Dataset, IterableDataset
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.cached_map import map_cached, reading, warn_merged, with_end_token
-from lowtide.data.columns import check_columns
-from lowtide.data.encode import RowEncoder
-from lowtide.data.fingerprint import VERSION, cache_file, combine, rows_fingerprint
-from lowtide.data.formats import detect_format
-from lowtide.data.ledger import Ledger, padding_share
-from lowtide.data.mapped import mapped_files
-from lowtide.data.notes import CUT_AWAY, NOTED_FEATURES, TOKEN_FEATURES, Statistics, add_up, noted_table
+from lowtide.data.batches.packed import PACKED_FEATURES, RowReader, drop_unscored, write_packed
+from lowtide.data.batches.packing import pack
+from lowtide.data.cache.cached_map import map_cached, reading, warn_merged, with_end_token
+from lowtide.data.cache.fingerprint import VERSION, cache_file, combine, rows_fingerprint
+from lowtide.data.cache.mapped import mapped_files
+from lowtide.data.encode.rows import RowEncoder
+from lowtide.data.encode.truncation import Truncation, truncate
+from lowtide.data.formats.columns import check_columns
+from lowtide.data.formats.reading import detect_format
 from lowtide.data.options import PrepareOptions
-from lowtide.data.packed import PACKED_FEATURES, RowReader, drop_unscored, write_packed
-from lowtide.data.packing import pack
-from lowtide.data.stream import prepare_stream
-from lowtide.data.titles import title_of
-from lowtide.data.truncation import Truncation, truncate
+from lowtide.data.report.ledger import Ledger, padding_share
+from lowtide.data.report.row_stats import CUT_AWAY, NOTED_FEATURES, TOKEN_FEATURES, Statistics, add_up, noted_table
+from lowtide.data.sources.stream import prepare_stream
+from lowtide.data.sources.titles import title_of
 
 __all__ = ["PrepareOptions", "prepare"]
 
@@ -49,7 +49,7 @@ def prepare(
     """Prepare a dataset for supervised fine-tuning.
 
     Args:
-        dataset: Rows in any of the formats of `lowtide.data.formats`.
+        dataset: Rows in any of the formats of `lowtide.data.formats.reading`.
         tokenizer: The model's tokenizer. It is not changed.
         options: What the result depends on.
         batch_size: Rows in the padded batches that the ledger compares with.

@@ -16,12 +16,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import set_seed
 
-from lowtide.data.collate import CompletionCollator
+from lowtide.data.batches.collate import CompletionCollator
 from lowtide.data.preference import PreferenceOptions, prepare_pairs
 from lowtide.demo.data import Question
 from lowtide.engine.forward import install, score
 from lowtide.engine.head import pad_id
-from lowtide.engine.loading import load_model, load_tokenizer
+from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.methods.completions import completion_segments, segment_sums
 
 SIDES = ("chosen_ids", "rejected_ids")

@@ -25,7 +25,7 @@ from rich.text import Text
 from lowtide.demo.data import Question, make_questions, write_rows
 from lowtide.demo.lessons import COMMON, LESSONS, Finding, Lesson
 from lowtide.demo.model import save
-from lowtide.memory.measure import bytes_text, resident_bytes
+from lowtide.memory.allocators.measure import bytes_text, resident_bytes
 
 Sample = tuple[Question, Finding, Finding]
 
@@ -110,7 +110,7 @@ def _show(report: dict[str, Any], lesson: Lesson, samples: Sequence[Sample], fol
     states = report["states"]
     facts = {
         lesson.words: f"{shares[0]:.1%} before, {shares[1]:.1%} after",
-        "states foretold": f"{bytes_text(report['states_bytes'])} = "
+        "states predicted": f"{bytes_text(report['states_bytes'])} = "
         + " + ".join(f"{name} {bytes_text(count)}" for name, count in states.items()),
         "peak measured": f"{bytes_text(report['peak_bytes'])} resident, "
         f"{bytes_text(report['resident_bytes_before_training'])} of it before training",

@@ -19,8 +19,8 @@ from lowtide.engine.convolution import install_convolution
 from lowtide.engine.embedding import install_embedding
 from lowtide.engine.head import ScoreOutput, Scores, install_head
 from lowtide.engine.noise import noisy_embeddings
-from lowtide.engine.quantized import keep_trainable
 from lowtide.engine.virtual_tokens import leading_states
+from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ragged import RaggedBatch
 
 COMPUTED_IN = "_lowtide_computed_in"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from lowtide.engine.quantized import is_quantized
+from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ops.linear_logprobs import (
     NOTHING_MORE,
     Projection,

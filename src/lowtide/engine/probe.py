@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model, embedding_weight, install, score
 from lowtide.engine.head import is_reward_model, pad_id
-from lowtide.engine.quantized import keep_trainable
+from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.varlen_attention import BACKENDS, observed_backends
 from lowtide.ragged import RaggedBatch
 

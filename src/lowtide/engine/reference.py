@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model, embedding_weight, install, score_shared
-from lowtide.engine.merging import Weights, effective_weights
-from lowtide.engine.quantized import is_quantized
+from lowtide.engine.weights.merging import Weights, effective_weights
+from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ragged import RaggedBatch
 
 

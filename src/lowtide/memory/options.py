@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.memory.checkpointing import POLICIES
+from lowtide.memory.activations.checkpointing import POLICIES
 from lowtide.option import COUNT, option
 
 TWO_PASS = "two_pass"

@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from importlib.util import find_spec
 from typing import Any
 
-from lowtide.memory.checkpointing import set_checkpointing
-from lowtide.memory.compilation_log import watched
-from lowtide.memory.compiling import compile_layers, remove_compilation
-from lowtide.memory.liger import liger_kernels, why_no_kernels
-from lowtide.memory.offloading import ActivationOffload
+from lowtide.memory.activations.checkpointing import set_checkpointing
+from lowtide.memory.activations.offloading import ActivationOffload
+from lowtide.memory.activations.spill_file import folder_on_a_disk
+from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
+from lowtide.memory.kernels.compilation_log import watched
+from lowtide.memory.kernels.compiling import compile_layers, remove_compilation
+from lowtide.memory.kernels.liger import liger_kernels, why_no_kernels
 from lowtide.memory.options import TWO_PASS
-from lowtide.memory.spill_file import folder_on_a_disk
 from lowtide.memory.technique import Site, Technique
-from lowtide.memory.tiled_mlp import install_tiled_mlp
 from lowtide.ops.target import kind_of
 
 PACKAGES = {

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowtide.data.values import OF_PROMPT
+from lowtide.data.batches.values import OF_PROMPT
 from lowtide.ragged import RaggedBatch
 
 

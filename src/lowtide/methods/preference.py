@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lowtide.data.values import LENGTHS
+from lowtide.data.batches.values import LENGTHS
 from lowtide.methods.completions import (
     completion_segments,
     in_completion,

@@ -1,4 +1,4 @@
-"""Foretells what a run will take, and chooses the settings that fit.
+"""Predicts what a run will take, and chooses the settings that fit.
 
 `estimate` runs a trainer's own step on tensors without memory (`tracing`), replays its births and deaths through a
 model of the device's allocator (`allocators`), and spreads it over devices by formulas (`sharding`). `search` looks

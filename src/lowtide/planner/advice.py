@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from lowtide.memory.optimizers.states import IN_BFLOAT16
 from lowtide.memory.table import TECHNIQUES
 from lowtide.memory.technique import Site, Technique
-from lowtide.planner.states import IN_BFLOAT16
 
 WORTH = 0.1
 """The share of the peak from which a category is worth lowering."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lowtide.memory.measure import bytes_text, resident_bytes
+from lowtide.memory.allocators.measure import bytes_text, resident_bytes
 from lowtide.planner.devices import Device
 
 UNITS = {

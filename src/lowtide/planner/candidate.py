@@ -12,21 +12,21 @@ from transformers import AutoConfig, PretrainedConfig
 
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import estimate_run
-from lowtide.planner.heaviest import check_positions, heaviest_rows
 from lowtide.planner.search import Measured, Refused, Sizes
 from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.step.heaviest import check_positions, heaviest_rows
 
 RUN_OPTIONS = ("dtype", "use_peft")
 """Settings of a plan that are of the model, and not of the method's config."""
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """A run that is planned, apart from what is to be chosen."""
 
     trainer_class: Any
     described: PretrainedConfig
-    given: Mapping[str, Any]
+    requested: Mapping[str, Any]
     """A user's own settings of the method's config."""
     device: Device
     processing_class: Any = None
@@ -41,7 +41,7 @@ class Run:
         Raises:
             ValueError: the options do not go together.
         """
-        chosen = copy.deepcopy({"output_dir": "plan", **self.given, **options, "memory_budget": None})
+        chosen = copy.deepcopy({"output_dir": "plan", **self.requested, **options, "memory_budget": None})
         if self.device.kind == "cuda" and chosen.get("bf16") is None:
             chosen["bf16"] = not chosen.get("fp16") and (self.device.capability or (0, 0)) >= (8, 0)
         chosen |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
@@ -99,7 +99,7 @@ def config_of_model(model: str | PretrainedConfig, **options: Any) -> Pretrained
         raise ValueError(f"model {model!r} has no config that can be read: {reason}") from error
 
 
-def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes, tuple[str, ...]]:
+def prepared_rows(run: PlannedRun, rows: Dataset) -> tuple[Dataset, Sizes, tuple[str, ...]]:
     """The rows as the trainer would see them, the tokens of its micro-batches, and what there is to say of them.
 
     Raises:
@@ -119,7 +119,7 @@ def prepared_rows(run: Run, rows: Dataset) -> tuple[Dataset, Sizes, tuple[str, .
     return prepared, _sizes_of(run, trainer), fake.notes
 
 
-def _sizes_of(run: Run, trainer: Any) -> Sizes:
+def _sizes_of(run: PlannedRun, trainer: Any) -> Sizes:
     """The tokens of a micro-batch of a trainer's rows.
 
     Raises:
@@ -134,12 +134,12 @@ def _sizes_of(run: Run, trainer: Any) -> Sizes:
     config = run.config({})
     (whole,) = heaviest_rows(lengths, config.per_device_train_batch_size, None)
     together = int(lengths[whole].sum())
-    if run.given.get("tokens_per_microbatch", "free") != "free":
+    if run.requested.get("tokens_per_microbatch", "free") != "free":
         return Sizes(together, together)
     return Sizes(min(together, max(int(lengths.max()), bin_tokens or 0)), together)
 
 
-def measured(run: Run, prepared: Dataset, options: Mapping[str, Any], tokens: int | None) -> Measured:
+def measured(run: PlannedRun, prepared: Dataset, options: Mapping[str, Any], tokens: int | None) -> Measured:
     """What a trace says of a run with some options and a token budget.
 
     Raises:

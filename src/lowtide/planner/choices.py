@@ -44,7 +44,7 @@ class Setting:
     names: Collection[str]
     """Options that the method's config has."""
     defaults: Mapping[str, Any]
-    given: Mapping[str, Any]
+    requested: Mapping[str, Any]
     """A user's own settings."""
     device_kind: str
     exact: bool = True
@@ -73,7 +73,7 @@ def _axis(name: str, choices: Sequence[tuple[Choice, Mapping[str, Any]]], settin
     left = []
     for choice, state in choices:
         known = {each: value for each, value in state.items() if each in setting.names}
-        agrees = all(setting.given.get(each, value) == value for each, value in known.items())
+        agrees = all(setting.requested.get(each, value) == value for each, value in known.items())
         if len(known) == len(state) and agrees and (choice.changes is None or not setting.exact):
             left.append(_written(choice, known, setting))
     return Axis(name, left or [Choice("as given")], scales=name == "activations")
@@ -84,7 +84,7 @@ def _written(choice: Choice, state: Mapping[str, Any], setting: Setting) -> Choi
     options = {
         name: value
         for name, value in state.items()
-        if name not in setting.given and setting.defaults.get(name) != value
+        if name not in setting.requested and setting.defaults.get(name) != value
     }
     return replace(choice, options=options)
 
@@ -130,9 +130,9 @@ def _optimizers() -> list[tuple[Choice, Mapping[str, Any]]]:
 
 def _gradients(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("gradients kept to the step"), {})]
-    if setting.given.get("fp16") or setting.given.get("gradient_accumulation_steps", 1) > 1:
+    if setting.requested.get("fp16") or setting.requested.get("gradient_accumulation_steps", 1) > 1:
         return found
-    clips = setting.given.get("max_grad_norm", setting.defaults.get("max_grad_norm"))
+    clips = setting.requested.get("max_grad_norm", setting.defaults.get("max_grad_norm"))
     unclipped = "gradients are no longer clipped" if clips else None
     in_backward = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
     found.append((Choice("optimizer in backward", changes=unclipped, whole=True), in_backward))
@@ -151,11 +151,11 @@ def _states(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
 
 def _reference(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("reference as it is"), {})]
-    if "precompute_ref_log_probs" not in setting.names or setting.adapters or setting.given.get("sync_ref_model"):
+    if "precompute_ref_log_probs" not in setting.names or setting.adapters or setting.requested.get("sync_ref_model"):
         return found
     if not setting.streamed:
         found.append((Choice("precomputed reference", timed=False), {"precompute_ref_log_probs": True}))
-    if not setting.given.get("precompute_ref_log_probs"):
+    if not setting.requested.get("precompute_ref_log_probs"):
         if setting.device_kind == "cuda":
             found.append((Choice("reference in host memory", slower=1.3), {"ref_model_storage": "cpu"}))
         for bits, package in ((8, "torchao"), (4, "bitsandbytes")):
@@ -168,7 +168,7 @@ def _reference(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
 
 def _precision(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("precision as it is"), {})]
-    if setting.given.get("fp16"):
+    if setting.requested.get("fp16"):
         return found
     if setting.device_kind == "cpu":
         helped = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

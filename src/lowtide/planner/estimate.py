@@ -1,4 +1,4 @@
-"""Foretells the peak of a run before any weight is made: the trainer's own step, on tensors without memory.
+"""Predicts the peak of a run before any weight is made: the trainer's own step, on tensors without memory.
 
 The step is traced once (`fake_run`), unrolled to the model's depth, and its births and deaths are replayed in the order
 of a run through a model of the memory that the run will have: glibc's heap on a CPU, the caching allocator on CUDA. On
@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lowtide.memory import host_heap
-from lowtide.memory.allocator import has_thread_cache
-from lowtide.memory.measure import bytes_text
+from lowtide.memory.allocators import host_heap
+from lowtide.memory.allocators.measure import bytes_text
+from lowtide.memory.allocators.settings import has_thread_cache
 from lowtide.planner.allocators.cuda_allocator import CudaAllocator
 from lowtide.planner.allocators.glibc_heap import GlibcHeap
 from lowtide.planner.allocators.replay import Allocator, peaks, run_of
 from lowtide.planner.devices import Device
 from lowtide.planner.process import process_bytes
-from lowtide.planner.sharding.moment import Traced as OnOneDevice
+from lowtide.planner.sharding.moment import OneDevice as OnOneDevice
 from lowtide.planner.sharding.sharded import shard
 from lowtide.planner.sharding.sharding import Sharding
 from lowtide.planner.sharding.tensor_parallel import one_rank

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 from datasets import Dataset
 
-from lowtide.memory.measure import bytes_text
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.budget import budget_bytes
-from lowtide.planner.candidate import Run, measured, prepared_rows
+from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
 from lowtide.planner.estimate import BANDS
 from lowtide.planner.search import Candidate, Measured, Refused, Search, Sizes
@@ -35,8 +35,8 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Option:
-    """Settings, and what is foretold of them."""
+class Alternative:
+    """Settings, and what is predicted of them."""
 
     settings: Mapping[str, Any]
     """Those that differ from the defaults and are not the user's own."""
@@ -47,7 +47,7 @@ class Option:
     changes: tuple[str, ...] = ()
     """What they change in the numbers; empty where they are exact."""
     traced: bool = True
-    """False where it is foretold from the traces of other settings."""
+    """False where it is predicted from the traces of other settings."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Plan:
     """The fastest settings that fit a budget."""
 
     method: str
-    given: Mapping[str, Any]
+    requested: Mapping[str, Any]
     """The user's own settings, model and dataset among them."""
-    chosen: Option
+    chosen: Alternative
     budget_bytes: int
     device: str
     estimate: Any
     """Of the run with the settings."""
-    runners_up: tuple[Option, ...] = ()
+    runners_up: tuple[Alternative, ...] = ()
     techniques: tuple[Effect, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     """Choices that cannot work with this model, and why."""
@@ -92,10 +92,10 @@ class Plan:
     def to_yaml(self) -> str:
         """A run file: `lowtide sft --config` on it, or the method's own command, runs it."""
         head = (
-            f"# lowtide {self.method}: foretold peak {bytes_text(self.chosen.peak_bytes)} of "
+            f"# lowtide {self.method}: predicted peak {bytes_text(self.chosen.peak_bytes)} of "
             f"{bytes_text(self.budget_bytes)} on {self.device}.\n"
         )
-        own = yaml.safe_dump(dict(self.given), sort_keys=False, allow_unicode=True) if self.given else ""
+        own = yaml.safe_dump(dict(self.requested), sort_keys=False, allow_unicode=True) if self.requested else ""
         changes = "".join(f"# Not exact: {change}.\n" for change in self.chosen.changes)
         chosen = yaml.safe_dump(dict(self.settings), sort_keys=False) if self.settings else "# nothing but defaults\n"
         return f"{head}{own}\n# Chosen for the budget.\n{changes}{chosen}"
@@ -108,7 +108,7 @@ class Plan:
     def summary(self) -> str:
         """The plan in one line."""
         return (
-            f"{bytes_text(self.budget_bytes)} on {self.device}: {settings_text(self.settings)}; foretold peak "
+            f"{bytes_text(self.budget_bytes)} on {self.device}: {settings_text(self.settings)}; predicted peak "
             f"{bytes_text(self.chosen.peak_bytes)}"
         )
 
@@ -126,7 +126,7 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 
 
 def make_plan(
-    run: Run,
+    run: PlannedRun,
     rows: Dataset,
     budget: str | int,
     *,
@@ -170,7 +170,7 @@ def make_plan(
     assert best.measured is not None
     return Plan(
         method=run.trainer_class.method.name,
-        given={name: value for name, value in (source or run.given).items() if name != "memory_budget"},
+        requested={name: value for name, value in (source or run.requested).items() if name != "memory_budget"},
         chosen=chosen,
         budget_bytes=room,
         device=run.device.name,
@@ -184,14 +184,14 @@ def make_plan(
     )
 
 
-def _setting(run: Run, *, exact: bool, streamed: bool) -> Setting:
+def _setting(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
     """What there is to choose from."""
     plain, defaults = run.config({}), run.trainer_class.config(output_dir="plan", use_cpu=True, report_to="none")
     stored = {"dtype"} if "dtype" in (plain.model_init_kwargs or {}) else set()
     return Setting(
         names={*vars(plain), "dtype", "use_peft"} - stored,
         defaults=vars(defaults),
-        given=run.given,
+        requested=run.requested,
         device_kind=run.device.kind,
         exact=exact,
         adapters=run.peft_config is not None,
@@ -199,7 +199,7 @@ def _setting(run: Run, *, exact: bool, streamed: bool) -> Setting:
     )
 
 
-def _option(search: Search, candidate: Candidate, best: Candidate) -> Option:
+def _option(search: Search, candidate: Candidate, best: Candidate) -> Alternative:
     settings = search.options(candidate.combination)
     if candidate.tokens is not None:
         settings["tokens_per_microbatch"] = candidate.tokens
@@ -207,7 +207,7 @@ def _option(search: Search, candidate: Candidate, best: Candidate) -> Option:
     changes = tuple(choice.changes for choice in search.choices(candidate.combination) if choice.changes)
     seconds = candidate.cost / best.cost
     rate = None if rate is None else rate / seconds
-    return Option(settings, int(candidate.peak), seconds, rate, changes, candidate.measured is not None)
+    return Alternative(settings, int(candidate.peak), seconds, rate, changes, candidate.measured is not None)
 
 
 def _effects(search: Search, sizes: Sizes) -> list[Effect]:
@@ -260,7 +260,7 @@ def _check_weights(search: Search, room: int) -> None:
         )
 
 
-def _nothing_fits(search: Search, room: int, run: Run, exact: bool) -> PlanError:
+def _nothing_fits(search: Search, room: int, run: PlannedRun, exact: bool) -> PlanError:
     try:
         least = search.smallest()
     except Refused as reason:

@@ -1,7 +1,7 @@
 """What a training process holds on a CPU beside tensors: the interpreter, libraries, threads, the data's pipeline.
 
 It differs from machine to machine and from version to version, and no trace sees it. So it is measured, once: a small
-model is trained in a process of its own (`lowtide.calibration`), and what its trace foretells is taken from its peak.
+model is trained in a process of its own (`lowtide.calibration`), and what its trace predicts is taken from its peak.
 The result is kept in the user's cache folder, under the versions that it is of.
 """
 
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lowtide.memory.allocator import MALLOC
+from lowtide.memory.allocators.settings import MALLOC
 
 PACKAGES = (
     "lowtide", "torch", "transformers", "accelerate", "datasets", "peft", "numpy", "pyarrow", "bitsandbytes", "torchao",

@@ -19,7 +19,7 @@ MICRO_BATCH_TOKENS = 128
 """A micro-batch costs as much as so many tokens more (weights are read, kernels started), where no roofline says it;
 assumed."""
 DOUBT = 1.05
-"""A combination that is foretold to be this much above the budget is worth a trace all the same."""
+"""A combination that is predicted to be this much above the budget is worth a trace all the same."""
 TRIES = 5
 """Traces of one combination, each with fewer tokens than the one before."""
 ROUND = 16
@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """Settings, and what is foretold of them."""
+    """Settings, and what is predicted of them."""
 
     combination: Combination
     tokens: int | None
@@ -95,7 +95,7 @@ class Candidate(NamedTuple):
     cost: float
     """Seconds a token, in some unit."""
     measured: Measured | None
-    """By a trace of its own; None where it is foretold from those of others."""
+    """By a trace of its own; None where it is predicted from those of others."""
 
 
 class Refused(ValueError):
@@ -127,7 +127,7 @@ class Search:
         self._known: dict[tuple[Combination, int | None], Measured] = {}
 
     def best(self, runners_up: int = 0) -> list[Candidate]:
-        """The fastest that fits, which is traced, and those behind it, which are foretold; empty if nothing fits.
+        """The fastest that fits, which is traced, and those behind it, which are predicted; empty if nothing fits.
 
         Raises:
             Refused: the plain settings cannot be traced.
@@ -145,9 +145,9 @@ class Search:
         while waiting and len(found) <= runners_up:
             _, _, stage, candidate, tries = heapq.heappop(waiting)
             if stage == "hoped":
-                foretold = self._foretold(candidate.combination)
-                if foretold is not None:
-                    wait("foretold", foretold)
+                predicted = self._predicted(candidate.combination)
+                if predicted is not None:
+                    wait("predicted", predicted)
             elif stage == "traced" or found:
                 found += [candidate] * (stage == "traced" or candidate.peak <= self.room)
             else:
@@ -155,12 +155,12 @@ class Search:
                 if traced is not None and traced.peak <= self.room:
                     wait("traced", traced)
                 elif traced is not None and tries < TRIES and (fewer := self._fewer(traced)) is not None:
-                    wait("foretold", fewer, tries + 1)
+                    wait("predicted", fewer, tries + 1)
         return found
 
     def smallest(self) -> Candidate:
         """What takes least, whether it fits or not; traced."""
-        foretold = []
+        predicted = []
         size = self._less
         for combination in itertools.product(*(range(len(axis.choices)) for axis in self.axes)):
             for tokens in {None} if self._cannot_be_cut(combination) else {None, size}:
@@ -168,8 +168,8 @@ class Search:
                     peak = _peak(self._bytes(combination, tokens))
                 except Refused:
                     continue
-                foretold.append(Candidate(combination, tokens, peak, self.cost(combination, tokens), None))
-        for candidate in sorted(foretold, key=lambda each: (each.peak, self._rank(each))):
+                predicted.append(Candidate(combination, tokens, peak, self.cost(combination, tokens), None))
+        for candidate in sorted(predicted, key=lambda each: (each.peak, self._rank(each))):
             traced = self._proved(candidate)
             if traced is not None:
                 return traced
@@ -210,7 +210,7 @@ class Search:
                 raise
         return self._known[key]
 
-    # -- foretelling ---------------------------------------------------------------------------------------------
+    # -- predicting ---------------------------------------------------------------------------------------------
 
     @property
     def _less(self) -> int | None:
@@ -223,7 +223,7 @@ class Search:
     def _only(self, axis: int, number: int) -> Combination:
         return tuple(number if each == axis else 0 for each in range(len(self.axes)))
 
-    def _foretold(self, combination: Combination) -> Candidate | None:
+    def _predicted(self, combination: Combination) -> Candidate | None:
         """With as many tokens as fit; None where one row does not."""
         try:
             if self._states(combination) > self.room * DOUBT:
@@ -325,7 +325,7 @@ class Search:
         return self.cost(combination, None)
 
     def cost(self, combination: Combination, tokens: int | None) -> float:
-        """Seconds a token in some unit, foretold; `tokens` is the budget."""
+        """Seconds a token in some unit, predicted; `tokens` is the budget."""
         plain = self._known.get((self.plain, None))
         rate = plain.tokens_per_second if plain is not None else None
         whole = self.sizes.whole

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lowtide.metrics import distributed
+from lowtide.ranks.world import distributed
 
 T = TypeVar("T")
 PATIENCE = 5.0

@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 from datasets import Dataset
 
-from lowtide.metrics import distributed
+from lowtide.ranks.world import distributed
 
 
 def check_same_rows(dataset: Any, lengths_of: Callable[[Any], np.ndarray | None], title: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lowtide.data.mixtures import DatasetConfig
+from lowtide.data.sources.mixtures import DatasetConfig
 from lowtide.option import option
 
 __all__ = ["DatasetConfig", "DatasetMixtureConfig", "ModelConfig", "ScriptArguments"]
@@ -32,7 +32,7 @@ class ScriptArguments:
 
 @dataclass
 class DatasetMixtureConfig:
-    """Several datasets as one; see `lowtide.data.mixtures`."""
+    """Several datasets as one; see `lowtide.data.sources.mixtures`."""
 
     datasets: list[DatasetConfig] = option([], "The datasets, each a mapping with the fields of `DatasetConfig`.")
     streaming: bool = option(False, "Read rows while training, in place of preparing them first.")

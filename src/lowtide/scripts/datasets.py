@@ -10,8 +10,8 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from pyarrow import compute
 
-from lowtide.data.mixtures import load_mixture
-from lowtide.data.packing import Packing, pack
+from lowtide.data.batches.packing import Packing, pack
+from lowtide.data.sources.mixtures import load_mixture
 from lowtide.scripts.arguments import DatasetMixtureConfig
 
 D = TypeVar("D", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowtide.data.chat import adopt_chat_template
+from lowtide.data.encode.chat import adopt_chat_template
 from lowtide.engine.forward import embedding_weight
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -24,21 +24,23 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
-from lowtide.data.collate import ragged_from_collated
+from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.engine.diagnose import find_nonfinite
 from lowtide.engine.forward import causal_model
 from lowtide.engine.noise import set_noise
-from lowtide.memory.narrow_step import unwrap_optimizer
+from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.methods import Objective
 from lowtide.methods.method import Scorer
-from lowtide.metrics import Totals, distributed
-from lowtide.passes import Models
-from lowtide.planner.heaviest import row_lengths
-from lowtide.planner.phases import HighWater, Phases
 from lowtide.ragged import RaggedBatch
-from lowtide.recovery import Before, surviving_optimizer_step, surviving_step
-from lowtide.replicas import averaging, broadcast_weights
-from lowtide.step import Limits, Ways, evaluate_batch
+from lowtide.ranks.replicas import averaging, broadcast_weights
+from lowtide.ranks.world import distributed
+from lowtide.step.heaviest import row_lengths
+from lowtide.step.metrics import Totals
+from lowtide.step.microbatches import Models
+from lowtide.step.phases import HighWater, Phases
+from lowtide.step.rank_sync import NotFinite, RankSync, check_finite
+from lowtide.step.recovery import StepSnapshot, surviving_optimizer_step, surviving_step
+from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch
 from lowtide.trainers.checkpoints.resuming import ResumableRuns
 from lowtide.trainers.checkpoints.stopping import StoppableRuns
 from lowtide.trainers.config import TrainingConfig
@@ -51,7 +53,6 @@ from lowtide.trainers.order import RepeatableOrder
 from lowtide.trainers.own_loss import OwnLosses
 from lowtide.trainers.progress import RichProgress
 from lowtide.trainers.rehearsal import rehearse
-from lowtide.watch import NotFinite, Watch, check_finite
 
 logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
@@ -172,20 +173,20 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         check_finite(loss)
         self._backward(loss)
 
-    def ways(self, model: nn.Module) -> Ways:
+    def backward_plan(self, model: nn.Module) -> BackwardPlan:
         """How a step goes backward and meets the other ranks."""
         scaler = self.accelerator.scaler
-        return Ways(
+        return BackwardPlan(
             backward=self._backward,
             grad_scale=1.0 if scaler is None else scaler.get_scale(),
             exchange=functools.partial(averaging, model) if distributed() else None,
             finite=True,
         )
 
-    def rehearsal_ways(self, model: nn.Module) -> Ways:
+    def rehearsal_plan(self, model: nn.Module) -> BackwardPlan:
         """The same for a rehearsal, in which nothing is stepped."""
         freed = {} if self._in_backward is None else {"around_last": self._in_backward.steps.norm_pass}
-        return replace(self.ways(model), finite=False, **freed)
+        return replace(self.backward_plan(model), finite=False, **freed)
 
     def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
@@ -216,9 +217,9 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         """The gradients of one optimizer step, or the step itself where it is taken in backward; returns the loss."""
 
         def step(totals: Totals, **more: Any) -> Tensor:
-            given, ways = self.limits_of(batch), replace(self.ways(model), **more)
+            given, plan = self.limits_of(batch), replace(self.backward_plan(model), **more)
             loss, limits = surviving_step(
-                self.models(model), batch, self.objective, limits=given, totals=totals, ways=ways
+                self.models(model), batch, self.objective, limits=given, totals=totals, plan=plan
             )
             if limits != given:
                 self._token_budget = limits.tokens
@@ -228,15 +229,15 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         if in_backward is None or len(batch.plan_split(limits.tokens, limits.rows)) > 1:
             return step(self._train_totals)
         if in_backward.max_grad_norm:
-            before = Before(self.objective, self.args.device)
+            before = StepSnapshot(self.objective, self.args.device)
             step(Totals(), around_last=in_backward.steps.norm_pass, backward=self._backward_of_finite)
             before.put_back()
             self._check_norm(in_backward.steps.total_norm, {})
         return step(self._train_totals, around_last=in_backward.stepping, backward=self._backward_of_finite)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; ranks that hold the same weights are not wrapped (see `lowtide.replicas`), and a model's
-        forward stays its own: `engine.forward` has autocast around it."""
+        """As the Trainer's; ranks that hold the same weights are not wrapped (see `lowtide.ranks.replicas`), and a
+        model's forward stays its own: `engine.forward` has autocast around it."""
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
         prepare_model = accelerator.prepare_model
@@ -381,7 +382,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
         models = Models(self._evaluation_model(), self.reference, self.padding_free, self._around)
-        totals, rows, watch = Totals(), 0, Watch("evaluation", remedy=TO_DO["evaluating"])
+        totals, rows, sync = Totals(), 0, RankSync("evaluation", remedy=TO_DO["evaluating"])
         wanted = self.compute_metrics is not None or description == "Prediction"
         kept = PaddedPredictions() if self.evaluates_plainly(wanted) else Predictions()
         for number, inputs in enumerate(dataloader):
@@ -389,11 +390,11 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
             batch = self.as_ragged(inputs)
             count = real_rows(self.accelerator, batch.rows, self.args.eval_batch_size)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-            if count == 0 or watch.failed:  # ranks take equally many batches, and meet after the last
+            if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last
                 continue
             batch = batch if count == batch.rows else batch.select_rows(range(count))
-            watch.micro_batch, watch.part = number, batch
-            with watch.local(), self.phases.during("evaluation"), self.compute_loss_context_manager():
+            sync.micro_batch, sync.part = number, batch
+            with sync.local(), self.phases.during("evaluation"), self.compute_loss_context_manager():
                 if isinstance(kept, PaddedPredictions):
                     own = kept if wanted else None
                     self.evaluate_plainly(models.policy, batch, totals, self._eval_limits, own)
@@ -403,8 +404,8 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
                         kept.take_in(results)
                 rows += batch.rows
             if not distributed():
-                watch.meet(self.args.device)
-        watch.meet(self.args.device)
+                sync.meet(self.args.device)
+        sync.meet(self.args.device)
         totals.add(rows=rows)
         sums = totals.read(self.args.device)
         metrics: dict[str, Any] = self.metrics_of(sums)

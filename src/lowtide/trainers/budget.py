@@ -1,7 +1,7 @@
 """`memory_budget`: the settings that fit it, chosen when a trainer is made, before any weight is loaded.
 
 Only exact settings are chosen, and none that was set by hand. The trace runs in this process, whose resident memory
-grows by some 50 MB with it; on a CPU that is part of what is foretold.
+grows by some 50 MB with it; on a CPU that is part of what is predicted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lowtide.planner.candidate import first_rows
 from lowtide.planner.plan import make_plan
 from lowtide.trainers.config import TrainingConfig
-from lowtide.trainers.foretelling import run_of
+from lowtide.trainers.predictions import run_of
 
 
 class Fitted(NamedTuple):
@@ -22,7 +22,7 @@ class Fitted(NamedTuple):
     settings: dict[str, Any]
     text: str
     peak_bytes: int | None = None
-    """That was foretold: of the process on a CPU, of tensors on CUDA."""
+    """That was predicted: of the process on a CPU, of tensors on CUDA."""
 
 
 def fit_budget(
@@ -58,7 +58,7 @@ def fit_budget(
         trainer_class,
         args,
         model,
-        given=args.given,
+        requested=args.requested,
         processing_class=processing_class,
         peft_config=peft_config,
         quantization_config=quantization_config,
@@ -73,7 +73,7 @@ def fit_budget(
 def _set(args: TrainingConfig, settings: Mapping[str, Any]) -> None:
     """Sets options in a config with all that follows from them at construction, and leaves the others as they are."""
     kind = type(args)
-    before, after = kind(**args.given), kind(**{**args.given, **settings})
+    before, after = kind(**args.requested), kind(**{**args.requested, **settings})
     for each in fields(args):
         value = getattr(after, each.name)
         if value != getattr(before, each.name):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from datasets import Dataset, IterableDataset
 from torch import nn
 
-from lowtide.data.collate import CompletionCollator
+from lowtide.data.batches.collate import CompletionCollator
 from lowtide.data.preference import PreferenceOptions, prepare_pairs
 from lowtide.engine.forward import embedding_weight
 from lowtide.option import option

@@ -112,7 +112,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
                 raise TypeError(f"{cls.__name__} has no option {name!r}{said}")
         made = super().__new__(cls)
         positional = (each.name for each in fields(cls) if each.init and not each.kw_only)
-        made.__dict__["_given"] = {**dict(zip(positional, args, strict=False)), **kwargs}
+        made.__dict__["_requested"] = {**dict(zip(positional, args, strict=False)), **kwargs}
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,10 +141,10 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         return None if asked == NAME else asked
 
     @property
-    def given(self) -> dict[str, Any]:
+    def requested(self) -> dict[str, Any]:
         """The options that were set by hand. Where all were, by a parser say, those that differ from the defaults."""
         whole = {each.name for each in fields(TrainingArguments) if each.init}
-        given: dict[str, Any] = self.__dict__.get("_given", {})
+        given: dict[str, Any] = self.__dict__.get("_requested", {})
         if not whole <= given.keys():
             return dict(given)
         return {name: value for name, value in given.items() if value != default_of(type(self), name)}

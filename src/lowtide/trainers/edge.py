@@ -1,7 +1,7 @@
 """What a trainer's public calls do about failures that are not their own: an exhausted memory, and lost ranks.
 
-Within a step both have a mechanism of their own (`lowtide.recovery`, `lowtide.watch`). Here is everything around it,
-which ends with one message.
+Within a step both have a mechanism of their own (`lowtide.step.recovery`, `lowtide.step.rank_sync`). Here is everything
+around it, which ends with one message.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from lowtide.memory.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
+from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
 from lowtide.ranks.failures import RankFailed, stopping_together
-from lowtide.watch import OutOfMemory
+from lowtide.step.rank_sync import OutOfMemory
 
 TO_DO = {
     "loading the model": "Load it in fewer bytes (dtype bfloat16 in model_init_kwargs, or a quantized base with "

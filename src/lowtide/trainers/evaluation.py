@@ -11,8 +11,8 @@ from accelerate.utils import gather_object
 from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
 from lowtide.engine.head import ScoreOutput
-from lowtide.metrics import distributed
 from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ranks.world import distributed
 
 
 def real_rows(accelerator: Accelerator, rows: int, batch_size: int) -> int:

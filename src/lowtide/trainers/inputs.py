@@ -9,11 +9,11 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from lowtide.data.cached_map import with_end_token
-from lowtide.data.chat import adopt_chat_template
+from lowtide.data.cache.cached_map import with_end_token
+from lowtide.data.encode.chat import adopt_chat_template
 from lowtide.engine.forward import causal_model, embedding_weight
-from lowtide.engine.loading import check_tokenizer, load_model, load_tokenizer
-from lowtide.engine.model_init import config_init, model_init
+from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
+from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.option_values import check_ranges
 from lowtide.trainers.config import TrainingConfig, default_of
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.data.collate import REFERENCE_COLUMN
+from lowtide.data.batches.collate import REFERENCE_COLUMN
 from lowtide.engine.forward import compute_in, embedding_weight
-from lowtide.engine.loading import load_model
 from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.weights.loading import load_model
 from lowtide.methods.method import Scorer
 from lowtide.trainers.inputs import model_name
 from lowtide.trainers.optimizers import OPTIMIZERS

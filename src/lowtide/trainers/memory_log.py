@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from lowtide.memory.measure import bytes_text
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.estimate import BANDS
-from lowtide.planner.phases import HighWater
+from lowtide.step.phases import HighWater
 
 GIB = 1 << 30
 SLACK = 32 << 20

@@ -14,30 +14,30 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from lowtide.data.collate import RaggedCollator
-from lowtide.data.ledger import Ledger
-from lowtide.data.titles import entitled, title_of
+from lowtide.data.batches.collate import RaggedCollator
+from lowtide.data.report.ledger import Ledger
+from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.forward import causal_model
 from lowtide.engine.head import body
-from lowtide.engine.loading import adapt
+from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import active, around, begin, prepare
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective, Scorer
-from lowtide.planner.heaviest import check_positions
 from lowtide.ranks.same_rows import check_same_rows
+from lowtide.step.heaviest import check_positions
+from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.arguments import check_arguments, check_attention, check_dataset, check_kind
 from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.edge import edge, out_of_memory_while
-from lowtide.trainers.exhausted import explained
 from lowtide.trainers.inputs import config_of, load_inputs
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
+from lowtide.trainers.oom_report import explained
 from lowtide.trainers.report import StartReport
 from lowtide.trainers.row_checks import check_budget, check_collator, check_masks, position_table
 from lowtide.trainers.setup import Engine, check_trained, install_engine, router_coefficient
-from lowtide.watch import OutOfMemory
 
 Prepared = tuple[Any, Ledger | None]
 

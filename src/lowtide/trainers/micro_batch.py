@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide.data.values import LENGTHS
+from lowtide.data.batches.values import LENGTHS
 from lowtide.engine.head import ScoreOutput
 from lowtide.engine.padded import padded_inputs
 from lowtide.objectives.outcome import Counts, Outcome

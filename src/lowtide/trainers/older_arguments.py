@@ -75,7 +75,7 @@ def with_older(config: Config, older: Mapping[str, Any], title: str) -> Config:
             continue
         if option not in options:
             raise TypeError(f"{title} has no argument {name!r}, and {kind} no such option{nearest(name, options)}")
-        known = config.given.get(option, value)
+        known = config.requested.get(option, value)
         if known != value:
             raise ValueError(f"{title}: {name}={value!r} contradicts {option}={known!r} of its {kind}: keep the latter")
         said.append(f"{name}={value!r} is taken as {option} of {kind}")
@@ -88,7 +88,7 @@ def with_older(config: Config, older: Mapping[str, Any], title: str) -> Config:
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """A copy of a config with some options set, checked as at construction."""
     made = copy.copy(config)
-    vars(made)["_given"] = {**config.given, **changes}
+    vars(made)["_requested"] = {**config.requested, **changes}
     for name, value in changes.items():
         setattr(made, name, value)
     check: Any = getattr(made, "check", None)

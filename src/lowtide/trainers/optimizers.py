@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from lowtide.engine.forward import causal_model
-from lowtide.memory.compressed_adamw import CompressedAdamW
-from lowtide.memory.host_states import HostStates, check_host_states
-from lowtide.memory.narrow_step import check_separable, unwrap_optimizer
-from lowtide.memory.optimizer_in_backward import OptimizerInBackward
-from lowtide.memory.out_of_memory import is_out_of_memory
+from lowtide.memory.allocators.out_of_memory import is_out_of_memory
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.host_states import HostStates, check_host_states
+from lowtide.memory.optimizers.narrow_step import check_separable, unwrap_optimizer
+from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
+from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.ops.target import kind_of
-from lowtide.planner.states import optimizer_name
 from lowtide.trainers.checkpoints.run_record import optimizer_layout
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def check_given(kind: type, where: str, args: Any) -> None:
     Raises:
         ValueError: says what to leave out.
     """
-    if "optim" in args.given:
+    if "optim" in args.requested:
         raise ValueError(
             f"optim={optimizer_name(args)!r} names an optimizer, and `{where}` has one, {kind.__name__}, which would "
             "be used: leave one of them out"

@@ -19,22 +19,22 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from lowtide.data.collate import ragged_from_collated
+from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.engine.forward import causal_model, computing, score_shared
 from lowtide.engine.head import ScoreOutput
 from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.padded import dense_stats, padded_inputs
-from lowtide.memory.measure import bytes_text
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.methods.method import Objective, TokenObjective
-from lowtide.metrics import Totals
 from lowtide.objectives.outcome import Counts
 from lowtide.ops.linear_logprobs import TokenStats
-from lowtide.passes import Models, OwnLoss, scores_of
 from lowtide.ragged import RaggedBatch
-from lowtide.step import Limits
+from lowtide.step.metrics import Totals
+from lowtide.step.microbatches import Models, OwnLoss, scores_of
+from lowtide.step.rank_sync import random_state, set_random_state
+from lowtide.step.train_step import Limits
 from lowtide.trainers.evaluation import PaddedPredictions
 from lowtide.trainers.micro_batch import MicroBatch, detached
-from lowtide.watch import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 

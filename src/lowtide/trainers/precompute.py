@@ -21,15 +21,15 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from lowtide.data.collate import REFERENCE_COLUMN
-from lowtide.data.fingerprint import cache_file, combine, function_fingerprint
-from lowtide.data.titles import title_of
+from lowtide.data.batches.collate import REFERENCE_COLUMN
+from lowtide.data.cache.fingerprint import cache_file, combine, function_fingerprint
+from lowtide.data.sources.titles import title_of
 from lowtide.engine.forward import causal_model
-from lowtide.metrics import distributed
 from lowtide.ragged import RaggedBatch
-from lowtide.step import Limits, score_in_parts
+from lowtide.ranks.world import distributed
+from lowtide.step.rank_sync import RankSync, worst_of_ranks
+from lowtide.step.train_step import Limits, score_in_parts
 from lowtide.trainers.edge import TO_DO
-from lowtide.watch import Watch, worst_of_ranks
 
 if TYPE_CHECKING:
     from lowtide.trainers.reference import ReferenceTrainer
@@ -93,11 +93,11 @@ def with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: str
     known = Path(path).exists() and is_caching_enabled()
     if worst_of_ranks(not known, args.device):  # all compute where one has to
         values = _compute(trainer, dataset, limits, training, name)
-        watch = Watch("reference")
-        with watch.local():
+        sync = RankSync("reference")
+        with sync.local():
             if args.local_process_index == 0:
                 _write(values, path)
-        watch.meet(args.device)
+        sync.meet(args.device)
     return concatenate_datasets([dataset, Dataset.from_file(path)], axis=1)
 
 
@@ -132,10 +132,10 @@ def _compute(trainer: ReferenceTrainer, dataset: Dataset, limits: Limits, traini
         for _ in track(steps, f"reference log-probs of {name}", console=console, disable=quiet):
             batches = [trainer.as_ragged(inputs) for _, inputs in zip(range(size), iterator, strict=False)]
             batch = RaggedBatch.concat(batches)
-            watch, mine = Watch("reference", part=batch, remedy=TO_DO["precomputing the reference"]), []
-            with watch.local():
+            sync, mine = RankSync("reference", part=batch, remedy=TO_DO["precomputing the reference"]), []
+            with sync.local():
                 mine = _by_row(batch, score_in_parts(batch, limits, trainer.reference).float().cpu().numpy())
-            watch.meet(trainer.args.device)
+            sync.meet(trainer.args.device)
             for number, value in gather_object(mine) if distributed() else mine:
                 found[number] = value
     torch.set_rng_state(random_state)

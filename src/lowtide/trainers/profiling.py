@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
-from lowtide.memory.narrow_step import unwrap_optimizer
-from lowtide.planner.heaviest import heaviest_rows, row_lengths
-from lowtide.planner.phases import BETWEEN
+from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.planner.profiling.cuda_history import CudaHistory
 from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.planner.profiling.recording import Recording
+from lowtide.step.heaviest import heaviest_rows, row_lengths
+from lowtide.step.phases import BETWEEN
 from lowtide.trainers.method import MethodTrainer
 
 COLUMNS = (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids", "completion_ids"), ("input_ids",))

@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight
-from lowtide.engine.loading import load_model, load_tokenizer
-from lowtide.engine.model_init import model_init
-from lowtide.engine.quantized import is_quantized
 from lowtide.engine.reference import AdapterOff, FrozenModel
-from lowtide.engine.reference_storage import STORAGES
-from lowtide.memory.measure import bytes_text
+from lowtide.engine.weights.loading import load_model, load_tokenizer
+from lowtide.engine.weights.model_init import model_init
+from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.weights.reference_storage import STORAGES
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.methods.completions import completion_segments, in_completion, segment_sums
 from lowtide.methods.method import Scorer
 from lowtide.trainers.arguments import check_arguments, check_kind

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.memory.measure import bytes_text, peak_bytes
-from lowtide.memory.narrow_step import unwrap_optimizer
-from lowtide.memory.out_of_memory import free_caches, is_out_of_memory
-from lowtide.metrics import Totals
-from lowtide.planner.heaviest import heaviest_rows, rows_in_a_step
-from lowtide.planner.states import states_of, wants_room
+from lowtide.memory.allocators.measure import bytes_text, peak_bytes
+from lowtide.memory.allocators.out_of_memory import free_caches, is_out_of_memory
+from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.memory.optimizers.states import states_of, wants_room
 from lowtide.ragged import RaggedBatch
-from lowtide.recovery import Before, surviving_step
-from lowtide.step import Limits
-from lowtide.watch import OutOfMemory, Watch
+from lowtide.step.heaviest import heaviest_rows, rows_in_a_step
+from lowtide.step.metrics import Totals
+from lowtide.step.rank_sync import OutOfMemory, RankSync
+from lowtide.step.recovery import StepSnapshot, surviving_step
+from lowtide.step.train_step import Limits
 
 if TYPE_CHECKING:
     from lowtide.trainers.base import LowtideTrainer
@@ -46,12 +46,12 @@ def rehearse(trainer: LowtideTrainer, model: nn.Module) -> Limits:
         logger.info("no rehearsal: the lengths of the rows are not known beforehand")
         return limits
     assert limits.rows is not None
-    before = Before(trainer.objective, trainer.args.device)
-    watch = Watch("rehearsal")
+    before = StepSnapshot(trainer.objective, trainer.args.device)
+    sync = RankSync("rehearsal")
     with trainer.phases.during("rehearsal"):
-        with watch.local():
+        with sync.local():
             trainer.room = room_for_states(trainer)
-        watch.meet(trainer.args.device)
+        sync.meet(trainer.args.device)
         for rows in heaviest_rows(lengths, limits.rows, limits.tokens):
             several = len(rows) < min(rows_in_a_step(trainer.args), len(lengths))
             limits = _run(trainer, model, rows, limits, several)
@@ -77,7 +77,7 @@ def _run(trainer: LowtideTrainer, model: nn.Module, rows: Sequence[int], limits:
         trainer.objective,
         limits=limits,
         totals=Totals(),
-        ways=trainer.rehearsal_ways(model),
+        plan=trainer.rehearsal_plan(model),
     )
     model.zero_grad()
     return limits

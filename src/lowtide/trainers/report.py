@@ -14,8 +14,8 @@ from rich.table import Table
 from transformers import TrainerCallback
 
 from lowtide.engine.forward import causal_model
-from lowtide.memory.measure import bytes_text, peak_bytes
-from lowtide.planner.states import predict_states
+from lowtide.memory.allocators.measure import bytes_text, peak_bytes
+from lowtide.memory.optimizers.states import predict_states
 from lowtide.trainers.config import cpu_has_bf16
 from lowtide.trainers.setup import Engine
 from lowtide.trainers.without_effect import without_effect

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, compute_in, install
 from lowtide.engine.head import is_reward_model
-from lowtide.engine.loading import check_adapters, has_adapters, release_file
 from lowtide.engine.probe import Probe, attention_backends, probe
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
-from lowtide.memory.host_heap import settle_heap
-from lowtide.memory.out_of_memory import is_out_of_memory
+from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
+from lowtide.memory.allocators.host_heap import settle_heap
+from lowtide.memory.allocators.out_of_memory import is_out_of_memory
 from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.optimizers import OPTIMIZERS, check_own_optimizer
 
@@ -68,7 +68,7 @@ def _check_prompts(model: nn.Module, args: TrainingConfig) -> None:
     if is_reward_model(causal_model(model)):
         raise ValueError(f"{title} puts virtual tokens before each row, which reward models are not trained with here")
     if kind_of_prompt(prompt) in IN_LAYERS and args.gradient_checkpointing:
-        if "gradient_checkpointing" in args.given:
+        if "gradient_checkpointing" in args.requested:
             raise ValueError(
                 f"{title} puts its vectors into the layers' keys and values, which gradient checkpointing drops: set "
                 "gradient_checkpointing=False"

@@ -40,7 +40,7 @@ def test_copies_in_this_process_keep_the_token(tmp_path):
     given = config(tmp_path)
     for each in (copy.copy(given), copy.deepcopy(given)):
         assert each.hub_token == each.model_init_kwargs["token"] == TOKEN
-        assert each.given == given.given
+        assert each.requested == given.requested
 
 
 def test_trackers_do_not_get_the_token(tmp_path):

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from small_runs import SAVING, assert_same, small, trained, weights
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from lowtide.memory.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 
 
 def adapters(**options):

@@ -7,8 +7,8 @@ below 10 MiB and of the request itself, in steps of 2 MiB, above. The smallest f
 is split where enough remains, and merges with free neighbours when it is freed. A full device first gets back the
 segments that are free as a whole.
 
-With `expandable_segments:True`, which lowtide's command line sets (`memory.allocator`), a pool is one range of
-addresses that is backed with pages of 2 MiB (small) or 20 MiB (large) where it has to grow.
+With `expandable_segments:True`, which lowtide's command line sets (`memory.allocators.settings`), a pool is one range
+of addresses that is backed with pages of 2 MiB (small) or 20 MiB (large) where it has to grow.
 
 The constants are those of `c10/core/AllocatorConfig.h` in torch 2.13; they have had these values since torch 1.x, and
 the 20 MiB have been an option of the environment (`large_segment_size_mb`) since 2.10. What is left out: streams (all
@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from lowtide.memory.measure import bytes_text
+from lowtide.memory.allocators.measure import bytes_text
 
 MIB = 1 << 20
 MIN_BLOCK = 512

@@ -1,9 +1,10 @@
 """What glibc's heap holds resident while blocks come and go: the living ones, and the holes that they leave.
 
-A model of `malloc` as `lowtide.memory.host_heap` sets it up: a block takes the smallest hole of the heap that is large
-enough (best fit, holes side by side are one). Where there is none, one above a threshold is mapped by itself, and given
-back when it dies; the others take from the heap's end, which never goes back. A trim gives the pages of all holes back
-until they are used again. Source: glibc's malloc/malloc.c (`_int_malloc`, `_int_memalign`, `mtrim`), version 2.36.
+A model of `malloc` as `lowtide.memory.allocators.host_heap` sets it up: a block takes the smallest hole of the heap
+that is large enough (best fit, holes side by side are one). Where there is none, one above a threshold is mapped by
+itself, and given back when it dies; the others take from the heap's end, which never goes back. A trim gives the pages
+of all holes back until they are used again. Source: glibc's malloc/malloc.c (`_int_malloc`, `_int_memalign`, `mtrim`),
+version 2.36.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SMALL_SHARE, SMALL_MOST = 0.1, 34 << 20
 `mallinfo2` at the peak of a run of 22M parameters 40 MB of 137 MB are free, and the replay of tensors knows of 26."""
 CUT_SHARE = 0.15
 """And the share of its extent in holes that are too short for what they held, where a thread's cache gives slivers of
-them away (`lowtide.memory.allocator`): by chance, from run to run elsewhere, between nothing and a third."""
+them away (`lowtide.memory.allocators.settings`): by chance, from run to run elsewhere, between nothing and a third."""
 LEAST = 1024
 """Bytes below which a block lies among the small ones, which are not modelled."""
 

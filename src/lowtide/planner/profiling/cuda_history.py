@@ -18,8 +18,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lowtide.planner.phases import BETWEEN
 from lowtide.planner.profiling.recording import BORN_IN, Block, Recording, is_internal, short_file
+from lowtide.step.phases import BETWEEN
 
 MAX_ENTRIES = 2_000_000
 """Of the history; a few steps have some ten thousand."""

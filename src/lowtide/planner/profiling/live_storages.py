@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.planner.phases import BETWEEN
 from lowtide.planner.profiling.recording import BORN_IN, Block, Recording, is_internal, short_file
 from lowtide.planner.tracing.trace import parts_of
+from lowtide.step.phases import BETWEEN
 
 
 class LiveStorages(TorchDispatchMode):

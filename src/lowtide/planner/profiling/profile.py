@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowtide.memory.measure import bytes_text
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.advice import Advice
 from lowtide.planner.profiling.recording import CATEGORIES, Recording
 
@@ -19,7 +19,7 @@ LARGEST = 10
 
 
 @dataclass(frozen=True)
-class Run:
+class ProfiledRun:
     """What was run, in words and numbers of its own."""
 
     method: str
@@ -62,7 +62,7 @@ class Tensors:
 class Profile:
     """The memory of some steps."""
 
-    run: Run
+    run: ProfiledRun
     peak_bytes: int
     """Of tensors."""
     peak_seconds: float
@@ -80,7 +80,7 @@ class Profile:
     predicted: Mapping[str, Mapping[str, int]] | None = None
     """As `phases`, of an estimate: tensors alone."""
     predicted_process_bytes: int | None = None
-    """What an estimate says of `Run.process_bytes`."""
+    """What an estimate says of `ProfiledRun.process_bytes`."""
     not_predicted: str = ""
     """Why there is no prediction."""
     advice: Sequence[Advice] = ()
@@ -115,7 +115,7 @@ class Profile:
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
-def profile_of(recording: Recording, run: Run) -> Profile:
+def profile_of(recording: Recording, run: ProfiledRun) -> Profile:
     """A recording's profile, without prediction and advice."""
     levels = recording.levels()
     peak = levels.peak

@@ -1,4 +1,5 @@
-"""The page of a `Profile` (see `lowtide.page`): the timeline, the peak and what it is made of, what to change first.
+"""The page of a `Profile` (see `lowtide.html_shell`): the timeline, the peak and what it is made of, what to change
+first.
 
 Names come from users' models, files and paths: all of them are escaped. The timeline's numbers lie in the page as
 JSON, of which a small script tells those under the pointer; without it the page lacks nothing else.
@@ -12,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from lowtide.memory.measure import bytes_text
-from lowtide.page import facts, page
+from lowtide.html_shell import facts, page
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.advice import Advice
 from lowtide.planner.profiling.profile import Profile, Span, Tensors, ticks, totals
 from lowtide.planner.profiling.profile_assets import SCRIPT, STYLE

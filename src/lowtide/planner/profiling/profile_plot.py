@@ -7,8 +7,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lowtide.data.lengths_plot import shorten
-from lowtide.memory.measure import bytes_text
+from lowtide.data.report.lengths_plot import shorten
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.profiling.profile import Profile, ticks
 
 COLORS = {

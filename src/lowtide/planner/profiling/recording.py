@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from lowtide.planner.phases import BETWEEN
+from lowtide.step.phases import BETWEEN
 
 CATEGORIES = ("weights", "gradients", "optimizer", "reference", "activations", "head", "other")
 """As they are stacked: what stays lies below what comes and goes."""

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.planner.sharding.layout import Layout, Parameter, byte_sum
-from lowtide.planner.sharding.moment import Moment, Traced
+from lowtide.planner.sharding.moment import OneDevice, PeakMoment
 from lowtide.planner.sharding.sharding import Sharding
 
-Found = tuple[Mapping[str, Sequence[Moment]], int]
+Found = tuple[Mapping[str, Sequence[PeakMoment]], int]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Unit:
     """Its gradients are complete only when backward ends."""
 
 
-def moments(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
+def moments(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
     """Moments by phase, and bytes in the host's memory."""
     ranks = sharding.shards
     units = units_of(layout, sharding)
@@ -53,7 +53,7 @@ def moments(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
     optimizer = sum(layout.state_bytes(chunk_elements(p, ranks), p.width) for p in layout.trained)
     gradients = sum(unit.shard for unit in units)
     host = (shards + gradients if sharding.offload_weights else 0) + (optimizer if sharding.offload_optimizer else 0)
-    base = Moment(
+    base = PeakMoment(
         weights=0 if sharding.offload_weights else shards, optimizer=0 if sharding.offload_optimizer else optimizer
     )
     held = 0
@@ -147,7 +147,7 @@ class Point:
     gradients: int = 0
 
 
-def _activations(traced: Traced, point: Point, phase: str) -> dict[str, int]:
+def _activations(traced: OneDevice, point: Point, phase: str) -> dict[str, int]:
     if point.where == "between":
         return traced.between(point.gone)
     if phase == "forward":
@@ -204,12 +204,12 @@ def _backward(units: Sequence[Unit], held: int, gradients: int, sharding: Shardi
         scattered = unit.reduced
 
 
-def _loading(layout: Layout, traced: Traced, units: Sequence[Unit], sharding: Sharding) -> list[Moment]:
+def _loading(layout: Layout, traced: OneDevice, units: Sequence[Unit], sharding: Sharding) -> list[PeakMoment]:
     """On a CPU the whole model is there while its first unit is cut. Elsewhere it waits in the host's memory, and one
     parameter is whole at a time."""
     if sharding.backend == "gloo":
-        first = Moment(weights=byte_sum(layout.parameters), communication=max(unit.shard for unit in units))
-        return [first, Moment(weights=sum(traced.phases.get("loading", {}).values()) - layout.buffers)]
+        first = PeakMoment(weights=byte_sum(layout.parameters), communication=max(unit.shard for unit in units))
+        return [first, PeakMoment(weights=sum(traced.phases.get("loading", {}).values()) - layout.buffers)]
     shards = sum(chunk_elements(p, sharding.shards) * p.width for p in layout.parameters)
     largest = max((byte_sum([p]) for p in layout.parameters), default=0)
-    return [Moment(weights=0 if sharding.offload_weights else shards, communication=largest)]
+    return [PeakMoment(weights=0 if sharding.offload_weights else shards, communication=largest)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.planner.states import BYTES_PER_PARAMETER
+from lowtide.memory.optimizers.states import BYTES_PER_PARAMETER
 
 FOLLOWS = (4, 8)
 """States of so many bytes are moments in the dtype of what they step; others have a width of their own."""

@@ -12,7 +12,7 @@ STATES = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class PeakMoment:
     """One point of a step, in bytes."""
 
     weights: int = 0
@@ -31,7 +31,7 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced:
+class OneDevice:
     """A step on one device."""
 
     phases: Mapping[str, Mapping[str, int]]
@@ -109,7 +109,7 @@ class Traced:
             return found * largest // self.largest
         return found * together // self.together
 
-    def on(self, layout: Layout) -> Traced:
+    def on(self, layout: Layout) -> OneDevice:
         """The trace of a model, of which it then knows what is stepped."""
         return replace(
             self, largest=max((byte_sum([p]) for p in layout.trained), default=0), together=byte_sum(layout.trained)

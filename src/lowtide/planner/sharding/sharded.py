@@ -3,8 +3,8 @@
 The trace knows the activations, which sharding by data leaves alone, and every parameter. Where states are split, and
 which copies of weights and gradients come and go meanwhile, is known of each scheme: ZeRO's of DeepSpeed
 (`planner.zero`), `fully_shard` of torch (`planner.fully_shard`), the tensor parallelism of transformers
-(`planner.tensor_parallel`), and lowtide's own equal copies. All schemes are told as `Moment`s: the points of a step at
-which most is held, each with the layers whose activations are still there.
+(`planner.tensor_parallel`), and lowtide's own equal copies. All schemes are told as `PeakMoment`s: the points of a step
+at which most is held, each with the layers whose activations are still there.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from lowtide.planner.sharding import fully_shard, zero
 from lowtide.planner.sharding.layout import Layout, byte_sum
-from lowtide.planner.sharding.moment import Moment, Traced
+from lowtide.planner.sharding.moment import OneDevice, PeakMoment
 from lowtide.planner.sharding.sharding import Sharding
 from lowtide.planner.sharding.tensor_parallel import local_layout
 from lowtide.planner.sharding.traffic import Traffic, traffic_of
-from lowtide.replicas import BUCKET_BYTES
+from lowtide.ranks.replicas import BUCKET_BYTES
 
-Moments = Mapping[str, Iterable[Moment]]
+Moments = Mapping[str, Iterable[PeakMoment]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Sharded:
         return max(sum(held.values()) for held in self.phases.values())
 
 
-def shard(layout: Layout, traced: Traced, sharding: Sharding) -> Sharded:
+def shard(layout: Layout, traced: OneDevice, sharding: Sharding) -> Sharded:
     """The bytes of one rank, by phase and category.
 
     Args:
@@ -59,7 +59,7 @@ def shard(layout: Layout, traced: Traced, sharding: Sharding) -> Sharded:
     return Sharded(phases, host, traffic_of(local, traced, sharding), _notes(sharding))
 
 
-def _most(moments: Iterable[Moment], sharding: Sharding, buffers: int) -> dict[str, int]:
+def _most(moments: Iterable[PeakMoment], sharding: Sharding, buffers: int) -> dict[str, int]:
     held = max((moment.held for moment in moments), key=lambda each: sum(each.values()))
     held["weights"] += buffers
     if sharding.kind in ("zero3", "fsdp2") and "reference" in held:
@@ -71,11 +71,11 @@ def _notes(sharding: Sharding) -> tuple[str, ...]:
     return () if sharding.runs else (f"lowtide's trainers cannot run {sharding} yet: they keep whole copies",)
 
 
-def whole(layout: Layout, traced: Traced, sharding: Sharding) -> tuple[Moments, int]:
+def whole(layout: Layout, traced: OneDevice, sharding: Sharding) -> tuple[Moments, int]:
     """Whole copies, as lowtide's own ranks: gradients are added up in buckets after the last backward."""
     gradients = sum(p.gradient * p.width for p in layout.trained)
     optimizer = sum(layout.state_bytes(p.numel, p.width) for p in layout.trained)
-    base = Moment(weights=byte_sum(layout.parameters), optimizer=optimizer)
+    base = PeakMoment(weights=byte_sum(layout.parameters), optimizer=optimizer)
     held = {
         phase: [replace(base, gradients=min(gradients, traced.gradients(phase)), rest=traced.rest(phase))]
         for phase in traced.phases
@@ -91,7 +91,7 @@ def whole(layout: Layout, traced: Traced, sharding: Sharding) -> tuple[Moments, 
     return held, 0
 
 
-SCHEMES: dict[str, Callable[[Layout, Traced, Sharding], tuple[Moments, int]]] = {
+SCHEMES: dict[str, Callable[[Layout, OneDevice, Sharding], tuple[Moments, int]]] = {
     "none": whole,
     "ddp": whole,
     "zero1": zero.stages_1_and_2,

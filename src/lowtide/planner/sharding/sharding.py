@@ -3,8 +3,8 @@
 
 The options are the ones that change memory or traffic, with the defaults of DeepSpeed 0.19 (`runtime/zero/config.py`),
 of `torch.distributed.fsdp.fully_shard`, and of transformers, which fills in what a DeepSpeed config leaves to `"auto"`.
-What they cost is in `planner.sharded`. lowtide's trainers run `"none"` and `"ddp"` (see `lowtide.replicas`) so far; the
-others are foretold for those who choose machines, and `Sharding.runs` says so.
+What they cost is in `planner.sharded`. lowtide's trainers run `"none"` and `"ddp"` (see `lowtide.ranks.replicas`) so
+far; the others are predicted for those who choose machines, and `Sharding.runs` says so.
 """
 
 from __future__ import annotations

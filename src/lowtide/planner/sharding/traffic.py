@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.planner.sharding.layout import Layout, byte_sum
-from lowtide.planner.sharding.moment import Traced
+from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.sharding import Sharding
 from lowtide.planner.sharding.tensor_parallel import style_of
 from lowtide.planner.sharding.zero import wanted_again
@@ -27,7 +27,7 @@ class Traffic:
     """That the ranks of one node together send to the next."""
 
 
-def traffic_of(layout: Layout, traced: Traced, sharding: Sharding) -> Traffic:
+def traffic_of(layout: Layout, traced: OneDevice, sharding: Sharding) -> Traffic:
     """What one step sends.
 
     Args:
@@ -71,7 +71,7 @@ def _kept(layout: Layout, sharding: Sharding) -> int:
     return wanted_again(sizes, sharding.max_reuse) * width
 
 
-def _tensors(layout: Layout, traced: Traced, sharding: Sharding) -> int:
+def _tensors(layout: Layout, traced: OneDevice, sharding: Sharding) -> int:
     """All-reduces of hidden states: after each split by rows in forward, and as many in backward, where the inputs of
     the splits by columns meet; once after the embedding. Gathering the logits is left out: lowtide makes none."""
     if sharding.tensor_parallel == 1:

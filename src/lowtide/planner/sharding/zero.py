@@ -19,13 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lowtide.planner.sharding.layout import MASTER, Layout, byte_sum
-from lowtide.planner.sharding.moment import Moment, Traced
+from lowtide.planner.sharding.moment import OneDevice, PeakMoment
 from lowtide.planner.sharding.sharding import Sharding
 
-Found = tuple[Mapping[str, Sequence[Moment]], int]
+Found = tuple[Mapping[str, Sequence[PeakMoment]], int]
 
 
-def stages_1_and_2(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
+def stages_1_and_2(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
     """Stages 1 and 2: moments by phase, and bytes in the host's memory."""
     width = sharding.compute_width or _width(layout)
     frozen = byte_sum((p for p in layout.parameters if not p.trained), sharding.compute_width)
@@ -41,13 +41,13 @@ def stages_1_and_2(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
     within = 0 if offloaded else within
     bucket = sharding.reduce_bucket * width * (2 if sharding.overlap else 1) + (largest if offloaded else 0)
     filled = min(sharding.reduce_bucket * width, gradients)
-    base = Moment(weights=frozen + elements * width, optimizer=optimizer)
+    base = PeakMoment(weights=frozen + elements * width, optimizer=optimizer)
     first = sharding.kind == "zero1"
     before = (gradients if first else within) if traced.accumulates else 0
     kept = replace(base, gradients=before, communication=bucket if first and before else 0)
     found = {phase: [replace(kept, rest=traced.rest(phase))] for phase in traced.phases}
     found["loading"] = [
-        Moment(weights=frozen + 2 * elements * width),
+        PeakMoment(weights=frozen + 2 * elements * width),
         replace(base, gradients=0 if offloaded else part * MASTER, optimizer=0 if offloaded else part * MASTER),
     ]
     early = replace(base, communication=bucket, rest=traced.at_head())
@@ -81,7 +81,7 @@ def stages_1_and_2(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
     return found, host
 
 
-def stage_3(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
+def stage_3(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
     """Stage 3: moments by phase, and bytes in the host's memory."""
     width = sharding.compute_width or _width(layout)
     ranks = sharding.shards
@@ -94,7 +94,7 @@ def stage_3(layout: Layout, traced: Traced, sharding: Sharding) -> Found:
     reduced = part * width
     host = (states + reduced if sharding.offload_optimizer else 0) + (shards if sharding.offload_weights else 0)
     bucket = sharding.reduce_bucket * width
-    base = Moment(
+    base = PeakMoment(
         weights=lasting + (0 if sharding.offload_weights else shards),
         optimizer=0 if sharding.offload_optimizer else states,
         gradients=0 if sharding.offload_optimizer else reduced,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
-from lowtide.engine.loading import adapt
+from lowtide.engine.weights.loading import adapt
 from lowtide.planner.tracing.following import stack_of
 from lowtide.planner.tracing.four_bit import materialized, store_in_four_bits
 from lowtide.planner.tracing.unroll import MIDDLE, TRACED_LAYERS

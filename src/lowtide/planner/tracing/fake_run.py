@@ -1,6 +1,6 @@
 """One optimizer step of a trainer on tensors without memory, and everything that its storages did.
 
-Nothing is foretold here by formula: the trainer is built as ever, adapters, techniques and reference included, on a
+Nothing is predicted here by formula: the trainer is built as ever, adapters, techniques and reference included, on a
 model whose weights are fake, and its own step runs, after the states of the step before have been made.
 """
 
@@ -20,19 +20,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig
 
-from lowtide.data.sampling import sampling
+from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model
-from lowtide.engine.model_init import model_init
-from lowtide.engine.reference_storage import STORAGES
-from lowtide.memory import host_heap, offloading
-from lowtide.memory.narrow_step import unwrap_optimizer
-from lowtide.metrics import Totals
+from lowtide.engine.weights.model_init import model_init
+from lowtide.engine.weights.reference_storage import STORAGES
+from lowtide.memory.activations import offloading
+from lowtide.memory.allocators import host_heap
+from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.memory.optimizers.states import IN_BFLOAT16, optimizer_name, states_of, wants_room
 from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.devices import Device
-from lowtide.planner.heaviest import heaviest_rows, rows_in_a_step
 from lowtide.planner.sharding.layout import Layout
 from lowtide.planner.speed import OperationCosts
-from lowtide.planner.states import IN_BFLOAT16, optimizer_name, states_of, wants_room
 from lowtide.planner.tracing.described_model import DescribedModel
 from lowtide.planner.tracing.faked import faked
 from lowtide.planner.tracing.following import follow_layers, follow_phases, label, stack_of
@@ -43,14 +42,16 @@ from lowtide.planner.tracing.stand_ins import as_on
 from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
-from lowtide.step import evaluate_batch
+from lowtide.step.heaviest import heaviest_rows, rows_in_a_step
+from lowtide.step.metrics import Totals
+from lowtide.step.train_step import evaluate_batch
 
 SAMPLE = 512
 """Rows that stand for a larger dataset which is not prepared yet."""
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedRun:
     """What was seen of a run, with all its layers."""
 
     events: Sequence[Event]
@@ -149,7 +150,7 @@ class FakeRun:
         model = self.model
         return Layout.of(model.on_meta(model.layers), optimizer_name(self.config))
 
-    def traced(self, device: Device) -> Traced:
+    def traced(self, device: Device) -> TracedRun:
         """Loading, and a step on the heaviest micro-batch of the data, as they would be on a device.
 
         Raises:
@@ -159,7 +160,7 @@ class FakeRun:
         costs = with_transfers(traced.costs, traced.events)
         return replace(traced, costs=costs, notes=(*self.notes, *traced.notes))
 
-    def _unrolled(self, device: Device) -> Traced:
+    def _unrolled(self, device: Device) -> TracedRun:
         model, together = self.model, self._together
         layers, groups = model.layers, model.layers // together
         if groups <= TRACED_LAYERS:
@@ -180,7 +181,7 @@ class FakeRun:
         """After so many layers a run does the same again."""
         return self.config.checkpointing_every if self.config.gradient_checkpointing else 1
 
-    def _traced(self, layers: int, device: Device, together: int = 1) -> Traced:
+    def _traced(self, layers: int, device: Device, together: int = 1) -> TracedRun:
         trace = StorageTrace(together)
         costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
         trace.watchers.append(_counting(trace, costs))
@@ -195,7 +196,7 @@ class FakeRun:
         ):
             batch, traced_scores, micro_batches = self._run(trace, fake, layers, device)
         share = batch.scores / max(traced_scores, 1)
-        return Traced(list(trace.events), costs, batch.tokens, micro_batches, head_share=share)
+        return TracedRun(list(trace.events), costs, batch.tokens, micro_batches, head_share=share)
 
     def _run(
         self, trace: StorageTrace, fake: FakeTensorMode, layers: int, device: Device

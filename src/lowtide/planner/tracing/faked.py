@@ -79,7 +79,7 @@ def faked() -> Iterator[FakeTensorMode]:
         operation = getattr(error, "func", None) or (error.args[0] if error.args else type(error).__name__)
         raise ValueError(
             f"the run cannot be traced without values: {str(operation).splitlines()[0]}. Memory of such a model is "
-            "not foretold; measure it with a short run (--max_steps 2 --memory_report report.json)"
+            "not predicted; measure it with a short run (--max_steps 2 --memory_report report.json)"
         ) from error
 
 

@@ -17,9 +17,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from lowtide.engine.reference_storage import STORAGES, layer_lists
-from lowtide.memory import offloading
-from lowtide.memory.pinned_host import pinned_bytes
+from lowtide.engine.weights.reference_storage import STORAGES, layer_lists
+from lowtide.memory.activations import offloading
+from lowtide.memory.allocators.pinned_host import pinned_bytes
 from lowtide.planner.devices import Device
 from lowtide.planner.speed import OperationCosts
 from lowtide.planner.tracing.trace import HOST, ON_HOST, PINNED, Block, Event, StorageTrace

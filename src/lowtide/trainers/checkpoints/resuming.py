@@ -17,8 +17,8 @@ from typing import Any, TypeVar, cast
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from lowtide.memory.low_rank import loading_projectors
-from lowtide.memory.narrow_step import unwrap_optimizer
+from lowtide.memory.optimizers.low_rank import loading_projectors
+from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.trainers.checkpoints.choosing import last_whole, named, said
 from lowtide.trainers.checkpoints.durable import remove
 from lowtide.trainers.checkpoints.lock import only_run_in

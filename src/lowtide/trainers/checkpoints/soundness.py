@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from transformers.trainer_pt_utils import safe_globals
 
-from lowtide.memory.low_rank import projectors
+from lowtide.memory.optimizers.low_rank import projectors
 from lowtide.trainers.checkpoints.manifest import MANIFEST, difference, read_manifest
 
 TRAINER_STATE, RUN_STATE = "trainer_state.json", "run_state.json"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.memory.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, load_states
 
 MOMENTS = {"exp_avg", "exp_avg_sq"}

@@ -15,14 +15,14 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from lowtide.memory.narrow_step import unwrap_optimizer
-from lowtide.planner.phases import Phases
+from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.step.phases import Phases
+from lowtide.step.rank_sync import worst_of_ranks
 from lowtide.trainers.checkpoints.durable import flush, remove
 from lowtide.trainers.checkpoints.manifest import seal
 from lowtide.trainers.checkpoints.run_record import run_record
 from lowtide.trainers.checkpoints.soundness import RUN_STATE
 from lowtide.trainers.checkpoints.write_errors import WRITE_ERRORS, bytes_of, space, write_reason
-from lowtide.watch import worst_of_ranks
 
 STAGING = ".saving"
 """The folder of an output folder in which a checkpoint is written."""

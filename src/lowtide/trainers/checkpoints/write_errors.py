@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from lowtide.memory.measure import bytes_text
+from lowtide.memory.allocators.measure import bytes_text
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 PROBE = 1 << 20

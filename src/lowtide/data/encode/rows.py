@@ -1,0 +1,154 @@
+"""Rows of any format to token ids and labels.
+
+The ids and labels are those of TRL 1.16 (`SFTTrainer._prepare_dataset`), made a batch at a time: a text gets the
+end token and the tokenizer's own special tokens; a conversation gets what its chat template writes, and nothing
+else; a completion begins where the tokens of the prompt alone and of prompt and completion together diverge.
+
+Where we differ: a `completion_mask` that comes with tokenized rows is used unless `completion_only_loss=False`
+(TRL ignores it unless True), and templates without generation marks are aligned by turns (see `chat`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+from transformers import PreTrainedTokenizerBase
+
+from lowtide.data.batches.token_rows import IGNORED, TokenRows, flatten
+from lowtide.data.encode.chat import ChatEncoder
+from lowtide.data.encode.text import TextEncoder
+from lowtide.data.encode.tokenized import encode_tokenized
+from lowtide.data.formats.reading import ChatSample, RowFormat, RowPlace, Sample, TextSample, TokenSample
+from lowtide.data.options import PrepareOptions
+
+
+class RowEncoder:
+    """Encodes batches of one dataset's rows, which are all of the first row's kind.
+
+    Raises:
+        ValueError: an option that can't work with these rows, or something that the tokenizer lacks.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        row_format: RowFormat[Sample],
+        options: PrepareOptions,
+        first_row: Mapping[str, Any],
+        source: str,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.format = row_format
+        self.options = options
+        self.source = source
+        self.vocab_size = options.vocab_size or len(tokenizer)
+        first = row_format.read_batch({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
+        self.kind = first.kind
+        options.check_for(first, source)
+        self.text = TextEncoder(tokenizer) if isinstance(first, TextSample) else None
+        chats = isinstance(first, ChatSample)
+        self.chat = ChatEncoder.for_rows(first, tokenizer, options.chat_template, source) if chats else None
+        self._encode = {
+            TokenSample: self._encode_tokenized,
+            TextSample: self._encode_texts,
+            ChatSample: self._encode_chats,
+        }[type(first)]
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> TokenRows:
+        """Encode a batch of columns, whose rows have these numbers in the dataset.
+
+        Raises:
+            ValueError: a row that can't be used; the message names it.
+        """
+        place = RowPlace(self.source, numbers)
+        samples = self.format.read_batch(batch, place)
+        for index, sample in enumerate(samples):
+            if sample.kind != self.kind:
+                raise place.error(index, f"this is a {sample.kind}, and the dataset's first row a {self.kind}.")
+        rows = self._encode(samples, place)
+        check_vocabulary(rows, self.vocab_size, place)
+        return rows
+
+    def _encode_tokenized(self, samples: Sequence[TokenSample], place: RowPlace) -> TokenRows:
+        return encode_tokenized(samples, place, mask_prompts=self.options.completion_only_loss is not False)
+
+    def _encode_texts(self, samples: Sequence[TextSample], place: RowPlace) -> TokenRows:
+        assert self.text is not None
+        token_ids = self.text.encode(samples, place)
+        if samples[0].prompt is None:
+            return _rows(*flatten(token_ids))
+        return self._after_prompts(self.text.encode_prompts(samples, place), token_ids)
+
+    def _encode_chats(self, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
+        assert self.chat is not None
+        scored = None
+        if self.options.assistant_only_loss:
+            token_ids, masks = self.chat.encode_with_turns(samples, place)
+            scored = flatten(masks)[0] != 0
+        else:
+            token_ids = self.chat.encode(samples, place)
+        if samples[0].prompt_messages is None:
+            return _rows(*flatten(token_ids), scored)
+        return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids, scored)
+
+    def _after_prompts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        whole: Sequence[Sequence[int]],
+        assistant: Bool[np.ndarray, " tokens"] | None = None,
+    ) -> TokenRows:
+        token_ids, offsets = flatten(whole)
+        lengths = np.array([shared_prefix(a, b) for a, b in zip(prompts, whole, strict=True)], dtype=np.int64)
+        merged = lengths < np.array([len(prompt) for prompt in prompts])
+        scored = np.ones(len(token_ids), dtype=bool) if assistant is None else assistant
+        if self.options.completion_only_loss is not False:
+            position = np.arange(len(token_ids)) - np.repeat(offsets[:-1], np.diff(offsets))
+            scored = scored & (position >= np.repeat(lengths, np.diff(offsets)))
+        return _rows(token_ids, offsets, scored, lengths, merged)
+
+
+def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    if other[: len(one)] == one:
+        return len(one)
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
+
+
+def check_vocabulary(rows: TokenRows, vocab_size: int, place: RowPlace) -> None:
+    """Refuse token ids and labels that the model does not know."""
+    check_ids("input_ids", rows.token_ids, rows.offsets, vocab_size, place)
+    check_ids("labels", rows.labels, rows.offsets, vocab_size, place, lowest=IGNORED)
+
+
+def check_ids(
+    name: str,
+    ids: Int[np.ndarray, " tokens"],
+    offsets: Int[np.ndarray, " rows+1"],
+    vocab_size: int,
+    place: RowPlace,
+    lowest: int = 0,
+) -> None:
+    """Refuse ids that are neither in the vocabulary nor `lowest`."""
+    if len(ids) == 0 or (ids.max() < vocab_size and ids.min() >= 0):
+        return
+    outside = (ids >= vocab_size) | ((ids < 0) & (ids != lowest))
+    if not outside.any():
+        return
+    token = int(outside.argmax())
+    raise place.error(
+        int(np.searchsorted(offsets, token, side="right")) - 1,
+        f"{name} holds {int(ids[token])}, outside the vocabulary of {vocab_size} ids (0 to {vocab_size - 1}). "
+        "Is the tokenizer the model's own?",
+    )
+
+
+def _rows(
+    token_ids: Int[np.ndarray, " tokens"],
+    offsets: Int[np.ndarray, " rows+1"],
+    scored: Bool[np.ndarray, " tokens"] | None = None,
+    prompt_lengths: Int[np.ndarray, " rows"] | None = None,
+    merged: Bool[np.ndarray, " rows"] | None = None,
+) -> TokenRows:
+    labels = token_ids if scored is None else np.where(scored, token_ids, IGNORED)
+    return TokenRows(token_ids, labels, offsets, prompt_lengths, merged)

@@ -1,0 +1,47 @@
+"""Rows that come as token ids: their labels, from what the dataset gives beside the ids."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from lowtide.data.batches.token_rows import IGNORED, TokenRows, flatten
+from lowtide.data.formats.reading import RowPlace, TokenSample
+
+COLUMNS = ("labels", "completion_mask", "assistant_masks")
+
+
+def encode_tokenized(samples: Sequence[TokenSample], place: RowPlace, *, mask_prompts: bool) -> TokenRows:
+    """Lay out tokenized rows. Given labels are taken as they are; else what the masks leave is scored.
+
+    Raises:
+        ValueError: a row lacks a column that others in the batch have.
+    """
+    token_ids, offsets = flatten([sample.input_ids for sample in samples])
+    labels, completion, assistant = (_column(samples, name, place) for name in COLUMNS)
+    prompts = None if completion is None else _leading_zeros(completion != 0, offsets)
+    if labels is None:
+        scored = np.ones(len(token_ids), dtype=bool)
+        if completion is not None and mask_prompts:
+            scored &= completion != 0
+        if assistant is not None:
+            scored &= assistant != 0
+        labels = np.where(scored, token_ids, IGNORED)
+    return TokenRows(token_ids, labels, offsets, prompts)
+
+
+def _column(samples: Sequence[TokenSample], name: str, place: RowPlace) -> Int[np.ndarray, " tokens"] | None:
+    given = [getattr(sample, name) for sample in samples]
+    missing = [index for index, values in enumerate(given) if values is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise place.error(missing[0], f"{name!r} is null, and other rows have it.")
+    return flatten(given)[0]
+
+
+def _leading_zeros(mask: Bool[np.ndarray, " tokens"], offsets: Int[np.ndarray, " rows+1"]) -> Int[np.ndarray, " rows"]:
+    """How many tokens of each row come before its first True."""
+    ones = np.append(np.flatnonzero(mask), len(mask))
+    first = ones[np.searchsorted(ones, offsets[:-1])]
+    return np.minimum(first, offsets[1:]) - offsets[:-1]

@@ -1,0 +1,43 @@
+"""What is said of a dataset's columns: those that are not used are named, and images are refused.
+
+A column that is read by nobody looks like one that is: `text` beside `messages`, weights beside tokens. TRL 1.16 passes
+over them without a word, and takes `images` for a dataset of its vision models.
+"""
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from lowtide.data.formats.conversation import quoted
+from lowtide.data.formats.reading import RowFormat
+
+logger = logging.getLogger(__name__)
+
+MEDIA_COLUMNS = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
+
+
+def check_columns(columns: Sequence[str], row_format: RowFormat[Any], source: str) -> None:
+    """Name the columns that are not used, once; a format without columns reads all.
+
+    Raises:
+        ValueError: some hold images, or what else is no text.
+    """
+    if not row_format.columns:
+        return
+    unused = [column for column in columns if column not in row_format.columns]
+    media = [column for column in unused if column in MEDIA_COLUMNS]
+    if media:
+        raise ValueError(
+            f"{source} has the column {quoted(media)}, and text models are trained here: the rows would lose what they "
+            "are about. If the text stands without it, remove the column (dataset.remove_columns, or `columns` of "
+            "`datasets` in a run file)."
+        )
+    if unused:
+        _warn_once(quoted(row_format.columns), quoted(unused))
+
+
+@functools.cache
+def _warn_once(read: str, unused: str) -> None:
+    """Rows with the same columns may be prepared several times: for a plan, for training, for evaluation."""
+    logger.warning("rows are read from the columns %s; not used: %s.", read, unused)

@@ -1,0 +1,232 @@
+"""Where rows come from: a file, a folder, a name on the hub, or an object in memory.
+
+Files are read by `datasets.load_dataset`, which converts them to Arrow once and maps that into memory afterwards.
+What it says about a broken file is about Arrow, so a file that it can't read is read again here, line by line, to say
+which line is at fault.
+"""
+
+import contextlib
+import glob
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    load_dataset,
+    load_from_disk,
+)
+from datasets.exceptions import DatasetGenerationError
+
+from lowtide.data.sources.json_lines import (
+    BROKEN,
+    LINE_BY_LINE,
+    OPENERS,
+    find_fault,
+    first_conflict,
+    read_lines,
+    unified_features,
+)
+from lowtide.data.sources.titles import entitled
+
+READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".jsonl": ("json", {}),
+    ".ndjson": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".parquet": ("parquet", {}),
+}
+"""Which reader of `datasets` reads which files, and its options."""
+FAILURES = (DatasetGenerationError, ValueError, StopIteration)
+"""What `load_dataset` raises for files that are there."""
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+ROWS_IN_A_RECORD = 10_000
+NOT_ROWS = ("dataset_info.json", "dataset_infos.json")
+SPLIT_WORDS = {
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+"""The words in a file's name that tell its split. (`datasets` looks at the whole path, so that everything in a folder
+called `test-run` would be test data.)"""
+
+Source = str | Path | Dataset | IterableDataset | DatasetDict | IterableDatasetDict | Sequence[Mapping[str, Any]]
+
+
+def load_rows(
+    source: Source, *, split: str = "train", name: str | None = None, streaming: bool = False, **places: Any
+) -> Dataset | IterableDataset:
+    """Load the rows of a dataset.
+
+    Args:
+        source: A JSONL, JSON, CSV, TSV or Parquet file, a folder of such files or one that `save_to_disk` wrote, a
+            dataset's name on the hub, a list of dicts, or an object of `datasets`, which is given back as it is.
+        split: Which split, where there are several. A single file is all "train".
+        name: Which configuration of a dataset on the hub.
+        streaming: Read rows as they are asked for, in place of converting them first.
+        places: `data_dir` and `data_files`, as `datasets.load_dataset` takes them, of a folder, a name on the hub, or
+            one of its readers (`json`, `csv`, `parquet`, ...).
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: it can't be read; the message names the file, and the line where lines are at fault.
+    """
+    places = {key: value for key, value in places.items() if value is not None}
+    if isinstance(source, Dataset | IterableDataset):
+        return source
+    if isinstance(source, DatasetDict | IterableDatasetDict):
+        return _choose_split(source, split)
+    if not isinstance(source, str | Path):
+        return _from_list(source)
+    path = Path(source).expanduser()
+    if places:
+        rows = _from_hub(str(source), split, name, streaming=streaming, **places)
+    elif path.is_file():
+        rows = _from_file(path, split, streaming=streaming)
+    elif path.is_dir():
+        rows = _from_folder(path, split, name, streaming=streaming)
+    elif _looks_like_path(str(source)):
+        raise FileNotFoundError(_missing(path))
+    else:
+        rows = _from_hub(str(source), split, name, streaming=streaming)
+    if isinstance(rows, Dataset) and len(rows) == 0:
+        raise ValueError(f"{source} has no rows.")
+    return entitled(rows, source)
+
+
+def _from_list(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+    rows = list(rows)
+    if not rows:
+        raise ValueError("the list of rows is empty.")
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"row {number} (the first is 0) is a {type(row).__name__}; every row must be a dict.")
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    try:
+        values = {column: [row.get(column) for row in rows] for column in columns}
+        return Dataset.from_dict(values, on_mixed_types="use_json")
+    except (ValueError, TypeError) as error:
+        problem = first_conflict(enumerate(rows)) or (None, str(error))
+        where = "the list of rows" if problem[0] is None else f"row {problem[0]} (the first is 0)"
+        raise ValueError(f"{where}: {problem[1]}") from error
+
+
+def _from_file(path: Path, split: str, *, streaming: bool) -> Dataset | IterableDataset:
+    if _reader(path) is None:
+        raise ValueError(f"{path}: files that end in {path.suffix!r} can't be read, only {', '.join(READERS)}.")
+    return _from_files(path, {"train": [path]}, split, streaming=streaming)
+
+
+def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        saved = load_from_disk(str(path))
+        return saved if isinstance(saved, Dataset) else _choose_split(saved, split)
+    if name is not None:  # a copy of a repository on the hub, whose README says what its configurations are
+        return _from_hub(str(path), split, name, streaming=streaming)
+    files = sorted(file for file in path.rglob("*") if _reader(file) and file.name not in NOT_ROWS)
+    if not files:
+        raise FileNotFoundError(f"{path} holds no files that can be read ({', '.join(READERS)}).")
+    if len({_reader(file) for file in files}) > 1:
+        kinds = ", ".join(sorted({file.suffix for file in files}))
+        raise ValueError(f"{path} holds files of several kinds ({kinds}). Name one, or keep each kind in a folder.")
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        splits.setdefault(_split_of(file.relative_to(path)), []).append(file)
+    return _from_files(path, splits, split, streaming=streaming)
+
+
+def _from_files(
+    source: Path, splits: Mapping[str, list[Path]], split: str, *, streaming: bool
+) -> Dataset | IterableDataset:
+    """Load files of one kind; `source` is what they are called together."""
+    files = [file for group in splits.values() for file in group]
+    empty = next((file for file in files if file.stat().st_size == 0), None)
+    if empty is not None:
+        raise ValueError(f"{empty} is empty.")
+    if streaming and split in splits and all(_read_by_lines(file) for file in splits[split]):
+        return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": list(map(str, splits[split]))})
+    reader, separator = READERS[_reader(files[0]) or ""]
+    data_files = {name: [glob.escape(str(file)) for file in group] for name, group in splits.items()}
+
+    # Opening a mapped file looks at the head of each of its records, and the kernel maps 64 kB around each look.
+    records = {} if streaming else {"writer_batch_size": ROWS_IN_A_RECORD}
+
+    def load(**features: Any) -> Any:
+        options = {**separator, **records, **features}
+        return load_dataset(reader, data_files=data_files, split=split, streaming=streaming, **options)
+
+    try:
+        return load()
+    except (*FAILURES, *BROKEN) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"{source} has no rows.") from error
+        for file in files:
+            if fault := find_fault(file):
+                raise ValueError(f"{file}, line {fault[0]}: {fault[1]}") from error
+        problem = f"{source} can't be read: {_first_line(error.__cause__ or error)}"
+        if isinstance(error, DatasetGenerationError) and all(file.suffix in LINE_BY_LINE for file in files):
+            with contextlib.suppress(*FAILURES, TypeError):
+                return load(features=unified_features(files))
+        raise ValueError(problem) from error
+
+
+def _from_hub(
+    source: str, split: str, name: str | None, *, streaming: bool, **places: Any
+) -> Dataset | IterableDataset:
+    try:
+        return load_dataset(source, name, split=split, streaming=streaming, **places)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(
+            f"{source!r} is no file or folder here, and no dataset that can be reached on the hub: {_first_line(error)}"
+        ) from error
+    except (DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{source}: {_first_line(error.__cause__ or error)}") from error
+
+
+def _reader(path: Path) -> str | None:
+    """The suffix in `READERS` that tells how a file is read; None if it can't be."""
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    return suffix if suffix in READERS else None
+
+
+def _read_by_lines(path: Path) -> bool:
+    """Whether a stream of a file is read line by line, which names the lines at fault."""
+    return _reader(path) in LINE_BY_LINE and (path.suffix in LINE_BY_LINE or path.suffix in OPENERS)
+
+
+def _split_of(path: Path) -> str:
+    """The split that a file in a folder belongs to, by the words in its path there; "train" if none tells."""
+    words = set(re.split("[^a-z]+", str(path).lower()))
+    return next((split for split, names in SPLIT_WORDS.items() if words & names), "train")
+
+
+def _choose_split(splits: Any, split: str) -> Dataset | IterableDataset:
+    if split not in splits:
+        raise ValueError(f"there is no split {split!r}; there are {', '.join(map(repr, splits))}.")
+    return splits[split]
+
+
+def _looks_like_path(source: str) -> bool:
+    return Path(source).suffix in (*READERS, *COMPRESSED) or source.startswith((".", "/", "~")) or source.count("/") > 1
+
+
+def _missing(path: Path) -> str:
+    siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    nearest = get_close_matches(path.name, siblings, n=1)
+    return f"there is no file or folder {str(path)!r}." + (f" Did you mean {nearest[0]!r}?" if nearest else "")
+
+
+def _stream_lines(paths: list[str]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        yield from read_lines(Path(path))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,186 @@
+"""Models loaded from their weights alone: what `from_pretrained` would fill in at random is refused, with its names.
+
+transformers draws a weight that a model's files do not hold from its initial distribution, prints a table, and goes on.
+Such a model trains, and its numbers look like those of a bad learning rate. Here only what is meant to be new may be:
+a reward model's head over the weights of a language model, and what `ignore_mismatched_sizes=True` asks for. Both are
+said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lowtide.engine.weights.load_errors import arguments_named
+from lowtide.engine.weights.weight_files import broken_files_named, read_json
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+SHOWN = 4
+"""Names in a message."""
+JOINED = re.compile(r"on tensors destined for (\S+)\. Ckpt contains")
+"""How transformers names a weight that it joins from several of the files'."""
+
+
+def load_complete(kind: Any, name: str, *, new_head: bool = False, **init: Any) -> PreTrainedModel:
+    """`kind.from_pretrained(name, **init)`, all of whose weights come from files.
+
+    Args:
+        kind: a class of transformers with `from_pretrained`.
+        name: a folder or a name on the hub. A folder of adapters is put on the model that it names.
+        new_head: whether weights outside of the model's body may be new: the head of a reward model.
+
+    Raises:
+        ValueError: weights are missing or of another shape; or a file cannot be read. Names the weights, or the file.
+    """
+    base = _base_of_adapters(name)
+    if base is not None:
+        model = load_complete(kind, base, new_head=new_head, **init)
+        _put_adapters(name, model)
+        return model
+    with quiet_report(name), broken_files_named(name), arguments_named(name, init):
+        model, found = kind.from_pretrained(
+            name, **{**init, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        )
+    _check_found(name, model, found, new_head=new_head, accepts=bool(init.get("ignore_mismatched_sizes")))
+    return model
+
+
+def _check_found(name: str, model: Any, found: dict[str, Any], *, new_head: bool, accepts: bool) -> None:
+    """Refuses weights that were drawn at random, but for those that are meant to be; says which these are."""
+    body = f"{model.base_model_prefix}."
+    of_body = new_head and not _is_saved_with_head(model)
+    new = sorted(key for key in found["missing_keys"] if of_body and not key.startswith(body))
+    missing = sorted(set(found["missing_keys"]) - set(new))
+    if missing:
+        raise ValueError(
+            f"model {name!r} is incomplete: its files hold no {some_of(missing)}, which would be trained from random "
+            f"values. Copy or download the whole folder again, or save it again with all weights of a "
+            f"{type(model).__name__}"
+        )
+    shapes = sorted((key, tuple(stored), tuple(own)) for key, stored, own in found["mismatched_keys"])
+    if shapes and not accepts:
+        listed = [f"{key} (stored {stored}, the model's {own})" for key, stored, own in shapes]
+        raise ValueError(
+            f"model {name!r} does not fit its config.json: {some_of(listed)}, which would be trained from random "
+            "values. Correct config.json, or set ignore_mismatched_sizes=True in model_init_kwargs to have them new"
+        )
+    unused = sorted(key for key in found["unexpected_keys"] if not new_head or key.startswith(body))
+    if unused:
+        logger.warning(f"model {name!r}: {type(model).__name__} has no place for {some_of(unused)}, which are not used")
+    new += [key for key, _, _ in shapes]
+    if new:
+        logger.warning(f"model {name!r}: {some_of(new)} is new: it begins with random values")
+
+
+def _is_saved_with_head(model: Any) -> bool:
+    """Whether the files are said to be of this very class, so that a head that they lack was lost."""
+    return type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+
+
+def some_of(names: Collection[str]) -> str:
+    """The first few of some names, and how many more there are."""
+    first = ", ".join(list(names)[:SHOWN])
+    return first if len(names) <= SHOWN else f"{first} and {len(names) - SHOWN:,} more"
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def _base_of_adapters(name: str) -> str | None:
+    """The model that a folder of adapters was trained on; None for the folder of a model."""
+    config = Path(name, ADAPTER_CONFIG)
+    if not config.is_file() or Path(name, MODEL_CONFIG).is_file():
+        return None
+    base = read_json(config).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{config} does not say which model its adapters were trained on (base_model_name_or_path)")
+    return base
+
+
+def _put_adapters(name: str, model: PreTrainedModel) -> None:
+    """Puts a folder's adapters on a model, all of whose weights come from the folder."""
+    with quiet_report(name), broken_files_named(name):
+        found: Any = model.load_adapter(name)
+    if found is not None:  # older transformers return nothing
+        check_adapter_keys(name, found.missing_keys, found.unexpected_keys)
+
+
+def check_adapter_keys(name: str, missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Refuses adapters that were not loaded whole.
+
+    Raises:
+        ValueError: weights are missing from the folder `name`, or the model has no place for some of its weights.
+    """
+    if missing:
+        raise ValueError(
+            f"the adapters in {name!r} are incomplete: their files hold no {some_of(sorted(missing))}, which would "
+            "keep initial values. Copy the whole folder again"
+        )
+    if unexpected:
+        raise ValueError(
+            f"the adapters in {name!r} do not belong to this model, which has no place for "
+            f"{some_of(sorted(unexpected))}: name the model that they were trained on"
+        )
+
+
+def load_adapters(base: PreTrainedModel, folder: str) -> Any:
+    """A folder's adapters on a model, all of whose weights come from the folder.
+
+    Raises:
+        ValueError: a file cannot be read, or the adapters were not loaded whole.
+    """
+    from peft import PeftModel
+
+    with broken_files_named(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below, with their names
+        model = PeftModel.from_pretrained(base, folder)
+        found = model.load_adapter(folder, str(model.active_adapter))
+    check_adapter_keys(folder, found.missing_keys, found.unexpected_keys)
+    return model
+
+
+# -- transformers' own words -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def quiet_report(name: str) -> Iterator[None]:
+    """Keeps transformers' table of missing and unused weights from the log: it is said here in a line.
+
+    Where loading fails the table is shown, since the error speaks of it.
+
+    Raises:
+        ValueError: weights that a layer joins, such as those of experts, do not go together; names them.
+    """
+    source, kept = logging.getLogger("transformers.modeling_utils"), []
+
+    def is_other(record: logging.LogRecord) -> bool:
+        is_report = "LOAD REPORT" in str(record.msg)
+        if is_report:
+            kept.append(record)
+        return not is_report
+
+    source.addFilter(is_other)
+    try:
+        yield
+    except Exception as error:
+        source.removeFilter(is_other)
+        joined = sorted({found for record in kept for found in JOINED.findall(record.getMessage())})
+        if joined:
+            raise ValueError(
+                f"model {name!r} is incomplete: {some_of(joined)} cannot be joined of what its files hold, some of "
+                "which is missing or of another shape. Copy or download the whole folder again"
+            ) from error
+        for record in kept:
+            source.handle(record)
+        raise
+    finally:
+        source.removeFilter(is_other)

@@ -1,0 +1,158 @@
+"""Models and tokenizers from a name or path, with adapters on them; and what their weights take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
+from lowtide.engine.weights.complete_weights import load_complete
+from lowtide.engine.weights.quantized import check_torchao
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+
+
+def load_model(name: str, *, trust_remote_code: bool = False, rewards: bool = False, **init: Any) -> PreTrainedModel:
+    """A causal language model by hub name or path, in float32 unless `dtype` says otherwise.
+
+    Args:
+        rewards: a model of one value a row in its place, whose head is new where the weights have none.
+
+    Raises:
+        ValueError: the dtype is unknown, there is no such model, its files lack weights or cannot be read, or it
+            cannot be quantized so; names what was asked for.
+    """
+    dtype = init.pop("dtype", init.pop("torch_dtype", "float32"))
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"model_init_kwargs: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    if hasattr(init.get("quantization_config"), "get_apply_tensor_subclass"):
+        placed = torch.cuda.is_available() and init.get("device_map") not in (None, "cpu")
+        trial_dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        check_torchao(init["quantization_config"], trial_dtype, torch.device("cuda" if placed else "cpu"))
+    try:
+        kind: Any = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
+        init = {"num_labels": 1, **init} if rewards else init
+        return load_complete(kind, name, new_head=rewards, dtype=dtype, trust_remote_code=trust_remote_code, **init)
+    except OSError as error:
+        raise ValueError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str | None = None):
+    """The tokenizer of a model, by hub name or path.
+
+    Raises:
+        ValueError: there is none; says how to pass one.
+    """
+    try:
+        made = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision or "main")
+        if _is_made_up(made, name):
+            raise ValueError("there is no vocabulary")
+        return made
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer at {name!r}: pass one as `processing_class`, or save it beside the model "
+            f"({_first_line(error)})"
+        ) from error
+
+
+def _is_made_up(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether transformers made a tokenizer of special tokens alone out of a folder that has none."""
+    only_special = len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids)
+    return only_special and not any(Path(name).glob("*token*")) and not any(Path(name).glob("*vocab*"))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def adapt(
+    model: nn.Module,
+    peft_config: Any,
+    *,
+    gradient_checkpointing: bool,
+    checkpointing_kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """The model with the adapters of a PEFT configuration, the rest of it frozen.
+
+    Adapters are in float32 over half-precision and quantized bases (PEFT's `autocast_adapter_dtype`). The base stays
+    as it is stored: PEFT's `prepare_model_for_kbit_training` would copy every parameter that is not quantized to
+    float32, embedding and head of vocab x hidden among them, and widen the activations behind each norm. Norms compute
+    in float32 inside in any case, and their frozen weights lose nothing in the dtype that they were loaded in.
+
+    Args:
+        checkpointing_kwargs: of `torch.utils.checkpoint.checkpoint`; with `use_reentrant`, which passes a gradient on
+            only to inputs that require one, the embedding's output is made to.
+
+    Raises:
+        ValueError: the model has adapters already, or these are virtual tokens.
+    """
+    from peft import get_peft_model
+
+    if has_adapters(model):
+        raise ValueError(
+            "the model has adapters already and a `peft_config` came with it: merge them first (PeftModel's "
+            "merge_and_unload()), or leave `peft_config` out to train those that are there"
+        )
+    check_adapters(peft_config)
+    base = cast(PreTrainedModel, model)
+    if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
+        base.enable_input_require_grads()
+    return get_peft_model(base, peft_config)
+
+
+def check_adapters(*configs: Any) -> None:
+    """Refuses PEFT configurations of virtual tokens that need more than the rows.
+
+    Raises:
+        ValueError: naming the configuration, and what to take.
+    """
+    for config in configs:
+        if kind_of_prompt(config) not in (None, *EMBEDDED, *IN_LAYERS):
+            raise ValueError(
+                f"{type(config).__name__} puts virtual tokens before each row by what is known of its task: take "
+                "PromptTuningConfig, PromptEncoderConfig or PrefixTuningConfig, or LoraConfig and its kin"
+            )
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether there are adapters on a model: of PEFT, or of transformers, which reads a folder of them as a model."""
+    return hasattr(model, "disable_adapter") or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def release_file(model: nn.Module) -> None:
+    """Lets go of the file that a quantized model on a CPU was loaded from.
+
+    What is not quantized, the embedding above all, still maps it, which keeps all of it resident.
+    """
+    on_cpu = getattr(model, "device", torch.device("cpu")).type == "cpu"
+    if on_cpu and (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                weight.data = weight.data.clone()
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:
+    """Refuses a tokenizer whose ids the model has no embedding for.
+
+    Raises:
+        ValueError: naming both sizes and the way out.
+    """
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= vocab:
+        raise ValueError(
+            f"the tokenizer knows ids up to {largest}, the model only {vocab} embeddings: they do not belong "
+            f"together, or call model.resize_token_embeddings({largest + 1}) first"
+        )

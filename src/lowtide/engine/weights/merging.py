@@ -1,0 +1,249 @@
+"""Writes the model that a base and its adapters are together, one shard at a time.
+
+PEFT's `merge_and_unload` changes the base in place, and of a quantized one makes a quantized one again, with a second
+rounding. Here the model stays as it is. Each adapted weight is merged by itself, by PEFT's own `merge`, in a float32
+copy of that weight; dequantized weights are made one by one as well. What is held beside the model is one shard, and
+one layer where a model type's checkpoints name its weights otherwise than the model does.
+
+Equal to `merge_and_unload().save_pretrained()` to the last bit for dense bases: there too a sum is rounded once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.weights.quantized import is_quantized
+
+MAX_SHARD_BYTES = 2 << 30
+INDEX = "model.safetensors.index.json"
+
+
+class Weights(NamedTuple):
+    """The weights of one module under the names that they have without adapters."""
+
+    names: dict[str, object]
+    """What stands behind each: the tensor itself, so that tied names show; or something of its own."""
+    make: Callable[[], dict[str, Tensor]]
+    """Merges and dequantizes; what needs neither is the model's own tensor."""
+
+
+@torch.no_grad()
+def save_merged(
+    model: nn.Module, folder: Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Writes the merged model: safetensors shards with their index, config and generation config.
+
+    Args:
+        model: a PEFT model, whose active adapters are merged, or any transformers model; unchanged afterwards.
+        folder: made if it is not there; shards and an index of an earlier model in it are removed.
+        dtype: of all weights in floating point; by default each in its own, dequantized ones in the embedding's.
+        max_shard_bytes: of a file, unless one weight alone is larger.
+
+    Raises:
+        OSError: something cannot be written.
+        ValueError: an adapter cannot be merged; nothing is written.
+    """
+    base = causal_model(model)
+    dense = embedding_weight(model).dtype if dtype is None else dtype
+    parts = list(effective_weights(base, "", dtype, dense))
+    known = {name: what for part in parts for name, what in part.names.items()}
+    sources: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
+    tied = {name for name, source in sources.items() if name != source and name in known}
+    same = {name for name in tied if known[name] is known.get(sources[name])}
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_configs(base, folder, dense, untied=tied != same)
+    left_out = same | set(base._keys_to_ignore_on_save or ())
+    _write_shards(_checkpoint_weights(base, parts, left_out), folder, max_shard_bytes)
+
+
+def _save_configs(model: PreTrainedModel, folder: Path, dtype: torch.dtype, *, untied: bool) -> None:
+    config = copy.deepcopy(model.config)
+    vars(config).pop("quantization_config", None)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if untied:
+        config.tie_word_embeddings = False
+    config.save_pretrained(folder)
+    if model.can_generate():
+        cast(Any, model.generation_config).save_pretrained(folder)
+
+
+# -- the weights of the model, module by module ------------------------------------------------------------------
+
+
+def effective_weights(
+    module: nn.Module, prefix: str, dtype: torch.dtype | None, dense: torch.dtype
+) -> Iterator[Weights]:
+    """All weights of a module and those below it, with its adapters in them, module by module.
+
+    Args:
+        prefix: of their names.
+        dtype: of all in floating point; by default each in its own.
+        dense: the dtype of dequantized ones otherwise.
+
+    Raises:
+        ValueError: an adapter has a bias, and what it would be merged into has none.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    wrapper: Any = module
+    tuners: list[Any] = []
+    if isinstance(module, ModulesToSaveWrapper):
+        module = wrapper.modules_to_save[wrapper.active_adapters[0]]
+    elif isinstance(module, TrainableTokensWrapper):
+        module = wrapper.token_adapter
+    while isinstance(module, BaseTunerLayer):
+        tuners.append(module)
+        module = cast(nn.Module, module.base_layer)
+    _check_biases(tuners, module, prefix)
+    if own := _own(module):
+        adapted = any(set(tuner.active_adapters) & _adapters(tuner) for tuner in tuners)
+        names = {prefix + name: object() if adapted else tensor for name, tensor in own.items()}
+
+        def make() -> dict[str, Tensor]:
+            twin = _merged(tuners, module) if adapted else _own(_dense(module))
+            return {prefix + name: _cast(twin[name], own[name], dtype, dense) for name in own}
+
+        yield Weights(names, make)
+    for name, child in module.named_children():
+        yield from effective_weights(child, f"{prefix}{name}.", dtype, dense)
+
+
+def _check_biases(tuners: list[Any], module: nn.Module, prefix: str) -> None:
+    biased = [name for tuner in tuners for name, own in getattr(tuner, "lora_bias", {}).items() if own]
+    if biased and getattr(module, "bias", None) is None:
+        raise ValueError(
+            f"adapter {biased[0]!r} has a bias (lora_bias=True) at {prefix.rstrip('.')}, which has none to merge it "
+            "into: keep the adapter beside the model, or train it without lora_bias"
+        )
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters and the buffers that are saved, without those below it."""
+    kept = {n: b for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set}
+    return {**dict(module.named_parameters(recurse=False)), **kept}
+
+
+def _adapters(tuner: Any) -> set[str]:
+    """The names of the adapters that a layer has."""
+    return {name for kind in tuner.adapter_layer_names for name in getattr(tuner, kind.split(".")[0], {})}
+
+
+def _cast(value: Tensor, stored: Tensor, dtype: torch.dtype | None, dense: torch.dtype) -> Tensor:
+    if not value.is_floating_point():
+        return value
+    wanted = dtype or (dense if is_quantized(stored) else stored.dtype)
+    return value.detach().to(wanted)
+
+
+def _dense(module: nn.Module) -> nn.Module:
+    """The module itself, or where it is quantized a dense one with its values."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    weight = getattr(module, "weight", None)
+    if not (isinstance(module, nn.Linear) and isinstance(weight, Tensor) and is_quantized(weight)):
+        return module
+    twin = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    twin.weight = nn.Parameter(dequantize_module_weight(module), requires_grad=False)
+    twin.register_parameter("bias", module.bias)
+    return twin
+
+
+def _merged(tuners: list[Any], module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a module with its adapters in them, of which there may be several, one around the other."""
+    from peft.tuners.lora import Linear
+
+    dense = _dense(module)
+    twin = _in_float32(dense)
+    with contextlib.ExitStack() as stack:
+        innermost = tuners[-1]
+        innermost.base_layer = twin
+        stack.callback(setattr, innermost, "base_layer", module)
+        for tuner in tuners:
+            stack.callback(setattr, tuner, "merged_adapters", list(tuner.merged_adapters))
+            if hasattr(tuner, "_caches"):
+                stack.callback(setattr, tuner, "_caches", dict(tuner._caches))
+            # The merge of a quantized layer's own tuner would quantize the sum again.
+            merge = type(tuner).merge if dense is module else Linear.merge
+            merge(tuner)
+    return _own(twin)
+
+
+def _in_float32(module: nn.Module) -> nn.Module:
+    """A copy of a module, its own weights in float32 at least."""
+    twin = copy.copy(module)
+    twin._parameters = dict(module._parameters)
+    for name, p in module.named_parameters(recurse=False):
+        wide = torch.promote_types(p.dtype, torch.float32)
+        twin._parameters[name] = nn.Parameter(p.detach().to(wide, copy=True), requires_grad=False)
+    return twin
+
+
+# -- as files ----------------------------------------------------------------------------------------------------
+
+
+def _checkpoint_weights(
+    model: PreTrainedModel, parts: list[Weights], left_out: set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights as the checkpoints of the model type have them, which may split or join those of a layer."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for _, group in groupby(parts, key=lambda part: _layer_of(next(iter(part.names)))):
+        own = {name: tensor for part in group for name, tensor in part.make().items() if name not in left_out}
+        own = revert_weight_conversion(model, own)
+        for name in list(own):
+            yield name, own.pop(name)
+
+
+def _layer_of(name: str) -> str:
+    """The name up to the number of the layer; all of a name that is outside of numbered layers."""
+    words = name.split(".")
+    number = next((n for n, word in enumerate(words) if word.isdigit()), len(words))
+    return ".".join(words[: number + 1])
+
+
+def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
+    from safetensors.torch import save_file
+
+    for old in (*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors", folder / INDEX):
+        old.unlink(missing_ok=True)
+    shard: dict[str, Tensor] = {}
+    shards: list[list[str]] = []
+    total = held = 0
+
+    def write() -> None:
+        shards.append(list(shard))
+        save_file(shard, folder / f"model-{len(shards):05}.safetensors", metadata={"format": "pt"})
+        shard.clear()
+
+    for name, tensor in weights:
+        size = tensor.numel() * tensor.element_size()
+        if shard and held + size > max_bytes:
+            write()
+            held = 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        held, total = held + size, total + size
+    write()
+    if len(shards) == 1:
+        (folder / "model-00001.safetensors").replace(folder / "model.safetensors")
+        return
+    files: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        (folder / f"model-{number:05}.safetensors").replace(folder / file)
+        files.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

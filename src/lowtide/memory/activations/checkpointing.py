@@ -1,0 +1,172 @@
+"""Which activations gradient checkpointing keeps, over transformers' own mechanism.
+
+transformers checkpoints whole layers: `activation_checkpointing_enable` gives each of its layers a flag and a function
+that runs it. `set_checkpointing` sets both anew, after it, so that a layer keeps some of what is dear to compute again,
+or only some layers are checkpointed. What is kept is chosen by operation, as in selective activation checkpointing
+(arXiv 2205.05198). Deviations from PyTorch's `create_selective_checkpoint_contexts`: where activations are offloaded,
+what is kept goes where they go; and of what is not kept, the recomputation need not repeat the same operations, since a
+compiled layer may run another of its graphs by then.
+
+Exact: what is computed again comes out with the same bits, wherever the model's operations are deterministic. Under
+autocast the policies that keep something do without its cache of cast weights. That shows in the last bits only where
+one autocast spans several forwards: the gradients of a weight from each are then added in its own dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.memory.activations.offloading import Held, hold
+from lowtide.memory.activations.tiled_mlp import computing_tiles
+
+ATTENTION = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+        "flash_attn_3::fwd",
+        "flash_attn_3::_flash_attn_forward",
+        "flex_attention",
+    }
+)
+"""Fused attention, by the operation's name. What is computed in the open (soft-caps and sinks on a CPU) or inside a
+compiled kernel is not among them, and is computed again."""
+PRODUCTS = frozenset({f"aten::{name}" for name in ("mm", "addmm", "linear", "_scaled_mm", "_grouped_mm")})
+"""Products of activations with weights. Batched products (`bmm`) are none: open attention makes its scores by them,
+[tokens, keys] for each head, and those are the last thing to keep."""
+
+POLICIES: dict[str, frozenset[str]] = {
+    "full": frozenset(),
+    "attention": ATTENTION,
+    "matmul": ATTENTION | PRODUCTS,
+}
+"""By name, the operations whose results a checkpointed layer keeps; it computes everything else again. The later ones
+keep more and compute less again."""
+
+
+def set_checkpointing(
+    model: nn.Module, policy: str = "full", every: int = 1, kwargs: dict[str, Any] | None = None
+) -> int:
+    """Sets what each layer keeps; for a model whose checkpointing transformers has enabled.
+
+    Args:
+        model: of transformers, wrapped or not.
+        policy: one of `POLICIES`.
+        every: each so many-th layer is checkpointed, the first among them; the others keep all that they compute.
+        kwargs: of `torch.utils.checkpoint.checkpoint`; by default `{"use_reentrant": False}`.
+
+    Returns:
+        How many layers are checkpointed.
+
+    Raises:
+        ValueError: an unknown policy; one that reentrant checkpointing cannot follow; a model without layers that
+            transformers can checkpoint.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    options = {"use_reentrant": False, **(kwargs or {})}
+    if policy not in POLICIES:
+        raise ValueError(f"unknown checkpointing policy {policy!r}: choose one of {', '.join(POLICIES)}")
+    if every < 1:
+        raise ValueError(f"every {every}-th layer cannot be checkpointed: give 1 for all, 2 for every second, ...")
+    if POLICIES[policy] and options["use_reentrant"]:
+        raise ValueError(
+            f"the checkpointing policy {policy!r} keeps some results, which reentrant checkpointing cannot: set "
+            "`use_reentrant` to False in `gradient_checkpointing_kwargs`, or use the policy 'full'"
+        )
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise ValueError(
+            f"transformers knows no layers to checkpoint in this model (model type {kind}): leave checkpointing "
+            "policies off"
+        )
+    if POLICIES[policy]:
+        options["context_fn"] = functools.partial(_contexts, POLICIES[policy])
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number % every == 0
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, **options)
+    return len(range(0, len(layers), every))
+
+
+def _contexts(kept: frozenset[str]) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """For the forward of a layer and for its recomputation."""
+    results: Results = defaultdict(deque)
+    return _without_cached_casts(_Keeping(kept, results)), _Giving(kept, results)
+
+
+Results = defaultdict[Any, deque[tuple[list[Any], TreeSpec]]]
+"""By operation, what its calls gave, one after the other."""
+
+
+class _Watching(TorchDispatchMode):
+    """Sees a layer's operations, around compiled graphs too."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: frozenset[str], results: Results) -> None:
+        super().__init__()
+        self.kept, self.results = kept, results
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def _is_kept(self, operation: Any) -> bool:
+        # Tiles are computed again by their own backward, which asks for none of their products.
+        return operation.name() in self.kept and not computing_tiles.get()
+
+
+class _Keeping(_Watching):
+    """Forward: what the policy says is kept."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._is_kept(func):
+            leaves, tree = tree_flatten(out)
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                held = [hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # sees changes in place
+            self.results[func].append((held, tree))
+        return out
+
+
+class _Giving(_Watching):
+    """Recomputation: what was kept takes the place of its computation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._is_kept(func):
+            return func(*args, **(kwargs or {}))
+        if not self.results[func]:
+            raise RuntimeError(
+                f"a layer has kept fewer results of {func} than its recomputation asks for: it was computed in another "
+                "way than in forward, or is gone through backward twice; use the checkpointing policy 'full'"
+            )
+        held, tree = self.results[func].popleft()
+        return tree_unflatten([leaf.tensor() if isinstance(leaf, Held) else leaf for leaf in held], tree)
+
+
+@contextlib.contextmanager
+def _without_cached_casts(inner: contextlib.AbstractContextManager) -> Iterator[None]:
+    """Under autocast a weight's cast is computed in forward as it will be in backward, where no cache has it yet."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with inner:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

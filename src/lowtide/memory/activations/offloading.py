@@ -1,0 +1,274 @@
+"""Activation offloading: what backward needs of a forward waits elsewhere, and comes back when backward asks for it.
+
+`torch.autograd.graph.saved_tensors_hooks` hands every tensor that an operation keeps for backward to
+`ActivationOffload`, which moves its storage away: to a file where the model is on a CPU
+(`memory.activations.spill_file`), to pinned host memory where it is on a GPU (`memory.allocators.pinned_host`). With
+gradient checkpointing what is kept are the inputs of the layers, and those go. The idea is that of
+`torch.autograd.graph.save_on_cpu` and of torchtune's activation offloading, which copy each saved tensor; here a
+storage goes once, however many operations and views share it.
+
+Exact: the bytes come back as they were.
+
+What stays, because somebody holds it through the step anyway and moving a copy would only cost: parameters and buffers
+(and views of them: tied weights, frozen bases of adapters, quantized weights), leaves that want a gradient, integers
+(token ids, positions and indices, which are the batch's own), and everything below a size, which covers the outputs
+of a model with the fused head, [scores]. What a backward itself saves (the recomputation of a reentrant checkpoint) is
+wanted at once and stays too.
+
+What a checkpointed layer keeps by a policy passes no hook: `memory.activations.checkpointing` hands it to `hold`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lowtide.memory.activations.spill_file import SpillFile
+from lowtide.memory.allocators.host_heap import trim_heap
+from lowtide.memory.allocators.pinned_host import PinnedHost
+
+MIN_BYTES = 1 << 16
+
+_around: ContextVar[ActivationOffload | None] = ContextVar("_around", default=None)
+"""The offload whose forward this is."""
+
+
+def hold(tensor: Tensor) -> Held:
+    """What stands for a tensor until backward: it is moved away, if activations are and it is one of those that go."""
+    offload = _around.get()
+    return Stayed.as_it_is(tensor) if offload is None else offload.hold(tensor)
+
+
+class Store(Protocol):
+    """Where storages go."""
+
+    def needs(self, size: int, /) -> int:
+        """Bytes that a copy of so many takes there."""
+        ...
+
+    def put(self, tensor: Tensor, /) -> Any:
+        """Takes a copy of the storage of a tensor; what is returned stands for it, and tells its `bytes`."""
+        ...
+
+    def get(self, stored: Any, /) -> UntypedStorage:
+        """The copy, on the device again."""
+        ...
+
+    def free(self, stored: Any, /) -> None:
+        """The copy is not wanted any more."""
+        ...
+
+
+class Nowhere:
+    """Where the storages of fake tensors go, which have sizes and no bytes."""
+
+    class Size(NamedTuple):
+        bytes: int
+
+    def needs(self, size: int) -> int:
+        return size
+
+    def put(self, tensor: Tensor) -> Size:
+        trim_heap()  # as a file's does
+        return self.Size(tensor.untyped_storage().nbytes())
+
+    def get(self, stored: Size) -> Any:
+        """A tensor: fake tensors' mode would remember a storage that it meets, and with it hold its bytes."""
+        return torch.empty(stored.bytes, dtype=torch.uint8)
+
+    def free(self, stored: Size) -> None:
+        pass
+
+
+class ActivationOffload:
+    """Moves the activations of a model away between forward and backward.
+
+    Args:
+        model: whose parameters and buffers stay.
+        device: where its activations are; tensors on others are left alone.
+        min_bytes: smaller storages stay.
+        folder: for the file, where the device is a CPU; by default the system's folder for temporary files.
+        max_host_bytes: so much may be away at a time, in the file or in host memory; beyond it, tensors stay.
+
+    Raises:
+        ValueError: the folder cannot be written to or is in memory, or the device is neither a CPU nor a CUDA device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        min_bytes: int = MIN_BYTES,
+        folder: str | Path | None = None,
+        max_host_bytes: int | None = None,
+    ) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"activations can be offloaded from a CPU or a CUDA device, not from {device}")
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.model, self.device, self.min_bytes, self.max_host_bytes = model, device, min_bytes, max_host_bytes
+        if isinstance(next(model.parameters(), None), FakeTensor):
+            self.store: Store = Nowhere()
+        else:
+            self.store = SpillFile(folder) if device.type == "cpu" else PinnedHost(device)
+        self._away: weakref.WeakValueDictionary[tuple[int, int], _Offloaded] = weakref.WeakValueDictionary()
+        """By storage and version. An entry keeps its storage's address from being reused, and dies with the graph."""
+        self._unwanted: deque[Any] = deque()
+        """Copies that nobody wants. Whichever thread frees a graph adds to it; `_settle` takes them out."""
+        self._held: frozenset[int] = frozenset()
+        self._bytes = self._peak = 0
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """For the forward of a micro-batch; its backward may run inside or, with nothing to enter, after it."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        self._held = frozenset(storage for tensor in tensors for storage in _storages(tensor))
+        before = _around.set(self)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.hold, _unpack):
+                yield
+        finally:
+            _around.reset(before)
+
+    def hold(self, tensor: Tensor) -> Held:
+        """What stands for a tensor until backward."""
+        offloaded = self._offloaded(tensor) if self._is_worth_it(tensor) else None
+        if offloaded is None:
+            return Stayed.as_it_is(tensor)
+        return Away(offloaded, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that are away now."""
+        self._settle()
+        return self._bytes
+
+    @property
+    def peak_offloaded_bytes(self) -> int:
+        """The most bytes that have been away at a time."""
+        return self._peak
+
+    def _is_worth_it(self, tensor: Tensor) -> bool:
+        if type(tensor) not in (Tensor, FakeTensor) or tensor.device != self.device or tensor.layout != torch.strided:
+            return False
+        base = tensor if tensor._base is None else tensor._base
+        if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
+            return False
+        if not (tensor.dtype.is_floating_point or tensor.dtype in (torch.bool, torch.uint8)) or tensor.is_neg():
+            return False
+        storage = tensor.untyped_storage()
+        in_backward = torch._C._current_graph_task_id() != -1
+        return storage.nbytes() >= self.min_bytes and storage._cdata not in self._held and not in_backward
+
+    def _offloaded(self, tensor: Tensor) -> _Offloaded | None:
+        """The tensor's storage, moved away unless it is already; None if there is no room."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version
+        known = self._away.get(key)
+        if known is not None:
+            return known
+        self._settle()
+        if self.max_host_bytes is not None and self._bytes + self.store.needs(storage.nbytes()) > self.max_host_bytes:
+            return None
+        offloaded = self._away[key] = _Offloaded(self, tensor)
+        self._bytes += offloaded.stored.bytes
+        self._peak = max(self._peak, self._bytes)
+        return offloaded
+
+    def _settle(self) -> None:
+        while self._unwanted:
+            stored = self._unwanted.popleft()
+            self._bytes -= stored.bytes
+            self.store.free(stored)
+
+
+class _Offloaded:
+    """One storage that is away, until the first of its views is asked for; from then on it is held as ever."""
+
+    stored: Any = None
+    """Stands for the copy in the store, while there is one."""
+    back: UntypedStorage | Tensor | None = None
+
+    def __init__(self, owner: ActivationOffload, tensor: Tensor) -> None:
+        self.owner, self.source = owner, StorageWeakRef(tensor.untyped_storage())
+        self.stored = owner.store.put(tensor)
+
+    def storage(self) -> UntypedStorage | Tensor:
+        if self.back is None:
+            self.back = self.owner.store.get(self.stored)
+            self._forget()
+            self.owner._settle()
+        return self.back
+
+    def _forget(self) -> None:
+        if self.stored is not None:
+            self.owner._unwanted.append(self.stored)
+            self.stored = None
+
+    __del__ = _forget
+
+
+class Away(NamedTuple):
+    """A tensor whose storage is away."""
+
+    offloaded: _Offloaded
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """It, brought back."""
+        storage = self.offloaded.storage()
+        if isinstance(storage, Tensor):
+            return storage.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+        empty = torch.empty(0, dtype=self.dtype, device=self.offloaded.owner.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+
+
+class Stayed(NamedTuple):
+    """A saved tensor that stayed. The hooks take autograd's own check for changes in place away, so it is made here."""
+
+    detached: Tensor
+    version: int
+
+    @classmethod
+    def as_it_is(cls, tensor: Tensor) -> Stayed:
+        return cls(tensor.detach(), tensor._version)
+
+    def tensor(self) -> Tensor:
+        """It, unless it was changed."""
+        if self.detached._version != self.version:
+            raise RuntimeError(
+                f"a tensor {list(self.detached.shape)} that backward needs was changed in place after forward "
+                f"(version {self.detached._version} instead of {self.version})"
+            )
+        return self.detached
+
+
+Held = Away | Stayed
+
+
+def _unpack(held: Held) -> Tensor:
+    return held.tensor()
+
+
+def _storages(tensor: Tensor) -> Iterator[int]:
+    """The storages of a tensor, those inside a wrapper (a sharded or quantized one) included."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name))
+    elif tensor.layout == torch.strided:
+        yield tensor.untyped_storage()._cdata

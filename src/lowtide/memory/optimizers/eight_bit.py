@@ -1,0 +1,105 @@
+"""Tensors in 8 bits, each block of 256 numbers scaled by its largest: optimizer moments at a quarter of their size.
+
+Block-wise dynamic quantization (Dettmers et al., arXiv 2110.02861): a code stands for one of 256 levels between -1 and
+1, or 0 and 1 for numbers that are never negative. They are dense where moments are: each power of ten down to 1e-6 has
+half as many as the next larger one, spread evenly.
+
+Not exact: a number comes back as the level nearest to it, within 1% of the block's largest. The nearest one is looked
+up by the upper 16 bits of the number, since searching among the levels takes a CPU a hundred times as long.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float32, UInt8
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+SCALED = 256
+"""Numbers that share a scale."""
+POWERS = 7
+"""Powers of ten that have levels, from 1 down."""
+
+
+class EightBitMoment(NamedTuple):
+    """A block of a moment."""
+
+    stored: Tensor
+    """[count]: the values, or their codes."""
+    scales: Tensor | None
+    """[blocks]: of the codes; None where there are values."""
+    signed: bool
+
+    def read(self) -> Float32[Tensor, " count"]:
+        return self.stored if self.scales is None else dequantize(self.stored, self.scales, signed=self.signed)
+
+    def write(self, values: Float32[Tensor, " count"]) -> None:
+        """Keeps what was read and then changed."""
+        if self.scales is not None:
+            quantize_(values, self.stored, self.scales, signed=self.signed)
+
+
+def moment_blocks(moment: Tensor, scales: Tensor | None, size: int, *, signed: bool) -> list[EightBitMoment]:
+    """A moment in blocks of `size` numbers, which is a multiple of `SCALED`."""
+    stored = moment.view(-1).split(size)
+    parts = [None] * len(stored) if scales is None else scales.split(size // SCALED)
+    return [EightBitMoment(block, scale, signed) for block, scale in zip(stored, parts, strict=True)]
+
+
+def zeros_8bit(count: int, device: torch.device) -> tuple[UInt8[Tensor, " count"], Float32[Tensor, " blocks"]]:
+    """(codes, scales) of as many zeros."""
+    blocks = -(-count // SCALED)
+    return torch.zeros(count, dtype=torch.uint8, device=device), torch.zeros(blocks, device=device)
+
+
+def quantize_(
+    values: Float32[Tensor, " count"],
+    codes: UInt8[Tensor, " count"],
+    scales: Float32[Tensor, " blocks"],
+    *,
+    signed: bool,
+) -> None:
+    """Writes values as codes and scales."""
+    blocks = _in_blocks(values)
+    torch.amax(blocks.abs(), 1, out=scales)
+    scaled = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    upper = scaled.view(-1)[: codes.numel()].to(torch.bfloat16).view(torch.int16).int() + 2**15
+    torch.index_select(_nearest(signed, values.device), 0, upper, out=codes)
+
+
+def dequantize(
+    codes: UInt8[Tensor, " count"], scales: Float32[Tensor, " blocks"], *, signed: bool
+) -> Float32[Tensor, " count"]:
+    """The values that codes and scales stand for, in memory of their own."""
+    values = _levels(signed, codes.device).index_select(0, codes.int())
+    return _in_blocks(values).mul_(scales[:, None]).view(-1)[: codes.numel()]
+
+
+@functools.cache
+def _levels(signed: bool, device: torch.device) -> Float32[Tensor, 256]:
+    """What the codes stand for, in ascending order."""
+    with _disable_current_modes():  # what is kept has values, even if it is a trace that asks first
+        found = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
+        for power in range(POWERS):
+            edges = torch.linspace(0.1, 1, 2 ** (POWERS - 1 - power + (not signed)) + 1, dtype=torch.float32)
+            middles = (edges[1:] + edges[:-1]) / 2 * 10.0**-power
+            found += [middles, -middles] if signed else [middles]
+        return torch.cat(found).sort().values.to(device)
+
+
+@functools.cache
+def _nearest(signed: bool, device: torch.device) -> UInt8[Tensor, 65536]:
+    """The code of the nearest level to each bfloat16 number, in the order of their bits as signed integers."""
+    levels = _levels(signed, torch.device("cpu"))
+    with _disable_current_modes():
+        numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).float()
+        return torch.bucketize(numbers, (levels[1:] + levels[:-1]) / 2).to(device, torch.uint8)
+
+
+def _in_blocks(values: Float32[Tensor, " count"]) -> Float32[Tensor, "blocks 256"]:
+    """The values in rows of one scale, the last filled up with zeros."""
+    missing = -values.numel() % SCALED
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, SCALED)

@@ -1,0 +1,111 @@
+"""Metrics that micro-batches and ranks add up: means as sums and counts, smallest and largest values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowtide.engine.head import ScoreOutput
+from lowtide.objectives.outcome import Outcome
+from lowtide.ops.float64 import float64_device, to_float64
+from lowtide.ragged import RaggedBatch
+from lowtide.ranks.world import distributed
+
+
+@dataclass
+class Totals:
+    """What has been added up since the last reading; on the device until somebody reads it."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    """[2] each: a sum and a count."""
+    lows: dict[str, Tensor] = field(default_factory=dict)
+    highs: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, **values: Tensor | float) -> None:
+        """Adds to sums."""
+        for name, value in values.items():
+            _fold(self.sums, name, _number(value), torch.add)
+
+    def add_mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Adds a sum of `count` values to a mean."""
+        total, count = _number(total), _number(count)
+        _fold(self.means, name, torch.stack([total, count.to(total.device)]), torch.add)
+
+    def take_in(self, output: ScoreOutput, batch: RaggedBatch) -> None:
+        """What one micro-batch adds to the metrics; one without scores keeps other ranks company."""
+        if batch.scores == 0:
+            return
+        self.add(tokens=batch.repeated_tokens, scores=batch.scores)
+        if output.entropies is not None:
+            self.add_mean("entropy", output.entropies.sum(), batch.scores)
+        if output.aux_loss is not None:
+            self.add_mean("aux_loss", output.aux_loss * batch.tokens, batch.tokens)
+        if output.loss is not None and output.top1 is not None:
+            self.add_mean("mean_token_accuracy", output.top1.sum(), batch.scores)
+
+    def take_outcome(self, outcome: Outcome) -> None:
+        """The metrics that an objective over rows found."""
+        for name, mean in outcome.means.items():
+            self.add_mean(name, mean.total, mean.count)
+        for name, value in outcome.lows.items():
+            _fold(self.lows, name, _number(value), torch.minimum)
+        for name, value in outcome.highs.items():
+            _fold(self.highs, name, _number(value), torch.maximum)
+
+    def take_over(self, other: Totals) -> None:
+        """What was added up elsewhere."""
+        for mine, theirs, join in (
+            (self.sums, other.sums, torch.add),
+            (self.means, other.means, torch.add),
+            (self.lows, other.lows, torch.minimum),
+            (self.highs, other.highs, torch.maximum),
+        ):
+            for name, value in theirs.items():
+                _fold(mine, name, value, join)
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        """Sums, means, smallest and largest values over all ranks, by name; a mean of nothing is left out."""
+        joined = Totals()
+        for each in _of_all_ranks(self._on_host(device)):
+            joined.take_over(each)
+        found = {name: value.item() for name, value in (joined.sums | joined.lows | joined.highs).items()}
+        pairs = {name: mean.tolist() for name, mean in joined.means.items()}
+        return found | {name: total / count for name, (total, count) in pairs.items() if count}
+
+    def _on_host(self, device: torch.device) -> Totals:
+        device = float64_device(device)
+        return Totals(*(_moved(held, device) for held in (self.sums, self.means, self.lows, self.highs)))
+
+
+def _number(value: Tensor | float) -> Tensor:
+    value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+    return to_float64(value)
+
+
+def _fold(held: dict[str, Tensor], name: str, value: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+    before = held.get(name)
+    held[name] = value if before is None else join(before, value.to(before.device))
+
+
+def _moved(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The same in host memory, at once."""
+    if not values:
+        return {}
+    names = sorted(values)
+    stacked = torch.stack([values[name].to(device) for name in names])
+    return dict(zip(names, stacked.cpu().unbind(), strict=True))
+
+
+def _of_all_ranks(mine: Totals) -> list[Totals]:
+    """One each; ranks need not have added to the same names, as one that had no row to evaluate has to none."""
+    if not distributed():
+        return [mine]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones

@@ -1,0 +1,241 @@
+"""How the micro-batches of one optimizer step are run: the models, and from a micro-batch to its loss.
+
+A token objective forms its loss in forward. An objective over rows gets its log-probabilities and gives the loss. One
+that is no sum over rows gets those of the whole batch first, over all ranks and without gradients; its gradient with
+respect to them is what the second pass carries into the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowtide.data.batches.values import REFERENCE
+from lowtide.engine.forward import score_shared
+from lowtide.engine.head import ScoreOutput, Scores
+from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
+from lowtide.objectives.outcome import Counts, Outcome
+from lowtide.ragged import RaggedBatch
+from lowtide.ranks.world import distributed
+from lowtide.step.metrics import Totals
+from lowtide.step.rank_sync import RankSync, random_state, set_random_state
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a step runs: the policy, and the reference if the objective has one."""
+
+    policy: nn.Module
+    """Prepared by `engine.forward.install`, wrapped or not."""
+    reference: Scorer | None = None
+    """Of a micro-batch; not called where the batch knows the reference's log-probabilities already."""
+    padding_free: bool = True
+    """False runs the padded path."""
+    around: Callable[[], AbstractContextManager] = nullcontext
+    """Entered for each forward of the policy: where a memory technique takes hold of what autograd saves."""
+
+    def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
+        """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
+        with self.around():
+            return score_shared(self.policy, batch, scores, padding_free=self.padding_free)
+
+    def referred(self, batch: RaggedBatch, objective: RowObjective) -> Tensor | None:
+        """[scores]: the reference's log-probabilities of one micro-batch, for an objective that wants them."""
+        if not objective.needs_reference or batch.scores == 0:
+            return None
+        if REFERENCE in batch.score_values:
+            return batch.score_values[REFERENCE]
+        assert self.reference is not None, "an objective with a reference needs one"
+        return self.reference(batch)
+
+
+@dataclass
+class MicrobatchRun:
+    """From a micro-batch to its output and its loss."""
+
+    models: Models
+    objective: Any
+    counts: Counts
+    ranks: int
+    accumulate: bool
+
+    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """What comes before the first micro-batch."""
+
+    def reported(self, loss: Tensor) -> Tensor:
+        """The step's loss, from the sum of the losses that went backward."""
+        return loss
+
+    def outcome(self, rows: Any) -> Outcome:
+        """The loss of rows that are trained on."""
+        if self.objective.observe is not None:
+            self.objective.observe(rows)
+        return self.objective.loss(rows, self.counts)
+
+
+@dataclass
+class TokenRun(MicrobatchRun):
+    """The loss is known score by score, and formed in forward."""
+
+    grad_scale: float
+
+    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        factor = self.ranks / max(self.counts["scores"], 1)
+        scores = scores_of(part, self.objective, self.accumulate, factor, self.grad_scale)
+        output = self.models.forward(part, scores)
+        assert output.loss is not None
+        return output, output.loss
+
+
+@dataclass
+class RowRun(MicrobatchRun):
+    """The loss is a sum over rows."""
+
+    totals: Totals
+
+    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        referred = self.models.referred(part, self.objective)  # first, while no activations are held
+        output = self.models.forward(part, scores_of(part, self.objective, self.accumulate))
+        if part.scores == 0:  # an empty micro-batch, so that all ranks run equally many
+            return output, output.logprobs.sum()
+        outcome = self.outcome(self.objective.read(part, output.stats, referred))
+        self.totals.take_outcome(outcome)
+        return output, outcome.loss * self.ranks
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """In place of an objective: a loss that its caller computes with forwards of its own."""
+
+    inner: TokenObjective | RowObjective
+    """The method's objective, which the caller may use; rows and scores are counted as it counts them."""
+    compute: Callable[[nn.Module, RaggedBatch, Counts, Totals], ScoreOutput]
+    """From the model, a micro-batch, the counts of the whole step over all ranks, and what takes in metrics, to an
+    output whose `loss` is the micro-batch's part of the loss of the step."""
+
+    @property
+    def aux_coefficient(self) -> float:
+        return self.inner.aux_coefficient
+
+    def counts(self, batch: RaggedBatch) -> Counts:
+        return self.inner.counts(batch)
+
+
+@dataclass
+class OwnRun(MicrobatchRun):
+    """The loss is the caller's."""
+
+    totals: Totals
+
+    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        if part.scores == 0:  # so that all ranks run equally many micro-batches
+            output = self.models.forward(part, Scores(part.score_index, part.score_target))
+            return output, output.logprobs.sum()
+        with self.models.around():
+            output = self.objective.compute(self.models.policy, part, self.counts, self.totals)
+        assert output.loss is not None
+        return output, output.loss * self.ranks
+
+
+@dataclass
+class WholeRun(MicrobatchRun):
+    """The loss is of the whole batch over all ranks: a first pass gives its gradient at each log-probability."""
+
+    totals: Totals
+    parts: Sequence[RaggedBatch]
+    sync: RankSync
+
+    def __post_init__(self) -> None:
+        self.device = self.parts[0].token_ids.device
+        self.random: list[list[Tensor]] = []
+
+    def begin(self) -> None:
+        """The first pass: the loss of the whole batch, and its gradient with respect to each log-probability.
+
+        Raises:
+            OutOfMemory: a rank ran out of memory in it; all ranks raise.
+        """
+        leaves: list[Tensor] = []
+        rows: list[Any] = []
+        with self.sync.local():
+            self._first_pass(leaves, rows)
+        self.sync.meet(self.device)
+        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows))))
+        self.slopes = iter(torch.autograd.grad(outcome.loss, leaves))
+        self.loss = outcome.loss.detach()
+        self.totals.take_outcome(outcome)
+
+    def _first_pass(self, leaves: list[Tensor], rows: list[Any]) -> None:
+        for number, part in enumerate(self.parts):
+            self.sync.micro_batch, self.sync.part = number, part
+            self.random.append(random_state(self.device))
+            if part.scores == 0:
+                continue
+            referred = self.models.referred(part, self.objective)
+            with torch.no_grad():
+                output = self.models.forward(part, scores_of(part, self.objective, accumulate=False))
+            output.logprobs = output.logprobs.requires_grad_()
+            leaves.append(output.logprobs)
+            rows.append(self.objective.read(part, output.stats, referred))
+
+    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        set_random_state(self.random[number], self.device)  # the dropout of the first pass
+        output = self.models.forward(part, scores_of(part, self.objective, self.accumulate))
+        slope = next(self.slopes) if part.scores else 0.0
+        return output, (output.logprobs * slope).sum() * self.ranks
+
+    def reported(self, loss: Tensor) -> Tensor:
+        return self.loss
+
+
+def scores_of(
+    part: RaggedBatch, objective: Objective, accumulate: bool, factor: float = 1.0, grad_scale: float = 1.0
+) -> Scores:
+    """What an objective asks of the model's forward."""
+    return Scores(
+        part.score_index,
+        part.score_target,
+        objective.want,
+        objective.loss if isinstance(objective, TokenObjective) else None,
+        factor,
+        grad_scale,
+        accumulate=accumulate,
+        aux_loss=objective.aux_coefficient != 0,
+    )
+
+
+def join_rows(rows: Sequence[Any]) -> Any:
+    """Statistics of rows, end to end; they are a dataclass of tensors [rows], or None."""
+    first = rows[0]
+    if len(rows) == 1:
+        return first
+    joined = {}
+    for each in fields(first):
+        values = [getattr(part, each.name) for part in rows]
+        joined[each.name] = None if values[0] is None else torch.cat(values)
+    return type(first)(**joined)
+
+
+def gathered_rows(rows: Any) -> list[Any]:
+    """Statistics of this rank's rows, with gradients, and those of the other ranks, in the order of ranks."""
+    if not distributed():
+        return [rows]
+    detached = {each.name: getattr(rows, each.name) for each in fields(rows)}
+    mine = {name: None if value is None else value.detach().cpu() for name, value in detached.items()}
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    device = next(value.device for value in detached.values() if value is not None)
+    others = [
+        type(rows)(**{name: None if value is None else value.to(device) for name, value in each.items()})
+        for each in everyones
+    ]
+    return [rows if rank == dist.get_rank() else each for rank, each in enumerate(others)]

@@ -1,0 +1,179 @@
+"""Survives an out-of-memory: the step is dropped and done again in smaller micro-batches.
+
+The gradients are dropped, the random state and what the objective carries along are put back, the token budget is
+halved, and the step is repeated, on all ranks together. Since the numbers do not depend on how a batch is cut, they
+are those of a run that never failed; bit by bit those of one that had the smaller budget.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
+from lowtide.methods.method import Objective
+from lowtide.ragged import RaggedBatch
+from lowtide.ranks.failures import RankFailed, tell, who_stopped
+from lowtide.ranks.world import distributed
+from lowtide.step.metrics import Totals
+from lowtide.step.microbatches import Models, OwnLoss
+from lowtide.step.rank_sync import End, OutOfMemory, random_state, set_random_state, worst_of_ranks
+from lowtide.step.train_step import BackwardPlan, Limits, train_step
+
+logger = logging.getLogger(__name__)
+
+
+def surviving_step(
+    models: Models,
+    batch: RaggedBatch,
+    objective: Objective | OwnLoss,
+    *,
+    limits: Limits,
+    totals: Totals,
+    plan: BackwardPlan = BackwardPlan(),
+) -> tuple[Tensor, Limits]:
+    """`train_step`, repeated with half the token budget for as long as it runs out of memory.
+
+    Args:
+        models: their gradients are None, or are dropped with those of a failed attempt.
+
+    Returns:
+        the loss, and the limits that it took, for the steps to come.
+
+    Raises:
+        OutOfMemory: a micro-batch of one row does not fit; names the row's length, the phase and what to change.
+    """
+    before = StepSnapshot(objective, batch.token_ids.device)
+    while True:
+        attempt = Totals()
+        try:
+            loss = train_step(models, batch, objective, limits=limits, totals=attempt, plan=plan)
+        except OutOfMemory as error:
+            failed = error.with_traceback(None)  # its frames hold the tensors that did not fit
+        else:
+            totals.take_over(attempt)
+            return loss, limits
+        models.policy.zero_grad()
+        free_caches()
+        before.put_back()
+        limits = smaller(limits, batch, failed)
+        logger.warning(f"out of memory {failed}; the step is repeated with at most {limits.tokens:,} tokens a forward")
+
+
+class StepSnapshot:
+    """What a step changes beside gradients and metrics: the random state, and what the objective carries along."""
+
+    def __init__(self, objective: Objective | OwnLoss, device: torch.device) -> None:
+        self.device, self.random = device, random_state(device)
+        self.running = getattr(objective, "running", None)
+        self.carried = {} if self.running is None else copy.deepcopy(vars(self.running))
+
+    def put_back(self) -> None:
+        set_random_state(self.random, self.device)
+        if self.running is not None:
+            vars(self.running).update(self.carried)
+
+
+def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory) -> Limits:
+    """Half the tokens of the heaviest micro-batch of any rank, but room for the longest row.
+
+    Raises:
+        OutOfMemory: there is nothing left to halve.
+    """
+    tokens = batch.row_tokens
+    heaviest = max(sum(tokens[row] for row in group) for group in batch.plan_split(limits.tokens, limits.rows))
+    longest = max(tokens)
+    if distributed():
+        both = torch.tensor([heaviest, longest], device=batch.token_ids.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        heaviest, longest = (int(value) for value in both.tolist())
+    budget = max(heaviest // 2, longest)
+    if budget >= heaviest:
+        raise OutOfMemory(
+            f"out of memory {failed}. It is a micro-batch of one row of {longest:,} tokens, which cannot be cut: lower "
+            "`max_length`, keep less (gradient_checkpointing=True, activation_offloading=True, adapters, an optimizer "
+            "with smaller states), or take a larger device",
+            failed.failure,
+        )
+    return Limits(limits.rows, budget)
+
+
+def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any) -> Any:
+    """An optimizer's step, done again after an out-of-memory that came before any weight was touched.
+
+    The gradients are still there, so nothing else has to be repeated. Moments are made at the first step, which is
+    where an optimizer runs out of memory. Each rank repeats by itself, and they meet once it is over.
+
+    Args:
+        optimizer: whose states are looked at.
+        step: runs it, through whatever wraps it.
+
+    Raises:
+        OutOfMemory: it fails again, or failed half way, on this rank or on another.
+        RankFailed: another rank stopped at something else.
+        Exception: what else stopped this rank.
+    """
+    result, failed, end = None, None, End.WELL
+    try:
+        result = _step_or_repeat(optimizer, step, *args)
+    except Exception as error:
+        failed, end = error, End.OUT_OF_MEMORY if isinstance(error, OutOfMemory) else End.ERROR
+        if end == End.ERROR and distributed():
+            tell(error)
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    worst = worst_of_ranks(end, device)
+    if failed is not None:
+        raise failed
+    if worst == End.ERROR:
+        raise RankFailed(who_stopped())
+    if worst == End.OUT_OF_MEMORY:
+        raise OutOfMemory("another rank ran out of memory in the optimizer's step; this one has taken it")
+    return result
+
+
+def _step_or_repeat(optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any) -> Any:
+    known, before = set(optimizer.state), _counts(optimizer)
+    try:
+        return step(*args)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        drop_frames(error)
+        text = first_line(error)
+    if _counts(optimizer) != before:
+        raise OutOfMemory(
+            f"out of memory in the optimizer's step, when some weights were updated and others not: {text}. Resume "
+            "from the last checkpoint with an optimizer that keeps less, optim='adamw_8bit' say"
+        )
+    for parameter in [p for p in optimizer.state if p not in known]:
+        del optimizer.state[parameter]
+    free_caches()
+    logger.warning(f"out of memory in the optimizer's step, before any weight changed; it is repeated: {text}")
+    try:
+        return step(*args)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"out of memory in the optimizer's step: weights, gradients and moments do not fit together: {text}. Train "
+            "adapters, take an optimizer that keeps less (optim='adamw_8bit'), or optimizer_in_backward=True"
+        ) from None
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], float]:
+    """What counts the steps that each parameter has taken: how often torch has written to it, and the optimizer's own
+    count, which is all that shows of fused kernels and of bitsandbytes'. Where that is a tensor, how often it was
+    written to: its value would have to be waited for."""
+    found = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            own = optimizer.state.get(parameter, {}).get("step", 0)
+            found[id(parameter), "written"] = parameter._version
+            found[id(parameter), "stepped"] = own._version if isinstance(own, Tensor) else own
+    return found

@@ -1,0 +1,259 @@
+"""One optimizer step, up to the gradients: count, split, run each micro-batch forward and backward.
+
+A function of model, batch and objective; trainers call it from a subclass of `transformers.Trainer`, the examples
+call it bare. The loss is a sum over micro-batches over denominators that are counted before the batch is split and
+over all ranks, so that however the batch is cut, the gradients are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowtide.engine.head import ScoreOutput, Scores
+from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
+from lowtide.objectives.outcome import Counts
+from lowtide.ops.float64 import float64_device
+from lowtide.ragged import RaggedBatch
+from lowtide.ranks.world import distributed
+from lowtide.step.metrics import Totals
+from lowtide.step.microbatches import (
+    MicrobatchRun,
+    Models,
+    OwnLoss,
+    OwnRun,
+    RowRun,
+    TokenRun,
+    WholeRun,
+    join_rows,
+    scores_of,
+)
+from lowtide.step.rank_sync import RankSync, check_finite
+
+Context = Callable[[], contextlib.AbstractContextManager]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The strict caps on a micro-batch."""
+
+    rows: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How a step goes backward, and how it meets the other ranks."""
+
+    accumulate: bool = True
+    """Gradients of the head go straight to `.grad`; needs a `backward` that scales the loss by `grad_scale` and nothing
+    else."""
+    backward: Callable[[Tensor], object] = Tensor.backward
+    """Called with the loss of each micro-batch."""
+    grad_scale: float = 1.0
+    """What `backward` multiplies the loss by, as a loss scaler for float16 does. The head forms its gradients in
+    forward, and so much larger, so that they do not underflow before."""
+    exchange: Callable[[], Callable[[], None]] | None = None
+    """Makes ready, and returns, what exchanges the gradients once all ranks came through. Without it a wrapper does in
+    the last backward, where the failure of one rank leaves the others waiting."""
+    no_sync: Context = contextlib.nullcontext
+    """A wrapper's: entered for the micro-batches in which it exchanges nothing."""
+    around_last: Context = contextlib.nullcontext
+    """Entered for the last micro-batch, in whose backward every gradient is complete as it arrives."""
+    finite: bool = False
+    """Stops at a loss that is no number, before ranks exchange."""
+
+
+def agree(counts: Counts, pieces: int, device: torch.device) -> tuple[Counts, int, int]:
+    """(counts of all ranks added up, micro-batches that each rank runs, ranks), in one exchange; no micro-batches where
+    one rank says that it could not cut its batch."""
+    if not distributed():
+        return counts, pieces, 1
+    mine = torch.tensor([*counts.values(), pieces], dtype=torch.float64, device=float64_device(device))
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    table = torch.stack(everyones)
+    each = table[:, -1]
+    pieces = int(each.max()) if each.min() else 0
+    return dict(zip(counts, table[:, :-1].sum(0).tolist(), strict=True)), pieces, len(everyones)
+
+
+def train_step(
+    model: nn.Module | Models,
+    batch: RaggedBatch,
+    objective: Objective | OwnLoss,
+    *,
+    limits: Limits = Limits(),
+    plan: BackwardPlan = BackwardPlan(),
+    totals: Totals | None = None,
+) -> Tensor:
+    """Adds the gradients of one optimizer step to the model's parameters.
+
+    Args:
+        model: prepared by `engine.forward.install`, wrapped or not; or `Models`, where there is a reference.
+        batch: the whole local batch of the step; gradient accumulation is folded in.
+        limits: of a micro-batch.
+        plan: how it goes backward, and meets other ranks.
+        totals: takes in the sums behind the metrics.
+
+    Returns:
+        The loss of the step, so scaled that its mean over ranks is the loss of the whole batch.
+
+    Raises:
+        ValueError: one row alone is above the token budget.
+        OutOfMemory: this rank or another ran out of memory; gradients are half formed, nothing else has changed.
+        NotFinite: the loss of this rank or of another is not finite; likewise.
+    """
+    models = model if isinstance(model, Models) else Models(model)
+    totals = Totals() if totals is None else totals
+    sync = RankSync("baseline", part=batch)
+    batch, known = _synced_baseline(sync, models, batch, objective, limits)
+    pieces = 0
+    with sync.local():
+        pieces = len(batch.plan_split(limits.tokens, limits.rows))
+    counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device)
+    if not pieces:
+        sync.meet(batch.token_ids.device)
+    parts = batch.split(limits.tokens, limits.rows, pieces=pieces)
+    if isinstance(objective, TokenObjective):
+        run: MicrobatchRun = TokenRun(models, objective, counts, ranks, plan.accumulate, plan.grad_scale)
+    elif isinstance(objective, OwnLoss):
+        run = OwnRun(models, objective, counts, ranks, plan.accumulate, totals)
+    elif objective.whole and (len(parts) > 1 or ranks > 1):
+        run = WholeRun(models, objective, counts, ranks, plan.accumulate, totals, parts, sync)
+    else:
+        run = RowRun(models, objective, counts, ranks, plan.accumulate, totals)
+    run.begin()
+    loss, exchange_gradients = torch.zeros(()), _nothing
+    alone = plan.exchange is not None or ranks == 1
+    with sync.local() if alone else contextlib.nullcontext():
+        loss = _forward_and_backward(run, batch, parts, plan, sync, totals)
+        if plan.finite:
+            check_finite(loss)
+        if plan.exchange is not None:
+            sync.phase = "exchange"
+            exchange_gradients = plan.exchange()
+    if alone:
+        sync.meet(batch.token_ids.device)
+    exchange_gradients()
+    return loss
+
+
+def _forward_and_backward(
+    run: MicrobatchRun,
+    batch: RaggedBatch,
+    parts: Sequence[RaggedBatch],
+    plan: BackwardPlan,
+    sync: RankSync,
+    totals: Totals,
+) -> Tensor:
+    """The loss of a batch, from its micro-batches one after the other.
+
+    A function of its own, so that after a failure its variables, and with them the graph of a micro-batch, can be
+    dropped before anything else is done.
+    """
+    losses: list[Tensor] = []
+    for number, part in enumerate(parts):
+        sync.phase, sync.micro_batch, sync.part = "forward", number, part
+        last = number == len(parts) - 1
+        quiet = contextlib.nullcontext() if last and plan.exchange is None else plan.no_sync()
+        with quiet, plan.around_last() if last else contextlib.nullcontext():
+            output, loss = run(number, part)
+            if output.aux_loss is not None and part.scores:
+                loss = loss + run.objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)
+            sync.phase = "backward"
+            plan.backward(loss)
+        losses.append(loss.detach())
+        totals.take_in(output, part)
+    return run.reported(torch.stack(losses).sum())
+
+
+def _nothing() -> None:
+    """What is exchanged where nothing is."""
+
+
+@torch.no_grad()
+def evaluate_batch(
+    model: nn.Module | Models,
+    batch: RaggedBatch,
+    objective: Objective,
+    totals: Totals,
+    *,
+    limits: Limits = Limits(),
+) -> list[tuple[RaggedBatch, ScoreOutput]]:
+    """Adds the loss sum and the metrics of a batch to `totals`; no logits, and nothing is kept but what is returned."""
+    models = model if isinstance(model, Models) else Models(model)
+    batch, known = _baseline(models, batch, objective, limits)
+    counts = {**objective.counts(batch), **known}
+    results, rows = [], []
+    for part in batch.split(limits.tokens, limits.rows):
+        output = models.forward(part, scores_of(part, objective, accumulate=False))
+        totals.take_in(output, part)
+        results.append((part, output))
+        if isinstance(objective, TokenObjective):
+            assert output.loss is not None
+            totals.add_mean("loss", output.loss, part.scores)
+        else:
+            rows.append(objective.read(part, output.stats, models.referred(part, objective)))
+    if isinstance(objective, RowObjective):
+        outcome = objective.loss(join_rows(rows), counts)
+        totals.add_mean("loss", outcome.loss * batch.rows, batch.rows)
+        totals.take_outcome(outcome)
+    return results
+
+
+def _synced_baseline(
+    sync: RankSync, models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
+) -> tuple[RaggedBatch, Counts]:
+    if isinstance(objective, TokenObjective | OwnLoss) or objective.baseline is None:
+        return batch, {}
+    found: tuple[RaggedBatch, Counts] = (batch, {})
+    with sync.local():
+        found = _baseline(models, batch, objective, limits)
+    sync.meet(batch.token_ids.device)
+    return found
+
+
+@torch.no_grad()
+def _baseline(
+    models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
+) -> tuple[RaggedBatch, Counts]:
+    """The batch to train on, and the statistics of the whole batch that the objective computes before."""
+    if isinstance(objective, TokenObjective | OwnLoss) or objective.baseline is None:
+        return batch, {}
+
+    def policy(part: RaggedBatch) -> Tensor:
+        return models.forward(part, Scores(part.score_index, part.score_target)).logprobs
+
+    def reference(part: RaggedBatch) -> Tensor:
+        referred = models.referred(part, objective)
+        assert referred is not None, "a baseline compares with the reference"
+        return referred
+
+    def in_parts(scorer: Scorer) -> Scorer:
+        return lambda whole: score_in_parts(whole, limits, scorer)
+
+    return objective.baseline(batch, in_parts(policy), in_parts(reference))
+
+
+def score_in_parts(batch: RaggedBatch, limits: Limits, scorer: Scorer) -> Tensor:
+    """[scores] of a batch, from micro-batches within the limits."""
+    groups = batch.plan_split(limits.tokens, limits.rows)
+    if len(groups) == 1:
+        return scorer(batch)
+    found: Tensor | None = None
+    spans = [(part.score_start, part.score_stop) for part in batch.segments]
+    for group in groups:
+        chosen = set(group)
+        values = scorer(batch.select_rows(group))
+        found = values.new_empty(batch.scores) if found is None else found
+        kept = [spans[n] for n, segment in enumerate(batch.segments) if segment.row in chosen]
+        place = torch.cat([torch.arange(start, stop) for start, stop in kept])
+        found[place.to(found.device)] = values
+    assert found is not None
+    return found

@@ -1,0 +1,107 @@
+"""What the error says of a run that ran out of memory for good: what was held, and the setting that would have helped.
+
+Where and on which rows is said where it failed (`lowtide.step.rank_sync`); here come the bytes by category and, from
+the table of techniques, what lowers the largest of them, with the effect that an estimate predicts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.memory.allocators.measure import bytes_text, peak_bytes
+from lowtide.memory.allocators.out_of_memory import free_caches
+from lowtide.memory.optimizers.states import predict_states
+from lowtide.planner.advice import Advice, advise
+from lowtide.ranks.world import distributed
+from lowtide.step.rank_sync import OutOfMemory
+from lowtide.trainers.predictions import predicted
+
+if TYPE_CHECKING:
+    from lowtide.trainers.method import MethodTrainer
+
+MOST = 2
+"""Settings that are named."""
+TRACE_BYTES = 448 << 20
+"""Host memory that a prediction may take. Where there is less, libraries in C end the process rather than say so."""
+
+logger = logging.getLogger(__name__)
+
+
+def explained(trainer: MethodTrainer, error: OutOfMemory) -> OutOfMemory:
+    """The same error with what was held and what to change. A part that cannot be made, as memory may still be short,
+    is left out."""
+    trainer.model.zero_grad()  # half formed, and in the way of what follows
+    free_caches()
+    text = [str(error)]
+    for part in (_peak, _largest, _advice):
+        try:
+            text += part(trainer, error)
+        except Exception as reason:  # the report is of another error
+            logger.info(f"no {part.__name__.strip('_')} in the report of an out-of-memory: {reason}")
+    return OutOfMemory(". ".join(text), error.failure)
+
+
+def _peak(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
+    held = _held(trainer)
+    return [
+        f"The peak was {bytes_text(sum(held.values()))}: {', '.join(f'{k} {bytes_text(v)}' for k, v in held.items())}"
+    ]
+
+
+def _largest(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
+    return [f"The largest tensors then: {', '.join(error.failure.largest)}"] if error.failure else []
+
+
+def _advice(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
+    """What a change would save is predicted on one process only, since it takes making a trainer, which ranks do
+    together; and only where there is memory for it."""
+
+    affordable = not distributed() and _can_hold(TRACE_BYTES)
+
+    def predict(settings: Mapping[str, Any]) -> int | None:
+        if not affordable:
+            return None
+        try:
+            return predicted(trainer, settings)
+        except Exception as reason:  # an advice without its effect is one still
+            logger.info(f"no prediction for {settings}: {reason}")
+            return None
+
+    now = predict({})
+    rows = error.failure.row_tokens if error.failure is not None else ()
+    advice = advise(trainer.site, _held(trainer), rows, predict)[:MOST]
+    return [f"What helps first: {'; or '.join(_text(each, now) for each in advice)}"] if advice else []
+
+
+def _can_hold(size: int) -> bool:
+    """Whether the host gives so many bytes now."""
+    try:
+        torch.empty(size, dtype=torch.uint8)
+    except (RuntimeError, MemoryError):
+        return False
+    return True
+
+
+def _held(trainer: MethodTrainer) -> dict[str, int]:
+    """Bytes by category at the peak; the rest beside the states counts as activations."""
+    states = predict_states(trainer.model, trainer.optimizer_name)
+    rest = peak_bytes(trainer.args.device) - states.total
+    found = {
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer or 0,
+        "activations": max(rest, 0),
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+def _text(advice: Advice, now: int | None) -> str:
+    exact = "exact" if advice.changes is None else "not exact"
+    effect = ""
+    if advice.peak_bytes is not None and now is not None:
+        effect = f", predicted peak of tensors {bytes_text(advice.peak_bytes)} in place of {bytes_text(now)}"
+    return f"{advice.text} ({exact}{effect})"

@@ -1,0 +1,68 @@
+"""A trainer's run as the planner sees it, and what it would take with other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from datasets import Dataset
+
+from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.planner.candidate import PlannedRun, config_of_model
+from lowtide.planner.devices import device_named
+from lowtide.planner.estimate import estimate_run
+
+if TYPE_CHECKING:
+    from lowtide.trainers.config import TrainingConfig
+    from lowtide.trainers.method import MethodTrainer
+
+
+def run_of(
+    trainer_class: type,
+    args: TrainingConfig,
+    model: Any,
+    *,
+    requested: Mapping[str, Any],
+    processing_class: Any = None,
+    peft_config: Any = None,
+    quantization_config: Any = None,
+) -> PlannedRun:
+    """What is trained, with the user's own settings; of a model that is there, or by its name."""
+    own = {**requested, "output_dir": args.output_dir}
+    if isinstance(model, str):
+        init = model_init(
+            cast(Any, args.model_init_kwargs),
+            trust_remote_code=args.trust_remote_code,
+            quantization_config=quantization_config,
+        )
+        described = config_of_model(model, **config_init(init))
+        quantization_config = init.pop("quantization_config", None)
+        own["model_init_kwargs"] = init
+    else:
+        described = causal_model(model).config
+        quantization_config = getattr(described, "quantization_config", None)
+        own["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
+    device = device_named(args.device.type)
+    return PlannedRun(
+        trainer_class, described, own, device, processing_class, peft_config, quantization_config, samples=False
+    )
+
+
+def predicted(trainer: MethodTrainer, settings: Mapping[str, Any]) -> int:
+    """The most that tensors would hold in a trainer's run with some settings changed, in bytes.
+
+    Raises:
+        ValueError: it cannot be told of such a run, or the settings do not go together.
+    """
+    if not isinstance(trainer.train_dataset, Dataset):
+        raise ValueError("the lengths of a stream's rows are not known beforehand")
+    adapters = getattr(trainer.model, "peft_config", {})
+    run = run_of(
+        type(trainer),
+        trainer.args,
+        trainer.model,
+        requested={**trainer.args.requested, **trainer.planned.settings},
+        peft_config=next(iter(adapters.values()), None),
+    )
+    return estimate_run(run.faked(trainer.train_dataset, settings), run.device, beside=0).tensor_bytes

@@ -484,7 +484,7 @@ def _offloaded(run: Run, plain: Run) -> bool:
 
 
 def _in_backward(run: Run, plain: Run) -> bool:
-    steps = run.trainer._in_backward.steps
+    steps = run.trainer.runner.in_backward.steps
     return isinstance(steps, OptimizerInBackward) and steps.started
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +16,9 @@ import lowtide
 from lowtide.memory.optimizers.host_states import HostStates
 from lowtide.planner.estimate import Estimate
 from lowtide.planning import estimate
-from lowtide.trainers.rehearsal import room_for_states
+from lowtide.step.rehearsal import reserved_for_states
+from lowtide.step.runner import StepRunner
+from lowtide.step.updater import Updater
 
 SIZES: dict[str, Any] = {
     "vocab_size": 8_000,
@@ -113,7 +114,8 @@ def test_a_rehearsal_holds_no_room_for_states_in_host_memory():
 
     model = nn.Linear(4, 4)
     optimizer: Any = torch.optim.AdamW(model.parameters())
-    trainer: Any = SimpleNamespace(optimizer=optimizer, model=model, optimizer_name="adamw_torch")
-    assert sum(piece.nbytes for piece in room_for_states(trainer)) == 2 * 4 * 20
+    runner = StepRunner(model, cast(Any, None), updater=Updater(optimizer))
+    runner.optimizer_name = "adamw_torch"
+    assert sum(piece.nbytes for piece in reserved_for_states(runner)) == 2 * 4 * 20
     optimizer.host_states = HostStates(optimizer)
-    assert room_for_states(trainer) == []
+    assert reserved_for_states(runner) == []

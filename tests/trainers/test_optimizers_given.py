@@ -14,8 +14,8 @@ from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.host_states import HostStates
 from lowtide.memory.optimizers.states import state_sizes, states_of, wants_room
 from lowtide.step.rank_sync import OutOfMemory
+from lowtide.step.rehearsal import reserved_for_states
 from lowtide.trainers import optimizers as trainers_optimizers
-from lowtide.trainers.rehearsal import room_for_states
 from lowtide.trainers.report import StartReport
 
 COMMON = {"per_device_train_batch_size": 8, "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
@@ -62,7 +62,7 @@ def test_room_is_held_for_the_states_of_the_optimizer_that_is_given(kind, states
     run = trainer(model, **given)
     run.create_optimizer()
     expected = None if states is None else states * sum(p.numel() for p in model.parameters())
-    assert sum(piece.nbytes for piece in room_for_states(run)) == (expected or 0)
+    assert sum(piece.nbytes for piece in reserved_for_states(run.runner)) == (expected or 0)
     [report] = [each for each in run.callback_handler.callbacks if isinstance(each, StartReport)]
     assert report.states.optimizer == expected
 
@@ -139,7 +139,7 @@ def test_a_rehearsal_holds_room_for_states_that_are_not_there_yet(optim):
     run.create_optimizer()
     assert wants_room(run.optimizer)
     wanted = sum(sum(state_sizes(p, optim)) for p in run.model.parameters())
-    assert sum(piece.nbytes for piece in room_for_states(run)) == wanted > 0
+    assert sum(piece.nbytes for piece in reserved_for_states(run.runner)) == wanted > 0
 
 
 def test_states_that_do_not_fit_are_reported_before_the_first_step(monkeypatch):

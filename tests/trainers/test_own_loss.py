@@ -108,13 +108,13 @@ class Gradients:
 
     def __init__(self, trainer: Any, monkeypatch: Any) -> None:
         self.found: dict[str, Tensor] = {}
-        clip = trainer._checked_norm
+        clip = trainer.runner.updater.norm
 
         def watched(model: nn.Module, *args: Any) -> Any:
             self.found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             return clip(model, *args)
 
-        monkeypatch.setattr(trainer, "_checked_norm", watched)
+        monkeypatch.setattr(trainer.runner.updater, "norm", watched)
         trainer.train()
         self.loss = trainer.state.log_history[0]["loss"]
 

@@ -122,7 +122,7 @@ def recovering(rank: int, kind: str, place: str) -> dict[str, Any]:
 @functools.cache
 def smaller(kind: str, tokens: int) -> dict[str, Any]:
     trainer = shared(kind, tokens_per_microbatch=BUDGET)
-    trainer._token_budget = None if tokens == BUDGET else tokens
+    trainer.runner.token_budget = None if tokens == BUDGET else tokens
     return trained(trainer)
 
 

@@ -66,5 +66,5 @@ def check_recovery(kind: str, technique: str, place: str, number: int, budget: i
     assert taken is not None
     assert taken < (budget or 1000)
     smaller = trainer(kind, technique, budget)
-    smaller._token_budget = taken
+    smaller.runner.token_budget = taken
     check_equal(found, watched(smaller), bits=True)

@@ -21,7 +21,7 @@ from lowtide.memory.allocators.settings import steady_malloc
 from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.step.heaviest import heaviest_rows, row_lengths
 from lowtide.step.rank_sync import OutOfMemory
-from lowtide.trainers.rehearsal import rehearse
+from lowtide.step.rehearsal import rehearse
 
 
 def rows(count: int = 24, longest: int = 30) -> Dataset:

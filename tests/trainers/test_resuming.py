@@ -140,16 +140,16 @@ def test_a_budget_that_an_out_of_memory_made_smaller_stays(option, tmp_path):
     first = make("SFT", **options, save_strategy="steps", save_steps=1, max_steps=1)
     OutOnce(first.model)
     first.train()
-    smaller = first._token_budget
+    smaller = first.runner.token_budget
     assert smaller < 10_000
     second = make("SFT", **options, max_steps=2)
     run = watched_on(second)
-    assert second._token_budget == smaller
+    assert second.runner.token_budget == smaller
     assert len(run.forwards) > 1
     assert max(run.forwards) <= smaller
     third = make("SFT", **options | {"tokens_per_microbatch": smaller - 1}, max_steps=2)
     watched_on(third)
-    assert third._token_budget == smaller - 1
+    assert third.runner.token_budget == smaller - 1
 
 
 def test_a_budget_that_held_may_be_raised_for_the_rest_of_a_run(tmp_path):

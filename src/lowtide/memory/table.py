@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -337,46 +337,50 @@ def active(options: Any) -> list[Technique]:
     return [technique for technique in TECHNIQUES.values() if technique.on(options)]
 
 
-def prepare(site: Site, techniques: Iterable[Technique]) -> None:
-    """Refuses what cannot work at a site, and changes the model for the rest.
+class ActiveTechniques:
+    """The techniques that are on at a site."""
 
-    Raises:
-        ValueError: naming the technique, its options and the reason.
-    """
-    techniques = [technique for technique in techniques if technique.idle(site) is None]
-    for technique in techniques:
-        if reason := _missing(technique) or technique.refused(site):
-            settings = ", ".join(f"{name}={getattr(site.options, name)!r}" for name in technique.options)
-            raise ValueError(f"{technique.name} ({settings}) cannot work here: {reason}")
-    for technique in techniques:
-        if technique.prepare is not None:
-            technique.prepare(site)
+    def __init__(self, site: Site) -> None:
+        self.site, self.techniques = site, active(site.options)
+
+    @property
+    def _working(self) -> list[Technique]:
+        return [technique for technique in self.techniques if technique.idle(self.site) is None]
+
+    def prepare(self) -> None:
+        """Refuses what cannot work at the site, and changes the model for the rest.
+
+        Raises:
+            ValueError: naming the technique, its options and the reason.
+        """
+        for technique in self._working:
+            if reason := _missing(technique) or technique.refused(self.site):
+                settings = ", ".join(f"{name}={getattr(self.site.options, name)!r}" for name in technique.options)
+                raise ValueError(f"{technique.name} ({settings}) cannot work here: {reason}")
+        for technique in self._working:
+            if technique.prepare is not None:
+                technique.prepare(self.site)
+
+    def begin(self) -> list[Callable[[], None]]:
+        """What is done as training begins; returns what undoes it, to be called in this order."""
+        undo = [technique.begin(self.site) for technique in self._working if technique.begin is not None]
+        return [each for each in reversed(undo) if each is not None]
+
+    def around(self) -> Callable[[], AbstractContextManager]:
+        """What is entered for each forward of the policy."""
+        entered = [technique.around(self.site) for technique in self._working if technique.around is not None]
+
+        @contextmanager
+        def all_of_them() -> Iterator[None]:
+            with ExitStack() as stack:
+                for enter in entered:
+                    stack.enter_context(enter())
+                yield
+
+        return all_of_them if entered else nullcontext
 
 
 def _missing(technique: Technique) -> str | None:
     missing = [package for package in technique.needs if find_spec(package) is None]
     named = [PACKAGES.get(package, package) for package in missing]
     return f"it needs {', '.join(missing)}: pip install {' '.join(named)}" if missing else None
-
-
-def begin(site: Site, techniques: Iterable[Technique]) -> list[Callable[[], None]]:
-    """What is done as training begins; returns what undoes it, to be called in this order."""
-    undo = []
-    for technique in techniques:
-        if technique.begin is not None and technique.idle(site) is None:
-            undo.append(technique.begin(site))
-    return [each for each in reversed(undo) if each is not None]
-
-
-def around(site: Site, techniques: Iterable[Technique]) -> Callable[[], AbstractContextManager]:
-    """What is entered for each forward of the policy."""
-    entered = [each.around(site) for each in techniques if each.around is not None and each.idle(site) is None]
-
-    @contextmanager
-    def all_of_them() -> Iterator[None]:
-        with ExitStack() as stack:
-            for enter in entered:
-                stack.enter_context(enter())
-            yield
-
-    return all_of_them if entered else nullcontext

@@ -7,13 +7,9 @@ appears whole or not at all).
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -25,22 +21,16 @@ from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.data.batches.collate import ragged_from_collated
-from lowtide.engine.diagnose import find_nonfinite
-from lowtide.engine.forward import causal_model
-from lowtide.engine.noise import set_noise
-from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
-from lowtide.methods import Objective
-from lowtide.methods.method import Scorer
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.replicas import averaging, broadcast_weights
 from lowtide.ranks.world import distributed
 from lowtide.step.heaviest import row_lengths
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models
 from lowtide.step.phases import HighWater, Phases
-from lowtide.step.rank_sync import NotFinite, RankSync, check_finite
-from lowtide.step.recovery import StepSnapshot, surviving_optimizer_step, surviving_step
-from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch
+from lowtide.step.rank_sync import RankSync
+from lowtide.step.rehearsal import rehearse
+from lowtide.step.runner import StepRunner
+from lowtide.step.train_step import Limits
+from lowtide.step.updater import NotFiniteStep
 from lowtide.trainers.checkpoints.resuming import ResumableRuns
 from lowtide.trainers.checkpoints.stopping import StoppableRuns
 from lowtide.trainers.config import TrainingConfig
@@ -48,11 +38,10 @@ from lowtide.trainers.edge import TO_DO
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions, real_rows
 from lowtide.trainers.memory_log import MemoryLog, Prediction
 from lowtide.trainers.model_card import ModelCards
-from lowtide.trainers.optimizers import InBackward, OwnOptimizers
+from lowtide.trainers.optimizers import OwnOptimizers
 from lowtide.trainers.order import RepeatableOrder
 from lowtide.trainers.own_loss import OwnLosses
 from lowtide.trainers.progress import RichProgress
-from lowtide.trainers.rehearsal import rehearse
 
 logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
@@ -71,39 +60,65 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
     def __init__(
         self,
         *,
-        objective: Objective,
-        padding_free: bool,
-        reference: Scorer | None = None,
+        runner: StepRunner,
         callbacks: list | None = None,
         **kwargs: Any,
     ):
-        self.objective = self.with_own_loss(objective)
-        self.padding_free = padding_free
-        self.reference = reference
-        self._train_totals = Totals()
         self._tokens_seen = 0.0
-        self._token_budget: int | None = None
-        self.rehearsed_bytes: int | None = None
-        self.room: list[Tensor] = []
-        """Held by a rehearsal in the place of the optimizer's states, until these are made."""
+        self.runner = runner
+        runner.objective = self.with_own_loss(cast(Any, runner.objective))
         self.predicted_bytes: int | None = None
-        self.phases = Phases()
-        self._begun = False
-        """Whether this training has come to its first step."""
-        self._undo: list[Callable[[], object]] = []
-        """What gives back, after training, what was changed for it."""
-        self._in_backward: InBackward | None = None
-        self._around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
         super().__init__(callbacks=callbacks, **kwargs)
         self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `engine.noise` does not
         self.check_optimizer()
+        runner.updater.accelerator, runner.optimizer_name = self.accelerator, self.optimizer_name
         self._mark = HighWater(self.args.device)
         self._memory_log = MemoryLog(self._mark)
-        self.phases.listeners.append(self._mark)
+        runner.phases.listeners.append(self._mark)
         if not self.args.disable_tqdm:
             RichProgress.replace_in(self)
+
+    # -- what runs ---------------------------------------------------------------------------------------------------
+
+    @property
+    def phases(self) -> Phases:
+        """Where in a step the run is."""
+        return self.runner.phases
+
+    @property
+    def objective(self) -> Any:
+        """The loss."""
+        return self.runner.objective
+
+    @objective.setter
+    def objective(self, objective: Any) -> None:
+        self.runner.objective = objective
+
+    @property
+    def reference(self) -> Any:
+        """The reference's log-probabilities of a micro-batch; None for a method without one."""
+        return self.runner.reference
+
+    @reference.setter
+    def reference(self, reference: Any) -> None:
+        self.runner.reference = reference
+
+    @property
+    def padding_free(self) -> bool:
+        """Whether batches run without padding."""
+        return self.runner.padding_free
+
+    @property
+    def limits(self) -> Limits:
+        """The caps on a micro-batch; the token budget is smaller than the option's after an out-of-memory."""
+        return self.runner.limits
+
+    @property
+    def rehearsed_bytes(self) -> int | None:
+        """The peak after the rehearsal; None where there was none."""
+        return self.runner.rehearsed_bytes
 
     # -- data --------------------------------------------------------------------------------------------------------
 
@@ -130,23 +145,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         try:
             return super().train(*args, **kwargs)
         finally:
-            self._begun = False
-            while self._undo:
-                self._undo.pop()()
-
-    @property
-    def limits(self) -> Limits:
-        """The caps on a micro-batch; the token budget is smaller than the option's after an out-of-memory."""
-        return Limits(self._train_batch_size, self._token_budget or self.args.tokens_per_microbatch)
-
-    def limits_of(self, batch: RaggedBatch) -> Limits:
-        """The caps for a batch: a budget that an out-of-memory made smaller still has room for the batch's longest row,
-        as one of the batch that failed had."""
-        limits = self.limits
-        if self._token_budget is None:
-            return limits
-        longest = min(max(batch.row_tokens), self.args.tokens_per_microbatch or math.inf)
-        return Limits(limits.rows, int(max(self._token_budget, longest)))
+            self.runner.end()
 
     def row_lengths(self, dataset: Any = None) -> np.ndarray | None:
         """[rows]: the tokens of each row of a dataset, by default the training set, as its batches have them; None for
@@ -155,57 +154,18 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
             self.train_dataset if dataset is None else dataset, getattr(self.data_collator, "prompts_per_row", 1)
         )
 
-    def models(self, model: nn.Module) -> Models:
-        """What a step runs."""
-        return Models(model, self.reference, self.padding_free, self._forward)
-
-    @contextlib.contextmanager
-    def _forward(self) -> Iterator[None]:
-        with self.phases.during("forward"), self._around():
-            yield
-
-    def _backward(self, loss: Tensor) -> None:
-        with self.phases.during("backward"):
-            self.accelerator.backward(loss)
-
-    def _backward_of_finite(self, loss: Tensor) -> None:
-        """For a backward that steps: once it has run, the weights no longer tell where a NaN came from."""
-        check_finite(loss)
-        self._backward(loss)
-
-    def backward_plan(self, model: nn.Module) -> BackwardPlan:
-        """How a step goes backward and meets the other ranks."""
-        scaler = self.accelerator.scaler
-        return BackwardPlan(
-            backward=self._backward,
-            grad_scale=1.0 if scaler is None else scaler.get_scale(),
-            exchange=functools.partial(averaging, model) if distributed() else None,
-            finite=True,
-        )
-
-    def rehearsal_plan(self, model: nn.Module) -> BackwardPlan:
-        """The same for a rehearsal, in which nothing is stepped."""
-        freed = {} if self._in_backward is None else {"around_last": self._in_backward.steps.norm_pass}
-        return replace(self.backward_plan(model), finite=False, **freed)
-
     def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
         if inputs is None:
             return torch.zeros((), device=self.args.device)
         start = time.perf_counter()
-        model.train()  # a loaded model is not yet, and neither checkpoints nor drops anything
-        if not self._begun:
-            self._before_first_step(model)
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()  # schedule-free optimizers
+        if not self.runner.begun:
+            self._begin_steps(model)
         try:
             with self.compute_loss_context_manager():
-                loss = self._gradients(model, inputs)
-        except NotFinite as error:
-            raise self._nonfinite(model, inputs, str(error), own=error.loss is not None) from None
-        scaler = self.accelerator.scaler
-        if scaler is not None and scaler.get_scale() < 1:
-            raise self._nonfinite(model, inputs, "gradients overflow at a loss scale below 1")
+                loss = self.runner.gradients(inputs)
+        except NotFiniteStep as error:
+            raise self._stopped_at(error) from None
         every = self.args.torch_empty_cache_steps
         if every and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -213,27 +173,10 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         self.tokens_in_steps += inputs.tokens
         return loss
 
-    def _gradients(self, model: nn.Module, batch: RaggedBatch) -> Tensor:
-        """The gradients of one optimizer step, or the step itself where it is taken in backward; returns the loss."""
-
-        def step(totals: Totals, **more: Any) -> Tensor:
-            given, plan = self.limits_of(batch), replace(self.backward_plan(model), **more)
-            loss, limits = surviving_step(
-                self.models(model), batch, self.objective, limits=given, totals=totals, plan=plan
-            )
-            if limits != given:
-                self._token_budget = limits.tokens
-            return loss
-
-        in_backward, limits = self._in_backward, self.limits_of(batch)
-        if in_backward is None or len(batch.plan_split(limits.tokens, limits.rows)) > 1:
-            return step(self._train_totals)
-        if in_backward.max_grad_norm:
-            before = StepSnapshot(self.objective, self.args.device)
-            step(Totals(), around_last=in_backward.steps.norm_pass, backward=self._backward_of_finite)
-            before.put_back()
-            self._check_norm(in_backward.steps.total_norm, {})
-        return step(self._train_totals, around_last=in_backward.stepping, backward=self._backward_of_finite)
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As the Trainer's; the step knows of it."""
+        self.runner.updater.optimizer = optimizer = super().create_optimizer(model)
+        return optimizer
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; ranks that hold the same weights are not wrapped (see `lowtide.ranks.replicas`), and a
@@ -252,82 +195,36 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         accelerator.prepare_model = prepared
         accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # layers are compiled, not the model
 
-    def _before_first_step(self, model: nn.Module) -> None:
-        """Ranks start equal; the optimizer survives an out-of-memory that comes before it changes anything."""
+    def _begin_steps(self, model: nn.Module) -> None:
+        """What precedes the first step, and a rehearsal of the heaviest micro-batch."""
         self._mark.note("loading")
         if cost := self.plain_cost():
             logger.warning(f"{cost}; a loss of log-probs, from `make_objective`, needs none of them")
-        if distributed():
-            broadcast_weights(model)
-        if self.args.neftune_noise_alpha:
-            set_noise(causal_model(model), self.args.neftune_noise_alpha)
-            self._undo.append(functools.partial(set_noise, causal_model(model), None))
-        inner = unwrap_optimizer(self.optimizer)
-        step = self.optimizer.step
-
-        @functools.wraps(step)
-        def surviving(*args: Any) -> Any:
-            self.room.clear()
-            with self.phases.during("optimizer"):
-                return surviving_optimizer_step(inner, step, *args)
-
-        self.optimizer.step = surviving
-        self._undo.append(functools.partial(setattr, self.optimizer, "step", step))
-        self._begun = True
-        if self.args.optimizer_in_backward:
-            self._in_backward = InBackward(self.optimizer, model, self.args.max_grad_norm)
+        self.runner.model, self.runner.updater.optimizer = model, self.optimizer
+        self.runner.begin()
         if self.args.rehearsal:
             with self.compute_loss_context_manager():
-                self._token_budget = rehearse(self, model).tokens
+                rehearse(self.runner, self.row_lengths(), self._batch_of)
+
+    def _batch_of(self, rows: Sequence[int]) -> RaggedBatch:
+        dataset: Any = self.train_dataset
+        return self.as_ragged(self.data_collator([dataset[row] for row in rows]))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self._in_backward is not None and self._in_backward.norm is not None:
-            norm, self._in_backward.norm = self._in_backward.norm, None
-            return norm
-        return self._checked_norm(model, self.args.max_grad_norm)
+        try:
+            return self.runner.clip()
+        except NotFiniteStep as error:
+            raise self._stopped_at(error) from None
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Unknown where gradients are gone before they were all there."""
-        if grad_norm is None and any(p.grad is not None for p in model.parameters()):
-            return self._checked_norm(model)
-        return grad_norm
+        try:
+            return self.runner.gradient_norm() if grad_norm is None else grad_norm
+        except NotFiniteStep as error:
+            raise self._stopped_at(error) from None
 
-    def _checked_norm(self, model: nn.Module, clip_at: float | None = None) -> Tensor:
-        """The norm of the gradients, which are looked at before they are clipped."""
-        self.accelerator.unscale_gradients()
-        trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
-        gradients = {name: cast(Tensor, p.grad) for name, p in trained.items()}
-        norm = nn.utils.get_total_norm(gradients.values())
-        self._check_norm(norm, gradients)
-        if clip_at is not None:
-            nn.utils.clip_grads_with_norm_(trained.values(), clip_at, norm)
-        return norm
-
-    def _check_norm(self, norm: Tensor, gradients: Mapping[str, Tensor]) -> None:
-        """Refuses to step along gradients that are no numbers; where a loss scaler does, by skipping a step.
-
-        Raises:
-            ValueError: the norm is none, though the loss is; names the first such gradient of those that are there.
-        """
-        if self.accelerator.scaler is not None or math.isfinite(norm.item()):
-            return
-        worst = next((name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()), None)
-        what = f"the gradient of {worst}" if worst else "the norm of all gradients"
-        raise ValueError(f"step {self.state.global_step + 1}: the loss is finite, {what} is not. {REMEDIES}")
-
-    def _nonfinite(self, model: nn.Module, batch: RaggedBatch, what: str, own: bool = True) -> ValueError:
-        """What stops a run: this rank says where it comes from, unless it is another's."""
-        model.zero_grad()
-        found = self._find_nonfinite(model, batch) if own else "That rank says where it comes from"
-        return ValueError(f"step {self.state.global_step + 1}: {what}. {found}. {REMEDIES}")
-
-    def _find_nonfinite(self, model: nn.Module, batch: RaggedBatch) -> str:
-        limits = self.limits_of(batch)
-        parts = batch.split(limits.tokens, limits.rows)
-        findings = (find_nonfinite(model, part, padding_free=self.padding_free) for part in parts)
-        nothing = "a second forward of it is finite" + (", and another rank's may not be" if distributed() else "")
-        number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, nothing))
-        return f"Micro-batch {number}: {found}"
+    def _stopped_at(self, error: NotFiniteStep) -> ValueError:
+        return ValueError(f"step {self.state.global_step + 1}: {error}")
 
     def floating_point_ops(self, inputs: RaggedBatch | None) -> int:
         """6 FLOPs a parameter a real token."""
@@ -343,8 +240,8 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log, under TRL's names."""
         if "loss" in logs:
-            sums = self._train_totals.read(self.args.device)
-            self._train_totals = Totals()
+            sums = self.runner.totals.read(self.args.device)
+            self.runner.totals = Totals()
             self._tokens_seen += sums.get("tokens", 0)
             logs.update(self.metrics_of(sums), num_tokens=self._tokens_seen)
             logs.update(cast(Any, self._memory_log.metrics(self.prediction)))
@@ -381,7 +278,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         `compute_metrics` gets the log-probs of the targets as `predictions` and the targets as `label_ids`, both
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
-        models = Models(self._evaluation_model(), self.reference, self.padding_free, self._around)
+        model = self._evaluation_model()
         totals, rows, sync = Totals(), 0, RankSync("evaluation", remedy=TO_DO["evaluating"])
         wanted = self.compute_metrics is not None or description == "Prediction"
         kept = PaddedPredictions() if self.evaluates_plainly(wanted) else Predictions()
@@ -397,9 +294,9 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
             with sync.local(), self.phases.during("evaluation"), self.compute_loss_context_manager():
                 if isinstance(kept, PaddedPredictions):
                     own = kept if wanted else None
-                    self.evaluate_plainly(models.policy, batch, totals, self._eval_limits, own)
+                    self.evaluate_plainly(model, batch, totals, self.runner.evaluation_limits, own)
                 else:
-                    results = evaluate_batch(models, batch, self.inner_objective, totals, limits=self._eval_limits)
+                    results = self.runner.evaluate(batch, totals, model)
                     if wanted:
                         kept.take_in(results)
                 rows += batch.rows
@@ -417,10 +314,6 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in plain.items()}
         return EvalLoopOutput(logprobs, targets, metrics, int(sums.get("rows", 0)))
 
-    @property
-    def _eval_limits(self) -> Limits:
-        return Limits(self.args.per_device_eval_batch_size, self.args.tokens_per_microbatch)
-
     def _evaluation_model(self) -> nn.Module:
         """Unwrapped: ranks need not run equally many batches."""
         if not self.is_in_train and (self.args.bf16_full_eval or self.args.fp16_full_eval):
@@ -433,20 +326,10 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
 
     def run_state(self) -> dict[str, Any]:
         """What steps leave behind beside weights, optimizer and random state; asked of all ranks together."""
-        unlogged = self._train_totals.read(self.args.device).get("tokens", 0)
-        smaller = self._token_budget != self.args.tokens_per_microbatch
-        running = getattr(self.objective, "running", None)
-        return {
-            "num_tokens": self._tokens_seen + unlogged,
-            "token_budget": self._token_budget if smaller else None,
-            "running": {} if running is None else vars(running),
-            "place": self.place,
-        }
+        unlogged = self.runner.totals.read(self.args.device).get("tokens", 0)
+        return {"num_tokens": self._tokens_seen + unlogged, **self.runner.state_dict(), "place": self.place}
 
     def set_run_state(self, state: dict[str, Any]) -> None:
-        """Goes on from there; an option that is smaller than the budget by now is the cap."""
-        self._train_totals, self._tokens_seen = Totals(), state["num_tokens"]
-        if state["token_budget"] is not None:
-            self._token_budget = int(min(state["token_budget"], self.args.tokens_per_microbatch or math.inf))
-        if state["running"]:
-            vars(cast(Any, self.objective).running).update(state["running"])
+        """Goes on from there."""
+        self.runner.totals, self._tokens_seen = Totals(), state["num_tokens"]
+        self.runner.load_state_dict(state)

@@ -18,14 +18,14 @@ from lowtide.data.batches.collate import RaggedCollator
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.forward import causal_model
-from lowtide.engine.head import body
 from lowtide.engine.weights.loading import adapt
-from lowtide.memory.table import active, around, begin, prepare
-from lowtide.memory.technique import Site
+from lowtide.memory.table import ActiveTechniques
+from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import Method, Objective, Scorer
 from lowtide.ranks.same_rows import check_same_rows
 from lowtide.step.heaviest import check_positions
 from lowtide.step.rank_sync import OutOfMemory
+from lowtide.step.runner import StepRunner
 from lowtide.trainers.arguments import check_arguments, check_attention, check_dataset, check_kind
 from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer
@@ -126,13 +126,19 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         collator = self.collator(args, engine)
         self._own_collator = None if data_collator is None else collator
         site = Site(args, model, args.device, args.world_size)
-        self.techniques = active(args)
-        prepare(site, self.techniques)
+        self.active = ActiveTechniques(site)
+        self.active.prepare()
         aux = router_coefficient(causal_model(model), getattr(args, "router_aux_loss_coef", None))
-        super().__init__(
-            objective=self.make_objective(args, aux),
-            padding_free=engine.padding_free,
+        runner = StepRunner(
+            model,
+            self.make_objective(args, aux),
+            args,
             reference=self.make_reference(model, engine),
+            padding_free=engine.padding_free,
+            techniques=self.active,
+        )
+        super().__init__(
+            runner=runner,
             model=model,
             args=args,
             data_collator=data_collator or collator,
@@ -146,7 +152,6 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         )
         self.predicted_bytes = self.planned.peak_bytes
         self.site = site
-        self._around = around(site, self.techniques)
         self._check_rows("train", self.train_dataset)
         for name, dataset in by_name(self.eval_dataset).items():
             self._check_rows(name, dataset, trained_on=False)
@@ -214,13 +219,14 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         """The tokens of a packed row, where rows are packed."""
         return None
 
+    @property
+    def techniques(self) -> list[Technique]:
+        """The memory techniques that are on."""
+        return self.active.techniques
+
     def report_lines(self) -> list[tuple[str, str]]:
         """What the method adds to the start-up report, as (name, text)."""
         return []
-
-    def _before_first_step(self, model: nn.Module) -> None:
-        self._undo += [self.phases.split_forward(body(causal_model(model))), *begin(self.site, self.techniques)]
-        super()._before_first_step(model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a run that stops for want of memory says what would have helped."""

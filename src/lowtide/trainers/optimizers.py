@@ -1,21 +1,16 @@
-"""lowtide's own optimizers by the names that `optim` takes, beside those of transformers; and stepping in backward."""
+"""lowtide's own optimizers by the names that `optim` takes, beside those of transformers."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer
 
-from lowtide.engine.forward import causal_model
-from lowtide.memory.allocators.out_of_memory import is_out_of_memory
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.host_states import HostStates, check_host_states
 from lowtide.memory.optimizers.narrow_step import check_separable, unwrap_optimizer
-from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.ops.target import kind_of
 from lowtide.trainers.checkpoints.run_record import optimizer_layout
@@ -136,48 +131,6 @@ def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any) -> None:
                 optimizer.compress_([parameter])
                 if host is not None:
                     host.take_home(parameter)
-
-
-class InBackward:
-    """Steps the optimizer in the backward of a step's only micro-batch; more than one are stepped after, as ever."""
-
-    def __init__(self, optimizer: Any, model: nn.Module, max_grad_norm: float) -> None:
-        inner = unwrap_optimizer(optimizer)
-        host_states = getattr(inner, "host_states", None)
-        more = {} if host_states is None else {"step": host_states.step_alone}
-        self.steps = OptimizerInBackward(inner, direct=lambda: _direct(model), **more)
-        self.max_grad_norm = max_grad_norm
-        self.norm: Tensor | None = None
-        """Of the last step's gradients, before they were clipped; None where nothing was clipped."""
-
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around a micro-batch.
-
-        Raises:
-            ValueError: memory ran out when some parameters were stepped, so the step cannot be repeated.
-        """
-        scale = None
-        if self.max_grad_norm:
-            self.norm = self.steps.total_norm
-            scale = self.steps.clip_coefficient(self.max_grad_norm)
-        try:
-            with self.steps.armed(scale):
-                yield
-        except Exception as error:
-            if self.steps.started and is_out_of_memory(error):
-                raise ValueError(
-                    f"out of memory in backward, when some parameters were stepped and others not: {error}. Resume "
-                    "from the last checkpoint with a smaller tokens_per_microbatch"
-                ) from None
-            raise
-
-
-def _direct(model: nn.Module) -> set[Tensor]:
-    """The weights whose gradients the fused head and the embedding add in place."""
-    inner: Any = causal_model(model)
-    modules = (inner.get_input_embeddings(), inner.get_output_embeddings())
-    return {module.weight for module in modules if isinstance(getattr(module, "weight", None), nn.Parameter)}
 
 
 class OwnOptimizers(Trainer):

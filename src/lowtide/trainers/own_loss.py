@@ -292,4 +292,4 @@ class OwnLosses(Trainer):
         return objective.inner if isinstance(objective, OwnLoss) else objective
 
     def _models(self, model: nn.Module) -> Models:
-        return self.models(model)  # type: ignore[attr-defined]
+        return self.runner.models(model)  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ from lowtide.engine.forward import causal_model
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
 from lowtide.step.rank_sync import RankSync, worst_of_ranks
-from lowtide.step.train_step import Limits, score_in_parts
+from lowtide.step.train_step import Limits
 from lowtide.trainers.edge import TO_DO
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ def _of_first_on_node(path: str, args: Any) -> str:
 @torch.no_grad()
 def _compute(trainer: ReferenceTrainer, dataset: Dataset, limits: Limits, training: bool, name: str) -> list:
     """The log-probabilities of all scores of each row, in the dataset's order."""
-    assert trainer.reference is not None
     numbered = dataset.add_column(NUMBER, np.arange(len(dataset)))  # type: ignore[call-arg]
     found: list[np.ndarray | None] = [None] * len(dataset)
     random_state = torch.get_rng_state()
@@ -134,7 +133,7 @@ def _compute(trainer: ReferenceTrainer, dataset: Dataset, limits: Limits, traini
             batch = RaggedBatch.concat(batches)
             sync, mine = RankSync("reference", part=batch, remedy=TO_DO["precomputing the reference"]), []
             with sync.local():
-                mine = _by_row(batch, score_in_parts(batch, limits, trainer.reference).float().cpu().numpy())
+                mine = _by_row(batch, trainer.runner.reference_logprobs(batch, limits).float().cpu().numpy())
             sync.meet(trainer.args.device)
             for number, value in gather_object(mine) if distributed() else mine:
                 found[number] = value

@@ -220,7 +220,7 @@ class ReferenceTrainer(CompletionTrainer):
         """[pairs] for the chosen and the rejected completions: the reference's log-probabilities, for a `compute_loss`
         of a subclass that asks for those of its inputs."""
         batch = self._micro_of(inputs).batch
-        referred = self.models(model).referred(batch, self.inner_objective)
+        referred = self.runner.models(model).referred(batch, self.inner_objective)
         assert referred is not None
         counted = in_completion(batch, referred)
         sums = segment_sums(referred * counted, batch)

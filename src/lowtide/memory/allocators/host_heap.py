@@ -55,7 +55,7 @@ def settle_heap(model: nn.Module) -> bool:
     heap.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     large = sum(p.numel() * p.element_size() for p in parameters) >= LARGE
     if large:
-        _trim_in_layers(model, functools.partial(_trim, heap))
+        trim_in_layers(model, functools.partial(_trim, heap))
     return large
 
 
@@ -66,7 +66,7 @@ def trim_heap() -> None:
         _trim(heap)
 
 
-def _trim_in_layers(model: nn.Module, trim: Callable[[], None]) -> None:
+def trim_in_layers(model: nn.Module, trim: Callable[[], None]) -> None:
     def before_forward(_layer: nn.Module, _inputs: object) -> None:
         trim()
 

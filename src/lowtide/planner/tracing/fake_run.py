@@ -26,7 +26,6 @@ from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.memory.activations import offloading
 from lowtide.memory.allocators import host_heap
-from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.memory.optimizers.states import IN_BFLOAT16, optimizer_name, states_of, wants_room
 from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.devices import Device
@@ -44,7 +43,7 @@ from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
 from lowtide.step.heaviest import heaviest_rows, rows_in_a_step
 from lowtide.step.metrics import Totals
-from lowtide.step.train_step import evaluate_batch
+from lowtide.step.runner import StepRunner
 
 SAMPLE = 512
 """Rows that stand for a larger dataset which is not prepared yet."""
@@ -215,10 +214,14 @@ class FakeRun:
             micro_batches = -(-rows_in_a_step(trainer.args) // len(rows))
             thin = self._thinned(whole, device)
             evaluated = self._evaluated(trainer, device) if self.evaluates else None
-        label(trainer, layers, trace)
-        follow_phases(trainer, trace)
+        runner = trainer.runner
+        label(runner, layers, trace)
+        follow_phases(runner, trace)
+        trace.phase = "optimizer"
+        trainer.create_optimizer()
+        runner.updater.optimizer = trainer.accelerator.prepare(trainer.optimizer)
         evaluated = None if evaluated is None else evaluated.map(fake.from_tensor)
-        self._step(trainer, thin.map(fake.from_tensor), evaluated, trace, layers, several=micro_batches > 1)
+        self._step(runner, thin.map(fake.from_tensor), evaluated, trace, layers, several=micro_batches > 1)
         return whole, thin.scores, micro_batches
 
     def _thinned(self, batch: RaggedBatch, device: Device) -> RaggedBatch:
@@ -290,7 +293,7 @@ class FakeRun:
 
     def _step(
         self,
-        trainer: Any,
+        runner: StepRunner,
         batch: RaggedBatch,
         evaluated: RaggedBatch | None,
         trace: StorageTrace,
@@ -299,73 +302,66 @@ class FakeRun:
         several: bool,
     ) -> None:
         """The parts that a run on the CPU and on a GPU is put together from."""
-        model = trainer.model.train()
-        trace.phase = "optimizer"
-        trainer.create_optimizer()
-        trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
-        if self._is_large(trainer.model, layers):
-            host_heap._trim_in_layers(model, trace.trimmed)
-        trainer._before_first_step(model)
-        if several:
-            trainer._in_backward = None  # gradients wait for the last micro-batch, as without it
-        label(trainer, layers, trace)
+        model = runner.model.train()
+        if self._is_large(model, layers):
+            host_heap.trim_in_layers(model, trace.trimmed)
+        runner.begin()
+        label(runner, layers, trace)
         trace.part("room")
-        room = self._room(model, trace) if wants_room(unwrap_optimizer(trainer.optimizer)) else []
+        reserved = self._reserved(model, trace) if wants_room(runner.updater.inner) else []
         trace.part("gradients")
+        # Of several micro-batches, the gradients wait for the last, and nothing is stepped in backward.
+        gradients = runner.accumulate if several else runner.gradients
         if several:
-            trainer._gradients(model, batch)  # those of the micro-batches before, made between their activations
-            label(trainer, layers, trace)
-        if trainer._in_backward is not None:
+            gradients(batch)  # those of the micro-batches before, made between their activations
+            label(runner, layers, trace)
+        in_backward = runner.in_backward is not None and not several
+        if in_backward:
             trace.part("states")
-            trainer._gradients(model, batch)
-            _take_step(trainer, layers, trace)
+            gradients(batch)
+            _take_step(runner, layers, trace)
         trace.part("step")
-        trainer._gradients(model, batch)
+        gradients(batch)
         trace.phase = "optimizer"
-        label(trainer, layers, trace)
-        if trainer._in_backward is None:
-            trace.part("states")
-        _take_step(trainer, layers, trace)
-        if trainer._in_backward is None:
-            trace.part("optimizer")
-            _take_step(trainer, layers, trace)
+        label(runner, layers, trace)
+        for part in () if in_backward else ("states", "optimizer"):
+            trace.part(part)
+            _take_step(runner, layers, trace)
+        if in_backward:
+            _take_step(runner, layers, trace)
         trace.part("clear")
-        model.zero_grad()
+        runner.updater.zero_grad(model)
         if evaluated is not None:
             trace.part("evaluation")
-            self._evaluate(trainer, evaluated, trace)
+            with trace.during("evaluation"):
+                runner.evaluate(evaluated, Totals(), model.eval())
+                model.train()
         if self.saves:
             trace.part("saving")
-            self._save(trainer, trace)
+            self._save(runner, trace)
         trace.part("end")
-        del room
+        del reserved
 
     def _evaluated(self, trainer: Any, device: Device) -> RaggedBatch:
         """As heavy a batch to evaluate as the rows of training make."""
         rows = self._heaviest(trainer, trainer.args.per_device_eval_batch_size)
         return self._thinned(cast(RaggedBatch, trainer.data_collator(rows)), device)
 
-    def _evaluate(self, trainer: Any, batch: RaggedBatch, trace: StorageTrace) -> None:
-        with trace.during("evaluation"):
-            models = trainer.models(trainer.model.eval())
-            evaluate_batch(models, batch, trainer.objective, Totals(), limits=trainer._eval_limits)
-            trainer.model.train()
-
-    def _save(self, trainer: Any, trace: StorageTrace) -> None:
+    def _save(self, runner: StepRunner, trace: StorageTrace) -> None:
         """What is written, gathered; writing it copies nothing (safetensors and torch write from where a tensor is)."""
         with trace.during("saving"):
             torch.empty(0)  # nothing may be made, and it is a phase all the same
-            _ = trainer.model.state_dict(), trainer.optimizer.state_dict()
+            _ = runner.model.state_dict(), runner.updater.optimizer.state_dict()
 
-    def _room(self, model: nn.Module, trace: StorageTrace) -> list[Tensor]:
+    def _reserved(self, model: nn.Module, trace: StorageTrace) -> list[Tensor]:
         """What a rehearsal holds in the place of the optimizer's states."""
-        room = []
+        reserved = []
         with trace.owned_by("optimizer"):
             for parameter, sizes in states_of(model, optimizer_name(self.config)):
                 pieces = [torch.empty(size, dtype=torch.uint8) for size in sizes]
                 trace.belongs(pieces, None, trace.layer_of(parameter))
-                room += pieces
-        return room
+                reserved += pieces
+        return reserved
 
     def _is_large(self, model: nn.Module, layers: int) -> bool:
         wanted = self.described.get_text_config().num_hidden_layers
@@ -375,11 +371,11 @@ class FakeRun:
         return whole + inside * (wanted - layers) / layers >= host_heap.LARGE
 
 
-def _take_step(trainer: Any, layers: int, trace: StorageTrace) -> None:
-    optimizer = unwrap_optimizer(trainer.optimizer)
+def _take_step(runner: StepRunner, layers: int, trace: StorageTrace) -> None:
+    optimizer = runner.updater.inner
     with trace.stepping(optimizer):
-        trainer.optimizer.step()
-    label(trainer, layers, trace, optimizer)
+        runner.updater.optimizer.step()
+    label(runner, layers, trace, optimizer)
 
 
 def _counting(trace: StorageTrace, costs: Mapping[str, OperationCosts]) -> Callable[[Any, Any, Any], None]:

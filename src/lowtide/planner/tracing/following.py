@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from lowtide.engine.forward import causal_model
 from lowtide.engine.head import body
 from lowtide.planner.tracing.trace import PHASES, PINNED, StorageTrace
+from lowtide.step.runner import StepRunner
 
 
-def follow_phases(trainer: Any, trace: StorageTrace) -> None:
+def follow_phases(runner: StepRunner, trace: StorageTrace) -> None:
     """Lets a trace know where in the step it is, and what gradients are."""
 
     def entered(_ended: str, begins: str) -> None:
@@ -20,13 +21,13 @@ def follow_phases(trainer: Any, trace: StorageTrace) -> None:
             trace.phase = begins
         trace.layer = None
 
-    trainer.phases.listeners.append(entered)
-    trainer.phases.split_forward(body(causal_model(trainer.model)))
+    runner.phases.listeners.append(entered)
+    runner.phases.split_forward(body(causal_model(runner.model)))
     # Gradients that are added in place pass no hook, and would not be added in place if there were one.
-    inner: Any = causal_model(trainer.model)
+    inner: Any = causal_model(runner.model)
     ends = [each for each in (inner.get_input_embeddings(), inner.get_output_embeddings()) if each is not None]
     unheard = {parameter for module in ends for parameter in module.parameters()}
-    for parameter in trainer.model.parameters():
+    for parameter in runner.model.parameters():
         if parameter.requires_grad and parameter not in unheard:
             parameter.register_hook(_told(trace))
 
@@ -77,9 +78,9 @@ def follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:
         layer.register_forward_hook(ends(number))
 
 
-def label(trainer: Any, layers: int, trace: StorageTrace, optimizer: Any = None) -> None:
+def label(runner: StepRunner, layers: int, trace: StorageTrace, optimizer: Any = None) -> None:
     """What weights, gradients and states are and of which layer, those of the model and of a reference."""
-    model, reference = trainer.model, getattr(trainer.reference, "model", None)
+    model, reference = runner.model, getattr(runner.reference, "model", None)
 
     def states_of(parameter: Tensor) -> list[Tensor]:
         states = [] if optimizer is None else list(optimizer.state.get(parameter, {}).values())

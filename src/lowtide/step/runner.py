@@ -1,0 +1,298 @@
+"""One optimizer step of a run as an object: what runs, within which limits, and who steps.
+
+A Trainer, the planner (on tensors without memory), the rehearsal, precomputation and plain loops drive it through its
+methods; it knows of none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.engine.diagnose import find_nonfinite
+from lowtide.engine.forward import causal_model
+from lowtide.engine.head import ScoreOutput, body
+from lowtide.engine.noise import set_noise
+from lowtide.memory.table import ActiveTechniques
+from lowtide.methods.method import Objective, Scorer
+from lowtide.ragged import RaggedBatch
+from lowtide.ranks.world import distributed
+from lowtide.step.in_backward import InBackward
+from lowtide.step.metrics import Totals
+from lowtide.step.microbatches import Models, OwnLoss
+from lowtide.step.phases import Phases
+from lowtide.step.rank_sync import NotFinite, check_finite
+from lowtide.step.recovery import StepSnapshot, surviving_step
+from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch, score_in_parts
+from lowtide.step.updater import REMEDIES, NotFiniteStep, Updater
+
+
+@dataclass
+class StepOptions:
+    """What a step reads of a run's options, under their names; a trainer's config has them all."""
+
+    per_device_train_batch_size: int | None = None
+    """Rows of a micro-batch at most."""
+    per_device_eval_batch_size: int | None = None
+    tokens_per_microbatch: int | None = None
+    max_grad_norm: float = 0.0
+    """0 does not clip."""
+    optimizer_in_backward: bool | str = False
+    neftune_noise_alpha: float | None = None
+
+
+class StepRunner:
+    """The optimizer steps of a run.
+
+    Args:
+        model: prepared by `engine.forward.install`.
+        objective: the loss.
+        options: a trainer's config, or `StepOptions`.
+        reference: of a micro-batch, for an objective that compares with one.
+        padding_free: False runs the padded path.
+        updater: who goes backward and steps.
+        techniques: the memory techniques that are on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective | OwnLoss,
+        options: Any = None,
+        *,
+        reference: Scorer | None = None,
+        padding_free: bool = True,
+        updater: Updater | None = None,
+        techniques: ActiveTechniques | None = None,
+    ) -> None:
+        self.model, self.objective, self.reference, self.padding_free = model, objective, reference, padding_free
+        self.options = StepOptions() if options is None else options
+        self.updater = Updater() if updater is None else updater
+        self.techniques = techniques
+        self.phases = Phases()
+        self.totals = Totals()
+        """The sums behind the metrics since they were last read."""
+        self.token_budget: int | None = None
+        """A smaller budget than the option's, found by an out-of-memory or a rehearsal."""
+        self.rehearsed_bytes: int | None = None
+        self.optimizer_name = ""
+        """The optimizer's states are those of the one that `optim` calls so; empty where they are not known."""
+        self.reserved: list[Tensor] = []
+        """Memory held in the place of the optimizer's states, until these are made."""
+        self.begun = False
+        """Whether what precedes the first step is done."""
+        self.in_backward: InBackward | None = None
+        self._around = contextlib.nullcontext if techniques is None else techniques.around()
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy runs."""
+        return getattr(self.options, "device", None) or next(self.model.parameters()).device
+
+    # -- limits ------------------------------------------------------------------------------------------------------
+
+    @property
+    def limits(self) -> Limits:
+        """The caps on a micro-batch; the token budget is smaller than the option's after an out-of-memory."""
+        options = self.options
+        return Limits(options.per_device_train_batch_size, self.token_budget or options.tokens_per_microbatch)
+
+    @property
+    def evaluation_limits(self) -> Limits:
+        return Limits(self.options.per_device_eval_batch_size, self.options.tokens_per_microbatch)
+
+    def limits_of(self, batch: RaggedBatch) -> Limits:
+        """The caps for a batch: a budget that an out-of-memory made smaller still holds the batch's longest row, as
+        one of the batch that failed did."""
+        limits = self.limits
+        if self.token_budget is None:
+            return limits
+        longest = min(max(batch.row_tokens), self.options.tokens_per_microbatch or math.inf)
+        return Limits(limits.rows, int(max(self.token_budget, longest)))
+
+    # -- begin and end -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """What precedes the first step: ranks start equal, techniques take hold, the optimizer's step is this one's."""
+        model, inner = self.model, causal_model(self.model)
+        self._undo.callback(self.phases.split_forward(body(inner)))
+        for undo in [] if self.techniques is None else reversed(self.techniques.begin()):
+            self._undo.callback(undo)
+        self.updater.start(model)
+        if self.options.neftune_noise_alpha:
+            set_noise(inner, self.options.neftune_noise_alpha)
+            self._undo.callback(set_noise, inner, None)
+        self._undo.callback(self.updater.take_over(self.optimizer_step))
+        if self.options.optimizer_in_backward:
+            self.in_backward = InBackward(self.updater.optimizer, model, self.options.max_grad_norm)
+        self.begun = True
+
+    def end(self) -> None:
+        """Undoes what was done for the time of training."""
+        self.begun = False
+        self._undo.close()
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def models(self, model: nn.Module | None = None) -> Models:
+        """What a micro-batch runs through; `model` in place of the policy, a wrapper of it say."""
+        return Models(self.model if model is None else model, self.reference, self.padding_free, self._forward)
+
+    def gradients(self, batch: RaggedBatch) -> Tensor:
+        """The gradients of one optimizer step, or the step itself where it is taken in backward.
+
+        Args:
+            batch: the whole local batch; it is cut to the limits, to smaller ones after an out-of-memory.
+
+        Returns:
+            the loss, whose mean over ranks is that of the whole batch.
+
+        Raises:
+            NotFiniteStep: a loss or a gradient is no number; says where it comes from.
+            OutOfMemory: one row alone does not fit.
+        """
+        self.model.train()  # a loaded model is not yet, and neither checkpoints nor drops anything
+        self.updater.train()
+        try:
+            loss = self._gradients(batch)
+        except NotFinite as error:
+            raise self._nonfinite(batch, str(error), own=error.loss is not None) from None
+        if self.updater.scaler is not None and self.updater.grad_scale < 1:
+            raise self._nonfinite(batch, "gradients overflow at a loss scale below 1")
+        return loss
+
+    def accumulate(self, batch: RaggedBatch) -> Tensor:
+        """The gradients of one of several micro-batches of a step: they are added up, and nothing is stepped."""
+        return self._take(batch, self.totals)
+
+    def rehearsal(self, batch: RaggedBatch) -> None:
+        """A batch forward and backward as a step would run it; gradients are dropped, and the token budget is lowered
+        to what fits."""
+        self.model.train()
+        freed = {} if self.in_backward is None else {"around_last": self.in_backward.steps.norm_pass}
+        plan = replace(self._plan(), finite=False, **freed)
+        _, limits = surviving_step(self.models(), batch, self.objective, limits=self.limits, totals=Totals(), plan=plan)
+        if limits != self.limits:
+            self.token_budget = limits.tokens
+        self.updater.zero_grad(self.model)
+
+    def optimizer_step(self, *args: Any) -> Any:
+        """Steps the optimizer along the gradients that are there."""
+        self.reserved.clear()
+        with self.phases.during("optimizer"):
+            return self.updater.step(*args)
+
+    def clip(self) -> Tensor:
+        """Clips the gradients to `max_grad_norm`, and returns the norm that they had."""
+        if self.in_backward is not None and self.in_backward.norm is not None:
+            norm, self.in_backward.norm = self.in_backward.norm, None
+            return norm
+        return self.updater.norm(self.model, self.options.max_grad_norm)
+
+    def gradient_norm(self) -> Tensor | None:
+        """The norm of the gradients; None where they are gone before they were all there."""
+        if any(p.grad is not None for p in self.model.parameters()):
+            return self.updater.norm(self.model)
+        return None
+
+    # -- other forwards ----------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, batch: RaggedBatch, totals: Totals, model: nn.Module | None = None
+    ) -> list[tuple[RaggedBatch, ScoreOutput]]:
+        """Adds the loss and the metrics of a batch to `totals`; what each micro-batch gave, with no logits."""
+        models = replace(self.models(model), around=self._around)
+        objective = self.objective.inner if isinstance(self.objective, OwnLoss) else self.objective
+        with self.phases.during("evaluation"):
+            return evaluate_batch(models, batch, objective, totals, limits=self.evaluation_limits)
+
+    def reference_logprobs(self, batch: RaggedBatch, limits: Limits) -> Tensor:
+        """[scores]: the reference's log-probabilities of a batch, in micro-batches within the limits."""
+        assert self.reference is not None, "there is no reference"
+        return score_in_parts(batch, limits, self.reference)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What steps leave behind beside weights, optimizer and random state."""
+        smaller = self.token_budget != self.options.tokens_per_microbatch
+        running = getattr(self.objective, "running", None)
+        return {
+            "token_budget": self.token_budget if smaller else None,
+            "running": {} if running is None else vars(running),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there; an option that is smaller than the budget by now is the cap."""
+        if state["token_budget"] is not None:
+            self.token_budget = int(min(state["token_budget"], self.options.tokens_per_microbatch or math.inf))
+        if state["running"]:
+            vars(cast(Any, self.objective).running).update(state["running"])
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _forward(self) -> Iterator[None]:
+        with self.phases.during("forward"), self._around():
+            yield
+
+    def _backward(self, loss: Tensor) -> None:
+        with self.phases.during("backward"):
+            self.updater.backward(loss)
+
+    def _backward_of_finite(self, loss: Tensor) -> None:
+        """For a backward that steps: once it has run, the weights no longer tell where a NaN came from."""
+        check_finite(loss)
+        self._backward(loss)
+
+    def _plan(self, **more: Any) -> BackwardPlan:
+        """How a step goes backward and meets the other ranks."""
+        found = BackwardPlan(
+            backward=self._backward,
+            grad_scale=self.updater.grad_scale,
+            exchange=self.updater.exchange(self.model),
+            finite=True,
+        )
+        return replace(found, **more)
+
+    def _take(self, batch: RaggedBatch, totals: Totals, **more: Any) -> Tensor:
+        requested = self.limits_of(batch)
+        loss, limits = surviving_step(
+            self.models(), batch, self.objective, limits=requested, totals=totals, plan=self._plan(**more)
+        )
+        if limits != requested:
+            self.token_budget = limits.tokens
+        return loss
+
+    def _gradients(self, batch: RaggedBatch) -> Tensor:
+        in_backward, limits = self.in_backward, self.limits_of(batch)
+        if in_backward is None or len(batch.plan_split(limits.tokens, limits.rows)) > 1:
+            return self._take(batch, self.totals)
+        backward: Callable[[Tensor], None] = self._backward_of_finite
+        if in_backward.max_grad_norm:
+            before = StepSnapshot(self.objective, self.device)
+            self._take(batch, Totals(), around_last=in_backward.steps.norm_pass, backward=backward)
+            before.put_back()
+            self.updater.check_norm(in_backward.steps.total_norm, {})
+        return self._take(batch, self.totals, around_last=in_backward.stepping, backward=backward)
+
+    def _nonfinite(self, batch: RaggedBatch, what: str, own: bool = True) -> NotFiniteStep:
+        """What stops a run: this rank says where it comes from, unless it is another's."""
+        self.updater.zero_grad(self.model)
+        found = self._find_nonfinite(batch) if own else "That rank says where it comes from"
+        return NotFiniteStep(f"{what}. {found}. {REMEDIES}")
+
+    def _find_nonfinite(self, batch: RaggedBatch) -> str:
+        limits = self.limits_of(batch)
+        parts = batch.split(limits.tokens, limits.rows)
+        findings = (find_nonfinite(self.model, part, padding_free=self.padding_free) for part in parts)
+        nothing = "a second forward of it is finite" + (", and another rank's may not be" if distributed() else "")
+        number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, nothing))
+        return f"Micro-batch {number}: {found}"

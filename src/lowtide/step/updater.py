@@ -1,0 +1,122 @@
+"""Who goes backward and steps: loss scaling, the norm of the gradients, clipping, the optimizer's step, zeroing.
+
+`Updater` is for weights that lie whole on each rank. Another way to hold weights is another class with these methods.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.ranks.replicas import averaging, broadcast_weights
+from lowtide.ranks.world import distributed
+from lowtide.step.recovery import surviving_optimizer_step
+
+REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
+
+
+class NotFiniteStep(ValueError):
+    """A loss or a gradient is no number, so that a step would ruin the weights."""
+
+
+class Updater:
+    """Backward, scaling, norm, clipping, step and zeroing, for weights that lie whole on each rank.
+
+    Args:
+        optimizer: wrapped or not; may be set later, before the first step.
+        accelerator: of accelerate, whose loss scaler float16 needs; None goes backward as torch does.
+    """
+
+    def __init__(self, optimizer: Any = None, accelerator: Any = None) -> None:
+        self.optimizer, self.accelerator = optimizer, accelerator
+        self._step: Callable[..., Any] | None = None
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer itself, below what wraps it."""
+        return unwrap_optimizer(self.optimizer)
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler of float16; None elsewhere."""
+        return None if self.accelerator is None else self.accelerator.scaler
+
+    @property
+    def grad_scale(self) -> float:
+        """What backward multiplies the loss by."""
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def start(self, model: nn.Module) -> None:
+        """Before the first step: ranks have equal weights."""
+        if distributed():
+            broadcast_weights(model)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.accelerator is None:
+            loss.backward()
+        else:
+            self.accelerator.backward(loss)
+
+    def exchange(self, model: nn.Module) -> Callable[[], Callable[[], None]] | None:
+        """What brings the gradients of all ranks together, in the two parts of `replicas.averaging`; None on one."""
+        return functools.partial(averaging, model) if distributed() else None
+
+    def train(self) -> None:
+        """Tells schedule-free optimizers that steps follow."""
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+
+    def norm(self, model: nn.Module, clip_at: float | None = None) -> Tensor:
+        """The norm of the gradients as they are before they are clipped to `clip_at`.
+
+        Raises:
+            NotFiniteStep: it is no number, and there is no loss scaler, which would skip the step.
+        """
+        if self.scaler is not None:
+            self.accelerator.unscale_gradients()
+        trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: cast(Tensor, p.grad) for name, p in trained.items()}
+        norm = nn.utils.get_total_norm(gradients.values())
+        self.check_norm(norm, gradients)
+        if clip_at is not None:
+            nn.utils.clip_grads_with_norm_(trained.values(), clip_at, norm)
+        return norm
+
+    def check_norm(self, norm: Tensor, gradients: Mapping[str, Tensor]) -> None:
+        """Refuses to step along gradients that are no numbers; where a loss scaler does, by skipping a step.
+
+        Raises:
+            NotFiniteStep: the norm is none, though the loss is; names the first such gradient of those that are there.
+        """
+        if self.scaler is not None or math.isfinite(norm.item()):
+            return
+        worst = next((name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()), None)
+        what = f"the gradient of {worst}" if worst else "the norm of all gradients"
+        raise NotFiniteStep(f"the loss is finite, {what} is not. {REMEDIES}")
+
+    def take_over(self, step: Callable[..., Any]) -> Callable[[], None]:
+        """Lets `optimizer.step`, which others call, run `step`, which is to call this one's; returns what undoes it."""
+        plain = self._step = self.optimizer.step
+
+        @functools.wraps(plain)
+        def taken_over(*args: Any) -> Any:
+            return step(*args)
+
+        def undo() -> None:
+            self.optimizer.step, self._step = plain, None
+
+        self.optimizer.step = taken_over
+        return undo
+
+    def step(self, *args: Any) -> Any:
+        """The optimizer's step, which survives an out-of-memory that comes before it changes anything."""
+        return surviving_optimizer_step(self.inner, self._step or self.optimizer.step, *args)
+
+    def zero_grad(self, model: nn.Module) -> None:
+        model.zero_grad()

@@ -20,8 +20,8 @@ from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.plan import Plan, make_plan
 from lowtide.planner.sharding.sharding import Sharding
 from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.run.options.training import TrainingConfig
 from lowtide.spelling import nearest
-from lowtide.trainers.config import TrainingConfig
 from lowtide.trainers.method import MethodTrainer
 
 

@@ -3,7 +3,7 @@
 import pytest
 from exactness.matrix import build, make
 
-from lowtide.trainers.arguments import check_kind
+from lowtide.run.inputs.arguments import check_kind
 
 
 def test_a_reward_model_as_a_reference_is_refused():

@@ -13,7 +13,7 @@ import lowtide
 from lowtide import LogCompletionsCallback, SFTConfig, SFTTrainer
 from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.trainers.callbacks.log_completions import prompts_of
-from lowtide.trainers.progress import RichProgress
+from lowtide.trainers.reports.progress import RichProgress
 
 TALK = {
     "prompt": [{"role": "user", "content": "1 + 1"}],

@@ -7,7 +7,7 @@ import pytest
 from transformers import TrainingArguments
 
 from lowtide import DPOConfig, SFTConfig
-from lowtide.trainers.inputs import config_of
+from lowtide.run.inputs.loading import config_of
 
 trl = pytest.importorskip("trl")
 

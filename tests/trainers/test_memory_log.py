@@ -12,7 +12,7 @@ from test_rehearsal import rows, trainer
 from lowtide import SFTTrainer
 from lowtide.step.phases import BETWEEN, HighWater, Phases
 from lowtide.step.train_step import phases
-from lowtide.trainers.memory_log import GIB, SLACK, MemoryLog, Prediction
+from lowtide.trainers.reports.memory_log import GIB, SLACK, MemoryLog, Prediction
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

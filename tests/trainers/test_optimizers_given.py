@@ -16,7 +16,7 @@ from lowtide.memory.optimizers.states import state_sizes, states_of, wants_room
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.rehearsal import reserved_for_states
 from lowtide.trainers import optimizers as trainers_optimizers
-from lowtide.trainers.report import StartReport
+from lowtide.trainers.reports.start import StartReport
 
 COMMON = {"per_device_train_batch_size": 8, "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
 COMMON |= {"save_strategy": "no", "disable_tqdm": True, "rehearsal": False, "lr_scheduler_type": "constant"}

@@ -11,7 +11,7 @@ from exactness.matrix import TRAINERS, classes, make
 
 from lowtide.cli.adapters import AdapterOptions
 from lowtide.option_values import options_of
-from lowtide.trainers.inherited_ranges import INHERITED_RANGES
+from lowtide.run.options.inherited_ranges import INHERITED_RANGES
 
 CONFIGS = {kind: classes(kind)[1] for kind in TRAINERS}
 

@@ -139,7 +139,7 @@ def test_a_precomputed_reference_gives_the_same_run_bit_by_bit(method, accumulat
 
 
 def test_a_precomputed_reference_is_found_again_and_never_when_it_is_stale(tmp_path, monkeypatch):
-    import lowtide.trainers.precompute as module
+    import lowtide.trainers.references.precompute as module
 
     computed = []
     compute = module._compute
@@ -175,7 +175,7 @@ class Collator:
 
 
 def test_a_precomputed_reference_is_found_again_with_a_collator_of_ones_own(tmp_path, monkeypatch):
-    import lowtide.trainers.precompute as module
+    import lowtide.trainers.references.precompute as module
 
     computed = []
     compute = module._compute

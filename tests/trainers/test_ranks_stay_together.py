@@ -34,7 +34,8 @@ from transformers import TrainerCallback
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.ranks import replicas
 from lowtide.step.rank_sync import OutOfMemory
-from lowtide.trainers import precompute, rehearsal
+from lowtide.trainers import rehearsal
+from lowtide.trainers.references import precompute
 
 RANKS = 2
 STEPS = 2

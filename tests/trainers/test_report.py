@@ -3,7 +3,7 @@
 import pytest
 from exactness.matrix import TECHNIQUES, installed, make, with_it
 
-from lowtide.trainers.report import StartReport
+from lowtide.trainers.reports.start import StartReport
 
 NAMED = [technique for technique in TECHNIQUES.values() if technique.named and technique.options]
 

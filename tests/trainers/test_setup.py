@@ -8,8 +8,8 @@ import torch
 from exactness.matrix import build
 
 from lowtide.engine import forward
-from lowtide.trainers import setup
-from lowtide.trainers.setup import install_engine
+from lowtide.run import engine as setup
+from lowtide.run.engine import install_engine
 
 
 @pytest.mark.parametrize("said", [None, True, False])

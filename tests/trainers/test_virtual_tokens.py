@@ -16,7 +16,7 @@ from peft import (
 
 from lowtide.engine.forward import install, pad, score
 from lowtide.ragged import RaggedBatch
-from lowtide.trainers.report import StartReport
+from lowtide.trainers.reports.start import StartReport
 
 KINDS = {
     "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),

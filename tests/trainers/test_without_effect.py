@@ -7,7 +7,7 @@ from exactness.matrix import watched as run
 from transformers import AutoModelForCausalLM
 
 from lowtide import SFTConfig, SFTTrainer
-from lowtide.trainers.report import StartReport
+from lowtide.trainers.reports.start import StartReport
 
 
 def said(trainer) -> dict[str, str]:

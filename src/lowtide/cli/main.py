@@ -154,7 +154,11 @@ def _refuse_unknown(words: Sequence[str], command: str | None, *parsers: argpars
     for option in (word.split("=")[0] for word in words if word.startswith("--")):
         if option not in known:
             trains = command in METHODS or command in OF_A_METHOD
-            said = import_module("lowtide.trainers.config").whose(option[2:]) or replaced(option[2:]) if trains else ""
+            said = (
+                import_module("lowtide.run.options.training").whose(option[2:]) or replaced(option[2:])
+                if trains
+                else ""
+            )
             raise UsageError(
                 f"there is no option {option}{said or nearest(option, known)} (see {parsers[-1].prog} --help)"
             )

@@ -12,9 +12,9 @@ from lowtide.cli.launch import OF_LAUNCHER
 from lowtide.cli.main import UsageError
 from lowtide.option_values import Option
 from lowtide.renamed import replaced
+from lowtide.run.options.secrets import SECRET, without_secrets
 from lowtide.spelling import nearest
 from lowtide.trainers.checkpoints.durable import write_text
-from lowtide.trainers.checkpoints.secrets import SECRET, without_secrets
 
 
 def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:

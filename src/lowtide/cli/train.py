@@ -195,7 +195,7 @@ class TrainingCommand:
 
     def trainer(self, config: TrainingArguments) -> Any:
         """The method's trainer, its model and data loaded."""
-        from lowtide.trainers.edge import out_of_memory_while
+        from lowtide.run.edge import out_of_memory_while
 
         what = self.what
         with out_of_memory_while("preparing the dataset"):

@@ -23,6 +23,8 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
+from lowtide.run.edge import TO_DO
+from lowtide.run.options.training import TrainingConfig
 from lowtide.step.heaviest import row_lengths
 from lowtide.step.metrics import Totals
 from lowtide.step.phases import HighWater, Phases
@@ -33,15 +35,13 @@ from lowtide.step.train_step import Limits
 from lowtide.step.updater import NotFiniteStep
 from lowtide.trainers.checkpoints.resuming import ResumableRuns
 from lowtide.trainers.checkpoints.stopping import StoppableRuns
-from lowtide.trainers.config import TrainingConfig
-from lowtide.trainers.edge import TO_DO
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions, real_rows
-from lowtide.trainers.memory_log import MemoryLog, Prediction
-from lowtide.trainers.model_card import ModelCards
+from lowtide.trainers.losses.own_loss import OwnLosses
 from lowtide.trainers.optimizers import OwnOptimizers
 from lowtide.trainers.order import RepeatableOrder
-from lowtide.trainers.own_loss import OwnLosses
-from lowtide.trainers.progress import RichProgress
+from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
+from lowtide.trainers.reports.model_card import ModelCards
+from lowtide.trainers.reports.progress import RichProgress
 
 logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lowtide.planner.candidate import first_rows
 from lowtide.planner.plan import make_plan
-from lowtide.trainers.config import TrainingConfig
+from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.predictions import run_of
 
 

@@ -13,9 +13,9 @@ from lowtide.data.batches.collate import CompletionCollator
 from lowtide.data.preference import PreferenceOptions, prepare_pairs
 from lowtide.engine.forward import embedding_weight
 from lowtide.option import option
-from lowtide.trainers.config import TrainingConfig
+from lowtide.run.engine import Engine, check_prefixes
+from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.method import MethodTrainer, Prepared
-from lowtide.trainers.setup import Engine, check_prefixes
 
 
 @dataclass

@@ -23,21 +23,21 @@ from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import Method, Objective, Scorer
 from lowtide.ranks.same_rows import check_same_rows
+from lowtide.run.edge import edge, out_of_memory_while
+from lowtide.run.engine import Engine, check_trained, install_engine, router_coefficient
+from lowtide.run.inputs.arguments import check_arguments, check_attention, check_dataset, check_kind
+from lowtide.run.inputs.loading import config_of, load_inputs
+from lowtide.run.inputs.row_checks import check_budget, check_collator, check_masks, position_table
+from lowtide.run.options.training import TrainingConfig
 from lowtide.step.heaviest import check_positions
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.runner import StepRunner
-from lowtide.trainers.arguments import check_arguments, check_attention, check_dataset, check_kind
 from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.budget import Fitted, fit_budget
-from lowtide.trainers.config import TrainingConfig
-from lowtide.trainers.edge import edge, out_of_memory_while
-from lowtide.trainers.inputs import config_of, load_inputs
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
-from lowtide.trainers.oom_report import explained
-from lowtide.trainers.report import StartReport
-from lowtide.trainers.row_checks import check_budget, check_collator, check_masks, position_table
-from lowtide.trainers.setup import Engine, check_trained, install_engine, router_coefficient
+from lowtide.trainers.reports.oom_report import explained
+from lowtide.trainers.reports.start import StartReport
 
 Prepared = tuple[Any, Ledger | None]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from lowtide.run.options.training import TrainingConfig
 from lowtide.spelling import nearest
-from lowtide.trainers.config import TrainingConfig
 
 Config = TypeVar("Config", bound=TrainingConfig)
 

@@ -14,7 +14,7 @@ from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import estimate_run
 
 if TYPE_CHECKING:
-    from lowtide.trainers.config import TrainingConfig
+    from lowtide.run.options.training import TrainingConfig
     from lowtide.trainers.method import MethodTrainer
 
 

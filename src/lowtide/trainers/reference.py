@@ -26,16 +26,16 @@ from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.methods.completions import completion_segments, in_completion, segment_sums
 from lowtide.methods.method import Scorer
-from lowtide.trainers.arguments import check_arguments, check_kind
+from lowtide.run.edge import edge, out_of_memory_while
+from lowtide.run.engine import Engine, computed_in
+from lowtide.run.inputs.arguments import check_arguments, check_kind
+from lowtide.run.inputs.loading import model_name
+from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.completions import CompletionTrainer
-from lowtide.trainers.config import TrainingConfig
-from lowtide.trainers.edge import edge, out_of_memory_while
-from lowtide.trainers.inputs import model_name
-from lowtide.trainers.later_reference import LaterReference
 from lowtide.trainers.method import disable_dropout
 from lowtide.trainers.optimizers import OPTIMIZERS
-from lowtide.trainers.precompute import Precomputed, precompute
-from lowtide.trainers.setup import Engine, computed_in
+from lowtide.trainers.references.later import LaterReference
+from lowtide.trainers.references.precompute import Precomputed, precompute
 
 logger = logging.getLogger(__name__)
 

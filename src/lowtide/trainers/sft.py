@@ -15,8 +15,8 @@ from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.engine.forward import embedding_weight
 from lowtide.methods.sft import SFT, SFTOptions
 from lowtide.option import COUNT, option
-from lowtide.trainers.arguments import check_arguments
-from lowtide.trainers.config import TrainingConfig
+from lowtide.run.inputs.arguments import check_arguments
+from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.method import MethodTrainer, Prepared
 
 

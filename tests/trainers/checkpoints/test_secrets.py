@@ -11,7 +11,7 @@ from small_runs import small
 from lowtide import SFTConfig
 from lowtide.cli.run_file import write_run_file
 from lowtide.option_values import options_of
-from lowtide.trainers.checkpoints.secrets import without_secrets
+from lowtide.run.options.secrets import without_secrets
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.trainers.progress import RichProgress
+from lowtide.trainers.reports.progress import RichProgress
 
 
 class RichProgressCallback(RichProgress):

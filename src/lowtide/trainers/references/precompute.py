@@ -27,9 +27,9 @@ from lowtide.data.sources.titles import title_of
 from lowtide.engine.forward import causal_model
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
+from lowtide.run.edge import TO_DO
 from lowtide.step.rank_sync import RankSync, worst_of_ranks
 from lowtide.step.train_step import Limits
-from lowtide.trainers.edge import TO_DO
 
 if TYPE_CHECKING:
     from lowtide.trainers.reference import ReferenceTrainer

@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 from lowtide.engine.forward import causal_model
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
-from lowtide.trainers.config import cpu_has_bf16
-from lowtide.trainers.setup import Engine
-from lowtide.trainers.without_effect import without_effect
+from lowtide.run.engine import Engine
+from lowtide.run.options.training import cpu_has_bf16
+from lowtide.run.options.without_effect import without_effect
 
 if TYPE_CHECKING:
     from lowtide.trainers.method import MethodTrainer

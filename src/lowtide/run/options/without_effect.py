@@ -1,7 +1,7 @@
 """Options of TRL and transformers that are accepted and change nothing here; the start-up report says why.
 
 A script that was written for another trainer runs as it is. What would train something else than was asked for is not
-in this table: it is refused (`REFUSED` in `trainers.config`).
+in this table: it is refused (`REFUSED` in `run.options.training`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.option_values import check_ranges
-from lowtide.trainers.config import TrainingConfig, default_of
+from lowtide.run.options.training import TrainingConfig, default_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_conf
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
-from lowtide.trainers.config import TrainingConfig
+from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.optimizers import OPTIMIZERS, check_own_optimizer
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from lowtide.step.microbatches import Models, OwnLoss, scores_of
 from lowtide.step.rank_sync import random_state, set_random_state
 from lowtide.step.train_step import Limits
 from lowtide.trainers.evaluation import PaddedPredictions
-from lowtide.trainers.micro_batch import MicroBatch, detached
+from lowtide.trainers.losses.micro_batch import MicroBatch, detached
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from lowtide.engine.forward import compute_in, embedding_weight
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.weights.loading import load_model
 from lowtide.methods.method import Scorer
-from lowtide.trainers.inputs import model_name
+from lowtide.run.inputs.loading import model_name
 from lowtide.trainers.optimizers import OPTIMIZERS
-from lowtide.trainers.precompute import state_digest, with_column
+from lowtide.trainers.references.precompute import state_digest, with_column
 
 if TYPE_CHECKING:
     from lowtide.trainers.reference import ReferenceTrainer

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lowtide.import_noise import drop_import_noise
+from lowtide.methods import METHODS
 
 if TYPE_CHECKING:
     from lowtide.data.batches.collate import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening
@@ -45,17 +46,26 @@ if TYPE_CHECKING:
         maybe_extract_prompt,
     )
     from lowtide.scripts.templates import clone_chat_template, setup_chat_format
-    from lowtide.trainers.bco import BCOConfig, BCOTrainer
     from lowtide.trainers.callbacks.bema import BEMACallback
     from lowtide.trainers.callbacks.log_completions import LogCompletionsCallback
     from lowtide.trainers.callbacks.rich_progress import RichProgressCallback
     from lowtide.trainers.callbacks.sync_reference import SyncRefModelCallback
-    from lowtide.trainers.cpo import CPOConfig, CPOTrainer
-    from lowtide.trainers.dpo import DPOConfig, DPOTrainer
-    from lowtide.trainers.kto import KTOConfig, KTOTrainer
-    from lowtide.trainers.orpo import ORPOConfig, ORPOTrainer
-    from lowtide.trainers.reward import RewardConfig, RewardTrainer
-    from lowtide.trainers.sft import SFTConfig, SFTTrainer
+    from lowtide.trainers.public import (
+        BCOConfig,
+        BCOTrainer,
+        CPOConfig,
+        CPOTrainer,
+        DPOConfig,
+        DPOTrainer,
+        KTOConfig,
+        KTOTrainer,
+        ORPOConfig,
+        ORPOTrainer,
+        RewardConfig,
+        RewardTrainer,
+        SFTConfig,
+        SFTTrainer,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -136,20 +146,15 @@ _NAMES = {
         *("maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt"),
     ),
     "lowtide.scripts.templates": ("clone_chat_template", "setup_chat_format"),
-    "lowtide.trainers.bco": ("BCOConfig", "BCOTrainer"),
     "lowtide.trainers.callbacks.bema": ("BEMACallback",),
     "lowtide.trainers.callbacks.log_completions": ("LogCompletionsCallback",),
     "lowtide.trainers.callbacks.rich_progress": ("RichProgressCallback",),
     "lowtide.trainers.callbacks.sync_reference": ("SyncRefModelCallback",),
-    "lowtide.trainers.cpo": ("CPOConfig", "CPOTrainer"),
-    "lowtide.trainers.dpo": ("DPOConfig", "DPOTrainer"),
-    "lowtide.trainers.kto": ("KTOConfig", "KTOTrainer"),
-    "lowtide.trainers.orpo": ("ORPOConfig", "ORPOTrainer"),
-    "lowtide.trainers.reward": ("RewardConfig", "RewardTrainer"),
-    "lowtide.trainers.sft": ("SFTConfig", "SFTTrainer"),
 }
 """The public names by the module that they are in."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
+_OF_METHODS = "lowtide.trainers.public"
+"""Where configs and trainers are, of all methods in the table."""
 
 
 drop_import_noise()
@@ -158,6 +163,8 @@ drop_import_noise()
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name.endswith(("Config", "Trainer")) and METHODS.public(name):
+        return getattr(import_module(_OF_METHODS), name)
     if name[:1] != "_":
         elsewhere = import_module("lowtide.scripts.elsewhere").ELSEWHERE
         if name in elsewhere:  # an AttributeError's text would not reach who imports the name

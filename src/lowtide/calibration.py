@@ -24,7 +24,7 @@ def small_run(folder: str, adapters: bool) -> dict[str, Any]:
     from peft import LoraConfig
     from transformers import LlamaConfig
 
-    from lowtide.trainers.sft import SFTConfig
+    from lowtide import SFTConfig
 
     config = SFTConfig(
         output_dir=folder,
@@ -50,13 +50,13 @@ def main(adapters: bool) -> int:
     """Trains the small model in this process; returns what it held beside tensors, in bytes."""
     from transformers import AutoModelForCausalLM
 
+    from lowtide import SFTTrainer
     from lowtide.demo.model import make_tokenizer
     from lowtide.memory.allocators import host_heap
     from lowtide.memory.allocators.measure import peak_resident_bytes
     from lowtide.planner.devices import device_named
     from lowtide.planner.estimate import estimate_run
     from lowtide.planner.tracing.fake_run import FakeRun
-    from lowtide.trainers.sft import SFTTrainer
 
     host_heap.LARGE, host_heap.TRIM_ABOVE = 0, 1 << 20  # without holes, what is beside tensors is the process
     with tempfile.TemporaryDirectory() as folder:

@@ -9,20 +9,17 @@ from typing import Any, cast
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
-import lowtide
 from lowtide.data.sources.load import Source, load_rows
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
-from lowtide.methods import METHODS
 from lowtide.planner.candidate import PlannedRun, config_of_model, first_rows, measured, prepared_rows
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.plan import Plan, make_plan
 from lowtide.planner.sharding.sharding import Sharding
 from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.run.options.configs import method_named, method_of
 from lowtide.run.options.training import TrainingConfig
-from lowtide.spelling import nearest
-from lowtide.trainers.method import MethodTrainer
 
 
 def estimate(
@@ -66,7 +63,7 @@ def estimate(
         quantization_config=quantization_config,
     )
     run = FakeRun(
-        trainer_of(config),
+        method_of(config),
         config,
         config_of_model(model, **config_init(init)),
         dataset if dataset is not None else Dataset.from_list(rows_of(lengths or ())),
@@ -158,7 +155,7 @@ def _run(
     peft_config: Any,
     quantization_config: Any,
 ) -> tuple[PlannedRun, Dataset | IterableDataset]:
-    trainer_class, place = _trainer_named(method), device_named(device)
+    declared, place = method_named(method), device_named(device)
     given = dict(config.requested if isinstance(config, TrainingConfig) else config or {})
     init = model_init(
         given.get("model_init_kwargs"),
@@ -168,25 +165,8 @@ def _run(
     described = config_of_model(model, **config_init(init))
     if processing_class is None and isinstance(model, str):
         processing_class = load_tokenizer(model, **config_init(init))
-    run = PlannedRun(
-        trainer_class, described, given, place, processing_class, peft_config, init.get("quantization_config")
-    )
+    run = PlannedRun(declared, described, given, place, processing_class, peft_config, init.get("quantization_config"))
     return run, load_rows(dataset)
-
-
-def _trainer_named(method: str) -> type[MethodTrainer]:
-    if method not in METHODS:
-        raise ValueError(f"there is no method {method!r}{nearest(method, METHODS)}; there are {', '.join(METHODS)}")
-    return getattr(lowtide, f"{'Reward' if method == 'reward' else method.upper()}Trainer")
-
-
-def trainer_of(config: TrainingConfig) -> type[MethodTrainer]:
-    """The trainer whose config this is."""
-    name = type(config).__name__.removesuffix("Config") + "Trainer"
-    found = getattr(lowtide, name, None)
-    if found is None:
-        raise ValueError(f"{type(config).__name__} is of no trainer: give the config of a method, SFTConfig say")
-    return found
 
 
 def rows_of(lengths: Sequence[int | Sequence[int]]) -> list[dict]:

@@ -85,7 +85,7 @@ def described_run(arguments: argparse.Namespace) -> DescribedRun:
     values |= read_options(arguments, options)
     with tempfile.TemporaryDirectory() as folder:  # nothing is written where the run would write
         run = train.read_run(arguments, output_dir=folder)
-    config = train._trainer(run.method)[0]
+    config = train._config(run.method)
     given = {name: value for name, value in values.items() if name in train._names(config)}
     if run.what.model_init():
         given["model_init_kwargs"] = run.what.model_init()

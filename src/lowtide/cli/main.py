@@ -14,20 +14,10 @@ from typing import NoReturn
 import lowtide
 from lowtide.cli.endings import INTERRUPTED, USER_ERROR, status_of
 from lowtide.memory.allocators.settings import expand_segments, without_thread_cache
+from lowtide.methods import METHODS
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 
-METHODS = {
-    "sft": "fine-tune a model on texts, conversations or prompts with completions",
-    "dpo": "direct preference optimization: pairs of a chosen and a rejected answer, against a reference",
-    "kto": "Kahneman-Tversky optimization: single answers that are desirable or not, against a reference",
-    "reward": "train a reward model, which scores an answer, on pairs",
-    "orpo": "odds ratio preference optimization: pairs, without a reference",
-    "cpo": "contrastive preference optimization and SimPO: pairs, without a reference",
-    "bco": "binary classifier optimization: single answers that are desirable or not, against a reference",
-}
-"""The training methods, which `lowtide.cli.train` runs, and the line of help of each: those of `lowtide.methods`, which
-is not imported for a line of help."""
 TOOLS = {
     "plan": ("lowtide.cli.plan", "the fastest settings of a run that fit a memory budget"),
     "estimate": ("lowtide.cli.estimate", "how much memory a run will take, before it starts"),
@@ -41,7 +31,9 @@ OF_A_METHOD = {"plan", "estimate", "profile"}
 """Those that a method follows, whose options they take: their `add_parser(subparsers, method)` gives its parser."""
 TRAINS = {*METHODS, *OF_A_METHOD, "demo"}
 """Those that train, or tell of what trains."""
-COMMANDS = METHODS | {name: summary for name, (_, summary) in TOOLS.items()}
+COMMANDS = {name: row.summary for name, row in METHODS.rows.items()} | {
+    name: words for name, (_, words) in TOOLS.items()
+}
 
 
 class UsageError(ValueError):

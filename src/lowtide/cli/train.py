@@ -13,16 +13,16 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowtide.cli.adapters import AdapterOptions
 from lowtide.cli.launch import OF_PROCESSES
 from lowtide.cli.layout import LAYOUT
-from lowtide.cli.main import COMMANDS, METHODS, UsageError
+from lowtide.cli.main import COMMANDS, UsageError
 from lowtide.cli.options import add_options, read_options
 from lowtide.cli.run_file import read_run_file, write_run_file
+from lowtide.methods import METHODS
 from lowtide.methods.options import ReferenceOptions
 from lowtide.option import option
 from lowtide.option_values import Option, options_of
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import TrainingArguments
 
+    from lowtide.run.options.training import TrainingConfig
+
 T = TypeVar("T")
-NAMES = {"reward": "Reward"}
-"""The methods whose classes are not named in capitals."""
 RUN_FILE = "run.yaml"
 
 
@@ -147,13 +147,14 @@ def add_parser(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str, *, command: str = "lowtide"
 ) -> argparse.ArgumentParser:
     """Add a method's subcommand to a parser: that of `command`."""
-    config: Any = _trainer(method)[0]
+    config: Any = _config(method)
+    summary = METHODS.rows[method].summary
     options = _options(config)
     parser = subparsers.add_parser(
         method,
-        help=METHODS[method],
+        help=summary,
         usage=f"{command} {method} --model M --dataset D [--config {RUN_FILE}] [--OPTION VALUE ...]",
-        description=f"{METHODS[method].capitalize()}. An option of a run file is one of the command line, which wins.",
+        description=f"{summary.capitalize()}. An option of a run file is one of the command line, which wins.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=110),
     )
     parser.add_argument(
@@ -189,18 +190,19 @@ class TrainingCommand:
 
     def config(self, **changes: Any) -> TrainingArguments:
         """The method's config, with some options changed."""
-        config_class, _ = _trainer(self.method)
+        config_class: Any = _config(self.method)
         chosen = {name: value for name, value in {**self.values, **changes}.items() if name in _names(config_class)}
         return config_class(**chosen | {"model_init_kwargs": self.what.model_init()})
 
     def trainer(self, config: TrainingArguments) -> Any:
         """The method's trainer, its model and data loaded."""
         from lowtide.run.edge import out_of_memory_while
+        from lowtide.trainers.public import trainer_class
 
         what = self.what
         with out_of_memory_while("preparing the dataset"):
             train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
-        return _trainer(self.method)[1](
+        return trainer_class(METHODS[self.method])(
             model=what.model,
             args=config,
             train_dataset=train_rows,
@@ -222,8 +224,8 @@ def add_command(
     parser = subparsers.add_parser(command, help=COMMANDS[command], description=description)
     methods = parser.add_subparsers(metavar="METHOD", title="methods", required=True)
     if method is None:
-        for name, summary in METHODS.items():
-            methods.add_parser(name, help=summary)
+        for name, row in METHODS.rows.items():
+            methods.add_parser(name, help=row.summary)
         return parser, None
     own = add_parser(methods, method, command=f"lowtide {command}")
     return own, own.add_argument_group(command)
@@ -311,9 +313,10 @@ def _checkpoint(wanted: str | None, output: Path) -> str | bool | None:
     return wanted
 
 
-def _trainer(method: str) -> tuple[type, type]:
-    found, name = import_module(f"lowtide.trainers.{method}"), NAMES.get(method, method.upper())
-    return getattr(found, f"{name}Config"), getattr(found, f"{name}Trainer")
+def _config(method: str) -> type[TrainingConfig]:
+    from lowtide.run.options.configs import config_class
+
+    return config_class(METHODS[method])
 
 
 def _options(config: type) -> dict[str, Option]:

@@ -1,14 +1,68 @@
-"""The methods: one declaration each, and this table, which Trainer, planner, command line and docs read."""
+"""The methods: one row each in the only table of them, which trainer, planner, command line, demo and docs read.
 
-from lowtide.methods.bco import BCO
-from lowtide.methods.cpo import CPO
-from lowtide.methods.dpo import DPO
-from lowtide.methods.kto import KTO
-from lowtide.methods.method import Method, Objective, RowObjective, TokenObjective
-from lowtide.methods.orpo import ORPO
-from lowtide.methods.reward import REWARD
-from lowtide.methods.sft import SFT
+The table costs nothing to import: a method's declaration is loaded when it is asked for.
+"""
 
-METHODS: dict[str, Method] = {method.name: method for method in (SFT, DPO, KTO, REWARD, ORPO, CPO, BCO)}
+from __future__ import annotations
 
-__all__ = ["METHODS", "Method", "Objective", "RowObjective", "TokenObjective"]
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowtide.methods.method import Method
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """A method as the table knows it before its declaration is loaded."""
+
+    public: str
+    """`SFT` of `SFTConfig` and `SFTTrainer`."""
+    summary: str
+    """A line of help."""
+    module: str = ""
+    """The module whose `METHOD` is the declaration; by default the one of the method's name beside this table."""
+
+
+class MethodTable(Mapping[str, "Method"]):
+    """Declarations by the names of their commands."""
+
+    def __init__(self, rows: dict[str, MethodRow]) -> None:
+        self.rows = rows
+
+    def __getitem__(self, name: str) -> Method:
+        return import_module(self.rows[name].module or f"{__name__}.{name}").METHOD
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def public(self, name: str) -> str | None:
+        """The method of a public name such as `DPOTrainer` or `DPOConfig`; None where it is of none."""
+        for method, row in self.rows.items():
+            if name in (f"{row.public}Config", f"{row.public}Trainer"):
+                return method
+        return None
+
+
+METHODS = MethodTable(
+    {
+        "sft": MethodRow("SFT", "fine-tune a model on texts, conversations or prompts with completions"),
+        "dpo": MethodRow(
+            "DPO", "direct preference optimization: pairs of a chosen and a rejected answer, against a reference"
+        ),
+        "kto": MethodRow(
+            "KTO", "Kahneman-Tversky optimization: single answers that are desirable or not, against a reference"
+        ),
+        "reward": MethodRow("Reward", "train a reward model, which scores an answer, on pairs"),
+        "orpo": MethodRow("ORPO", "odds ratio preference optimization: pairs, without a reference"),
+        "cpo": MethodRow("CPO", "contrastive preference optimization and SimPO: pairs, without a reference"),
+        "bco": MethodRow(
+            "BCO", "binary classifier optimization: single answers that are desirable or not, against a reference"
+        ),
+    }
+)

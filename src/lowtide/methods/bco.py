@@ -13,7 +13,8 @@ import torch
 
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.paper import Paper
-from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective
+from lowtide.methods.rows import Singles
+from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective, with_margins
 from lowtide.objectives.kto import Unpaired, bco
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.ops.float64 import to_float64
@@ -65,4 +66,6 @@ PAPER = Paper(
     2024,
     "2404.04656",
 )
-BCO = Method("bco", "binary classifier optimization", BCOOptions, objective, PAPER)
+METHOD = Method(
+    "bco", "binary classifier optimization", BCOOptions, Singles(), objective, PAPER, derived_metrics=with_margins
+)

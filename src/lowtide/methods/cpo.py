@@ -8,6 +8,7 @@ from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import CompletionOptions, check_read
 from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
+from lowtide.methods.rows import Pairs
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.reference_free import LOSSES, alpha_reward
 from lowtide.option import FINITE, NOT_NEGATIVE, SHARE, option
@@ -67,4 +68,4 @@ PAPER = Paper(
     2024,
     "2401.08417",
 )
-CPO = Method("cpo", "contrastive preference optimization", CPOOptions, objective, PAPER)
+METHOD = Method("cpo", "contrastive preference optimization", CPOOptions, Pairs(), objective, PAPER)

@@ -9,6 +9,7 @@ from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import CompletionOptions, ReferenceOptions, check_read
 from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, read_pairs
+from lowtide.methods.rows import Pairs
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.objectives.preference import DIVERGENCES, LOSSES
 from lowtide.option import FINITE, NOT_NEGATIVE, POSITIVE, SHARE, option
@@ -114,4 +115,4 @@ PAPER = Paper(
     2023,
     "2305.18290",
 )
-DPO = Method("dpo", "direct preference optimization", DPOOptions, objective, PAPER)
+METHOD = Method("dpo", "direct preference optimization", DPOOptions, Pairs(), objective, PAPER, own_loss=True)

@@ -12,7 +12,8 @@ import torch
 
 from lowtide.methods.method import Method, RowObjective, Scorer
 from lowtide.methods.paper import Paper
-from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective
+from lowtide.methods.rows import Singles
+from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective, with_margins
 from lowtide.objectives.kto import LOSSES, Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.ops.float64 import to_float64
@@ -24,6 +25,9 @@ from lowtide.ragged import RaggedBatch
 class KTOOptions(UnpairedOptions):
     """The options of Kahneman-Tversky optimization, under TRL's names and with its defaults."""
 
+    train_sampling_strategy: str = option(
+        "sequential", "Order of the rows: mismatched completions come from the same batch if it is that of the data."
+    )
     loss_type: str = option("kto", "KTO's value against a baseline, or APO's without.", choices=[*LOSSES])
 
 
@@ -59,4 +63,12 @@ PAPER = Paper(
     2024,
     "2402.01306",
 )
-KTO = Method("kto", "Kahneman-Tversky optimization", KTOOptions, objective, PAPER)
+METHOD = Method(
+    "kto",
+    "Kahneman-Tversky optimization",
+    KTOOptions,
+    Singles(mismatched=lambda options: LOSSES[options.loss_type].baseline),
+    objective,
+    PAPER,
+    derived_metrics=with_margins,
+)

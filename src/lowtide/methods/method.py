@@ -1,18 +1,21 @@
-"""What a post-training method is: options, an objective over scored tokens, and nothing of a Trainer.
+"""What a post-training method is: options, data, an objective over scored tokens, and nothing of a Trainer.
 
 Trainer, planner, command line and docs read the table in `lowtide.methods`; a new method is one file beside this one
-and one line there.
+and one row there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from lowtide.methods import METHODS
+from lowtide.methods.options import ReferenceOptions
 from lowtide.methods.paper import Paper
+from lowtide.methods.rows import RowLayout
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, TokenStats, Want
 from lowtide.ragged import RaggedBatch
@@ -67,14 +70,32 @@ Objective = TokenObjective | RowObjective
 
 @dataclass(frozen=True)
 class Method:
-    """One way to post-train a model."""
+    """One way to post-train a model, declared."""
 
     name: str
     """As on the command line."""
     title: str
     options: type
-    """A dataclass of its options; config classes inherit from it."""
+    """A dataclass of its options; its config class inherits from it."""
+    rows: RowLayout
+    """The data that it takes, and how a row becomes segments and scores."""
     objective: Callable[..., Objective]
     """From options to the objective."""
     paper: Paper | None = None
     """Where it is from."""
+    rewards: bool = False
+    """Whether the model gives one value a row."""
+    own_loss: bool = False
+    """Whether a loss that a user writes, on padded batches with logits, can take the objective's place."""
+    derived_metrics: Callable[[Mapping[str, float]], dict[str, float]] | None = None
+    """Metrics that follow from those that were added up."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether the policy is compared with a reference."""
+        return issubclass(self.options, ReferenceOptions)
+
+    @property
+    def public(self) -> str:
+        """`SFT` of `SFTConfig` and `SFTTrainer`."""
+        return METHODS.rows[self.name].public if self.name in METHODS.rows else self.name.upper()

@@ -13,6 +13,7 @@ from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 class CompletionOptions:
     """Of the methods over prompts and completions, under TRL's names and with its defaults."""
 
+    learning_rate: float = option(1e-6, "The initial learning rate.")
     dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.", NOT_NEGATIVE)
     max_length: int | None = option(1024, "Most tokens of a prompt with a completion. None is no limit.", COUNT)
     truncation_mode: str = option(

@@ -15,6 +15,7 @@ from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import CompletionOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
+from lowtide.methods.rows import Pairs
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.reference_free import log_odds_ratio
 from lowtide.option import NOT_NEGATIVE, option
@@ -57,4 +58,4 @@ PAPER = Paper(
     2024,
     "2403.07691",
 )
-ORPO = Method("orpo", "odds ratio preference optimization", ORPOOptions, objective, PAPER)
+METHOD = Method("orpo", "odds ratio preference optimization", ORPOOptions, Pairs(scores_prompt=True), objective, PAPER)

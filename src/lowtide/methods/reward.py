@@ -12,6 +12,7 @@ from torch import Tensor
 from lowtide.methods.completions import completion_segments
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.paper import Paper
+from lowtide.methods.rows import Pairs
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.objectives.reward import bradley_terry
 from lowtide.ops.linear_logprobs import TokenStats
@@ -26,6 +27,7 @@ MARGIN = "margin"
 class RewardOptions:
     """The options of reward modelling, under TRL's names and with its defaults."""
 
+    learning_rate: float = option(1e-4, "The initial learning rate.")
     dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.", NOT_NEGATIVE)
     chat_template_path: str | None = option(None, "Chat template: a Jinja file, or a tokenizer's folder or hub name.")
     eos_token: str | None = option(None, "Token that ends a text, in place of the tokenizer's own.")
@@ -97,4 +99,6 @@ PAPER = Paper(
     2022,
     "2203.02155",
 )
-REWARD = Method("reward", "reward modelling", RewardOptions, objective, PAPER)
+METHOD = Method(
+    "reward", "reward modelling", RewardOptions, Pairs(at_end=True), objective, PAPER, rewards=True, own_loss=True
+)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, TokenObjective
+from lowtide.methods.rows import Texts
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
 from lowtide.option import COUNT, NOT_NEGATIVE, option
@@ -24,6 +25,7 @@ class SFTOptions:
     chat_template_path: str | None = option(None, "Chat template: a Jinja file, or a tokenizer's folder or hub name.")
     eos_token: str | None = option(None, "Token that ends a text, in place of the tokenizer's own.")
     max_length: int | None = option(1024, "Most tokens of a row, and the capacity of a bin. None is no limit.", COUNT)
+    max_seq_length: int | None = option(None, "The older name of `max_length`.", COUNT)
     truncation_mode: str = option(
         "keep_start", "Which end of a row `max_length` keeps.", choices=["keep_start", "keep_end"]
     )
@@ -61,6 +63,7 @@ class SFTOptions:
         Raises:
             ValueError: an option has no such value, or two options exclude each other.
         """
+        self._take_older_names()
         if isinstance(self.dataset_kwargs, Mapping) and set(self.dataset_kwargs) - {"skip_prepare_dataset"}:
             raise ValueError(
                 f"dataset_kwargs has {sorted(set(self.dataset_kwargs) - {'skip_prepare_dataset'})}: "
@@ -79,6 +82,17 @@ class SFTOptions:
                 "would be without effect: leave it at 'keep_start', or pack with 'bfd'"
             )
 
+    def _take_older_names(self) -> None:
+        if self.max_seq_length is not None:
+            if self.max_length not in (1024, self.max_seq_length):
+                raise ValueError(
+                    f"{type(self).__name__}: max_length={self.max_length} and its older name max_seq_length="
+                    f"{self.max_seq_length} contradict each other: keep max_length"
+                )
+            self.max_length, self.max_seq_length = self.max_seq_length, None
+        if self.loss_type == "chunked_nll":  # TRL's older name of the same
+            self.loss_type = "nll"
+
     @property
     def skips_preparation(self) -> bool:
         return isinstance(self.dataset_kwargs, Mapping) and bool(self.dataset_kwargs.get("skip_prepare_dataset"))
@@ -92,4 +106,4 @@ def objective(options: SFTOptions, *, aux_coefficient: float = 0.0) -> TokenObje
     return TokenObjective(loss, want, aux_coefficient)
 
 
-SFT = Method("sft", "supervised fine-tuning", SFTOptions, objective)
+METHOD = Method("sft", "supervised fine-tuning", SFTOptions, Texts(), objective, own_loss=True)

@@ -85,3 +85,10 @@ def unpaired_metrics(rows: Unpaired, beta: float) -> Mapping[str, Mean]:
         means[f"rewards/{name}"] = Mean((beta * rows.ratio.detach() * these).sum(), count)
         means[f"logps/{name}"] = Mean((rows.policy.detach() * these).sum(), count)
     return means
+
+
+def with_margins(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The margin between the rewards of desirable and undesirable rows, where there were both."""
+    if "rewards/chosen" not in metrics or "rewards/rejected" not in metrics:
+        return {}
+    return {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig
 
+from lowtide.methods.method import Method
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import estimate_run
 from lowtide.planner.search import Measured, Refused, Sizes
 from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.run.options.configs import config_class
+from lowtide.run.training_run import TrainingRun
 from lowtide.step.heaviest import check_positions, heaviest_rows
 
 RUN_OPTIONS = ("dtype", "use_peft")
@@ -24,7 +27,7 @@ RUN_OPTIONS = ("dtype", "use_peft")
 class PlannedRun:
     """A run that is planned, apart from what is to be chosen."""
 
-    trainer_class: Any
+    method: Method
     described: PretrainedConfig
     requested: Mapping[str, Any]
     """A user's own settings of the method's config."""
@@ -49,7 +52,7 @@ class PlannedRun:
             chosen["model_init_kwargs"] = {**(chosen.get("model_init_kwargs") or {}), "dtype": chosen["dtype"]}
         for name in RUN_OPTIONS:
             chosen.pop(name, None)
-        return self.trainer_class.config(**chosen)
+        return config_class(self.method)(**chosen)
 
     def adapters(self, options: Mapping[str, Any]) -> Any:
         """The adapters that would be trained: the user's own, or those that `--use_peft` stands for."""
@@ -62,7 +65,7 @@ class PlannedRun:
     def faked(self, prepared: Dataset, options: Mapping[str, Any]) -> FakeRun:
         """The run with some options, on prepared rows and tensors without memory."""
         return FakeRun(
-            self.trainer_class,
+            self.method,
             self.config(options),
             self.described,
             prepared,
@@ -107,30 +110,29 @@ def prepared_rows(run: PlannedRun, rows: Dataset) -> tuple[Dataset, Sizes, tuple
     """
     config = run.config({"tokens_per_microbatch": None})
     fake = FakeRun(
-        run.trainer_class,
+        run.method,
         config,
         run.described,
         rows,
         processing_class=run.processing_class,
         samples=run.samples,
     )
-    trainer = fake.trainer()
-    prepared = cast(Dataset, trainer.train_dataset)
-    return prepared, _sizes_of(run, trainer), fake.notes
+    assembled = fake.assembled()
+    return fake.dataset, _sizes_of(run, assembled, fake.dataset), fake.notes
 
 
-def _sizes_of(run: PlannedRun, trainer: Any) -> Sizes:
-    """The tokens of a micro-batch of a trainer's rows.
+def _sizes_of(run: PlannedRun, assembled: TrainingRun, rows: Dataset) -> Sizes:
+    """The tokens of a micro-batch of prepared rows.
 
     Raises:
         ValueError: there are none; one is longer than the model has positions.
     """
-    lengths, bin_tokens = trainer.row_lengths(), trainer.bin_tokens(trainer.args)
+    lengths, bin_tokens = assembled.row_lengths(rows), run.method.rows.bin_tokens(assembled.args)
     if lengths is None or not len(lengths):
         raise ValueError("the dataset has no rows to plan for: give rows of text, or their lengths")
     most = getattr(run.described.get_text_config(), "max_position_embeddings", None)
     if most is not None:
-        check_positions(trainer.train_dataset, most, "train")
+        check_positions(rows, most, "train")
     config = run.config({})
     (whole,) = heaviest_rows(lengths, config.per_device_train_batch_size, None)
     together = int(lengths[whole].sum())

@@ -112,7 +112,7 @@ def estimate_run(
 
 def _packed(run: FakeRun) -> int:
     text = run.described.get_text_config()
-    head = 0 if run.trainer_class.rewards else min(PACKED, 4 * text.vocab_size * text.hidden_size)
+    head = 0 if run.method.rewards else min(PACKED, 4 * text.vocab_size * text.hidden_size)
     return head + (PACKED if run.has_16_bits else 0)
 
 

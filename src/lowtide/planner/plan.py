@@ -17,6 +17,7 @@ from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
 from lowtide.planner.estimate import BANDS
 from lowtide.planner.search import Candidate, Measured, Refused, Search, Sizes
+from lowtide.run.options.configs import config_class
 
 RUNNERS_UP = 3
 
@@ -169,7 +170,7 @@ def make_plan(
     chosen, *others = (_option(search, each, best) for each in found)
     assert best.measured is not None
     return Plan(
-        method=run.trainer_class.method.name,
+        method=run.method.name,
         requested={name: value for name, value in (source or run.requested).items() if name != "memory_budget"},
         chosen=chosen,
         budget_bytes=room,
@@ -186,7 +187,7 @@ def make_plan(
 
 def _setting(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
     """What there is to choose from."""
-    plain, defaults = run.config({}), run.trainer_class.config(output_dir="plan", use_cpu=True, report_to="none")
+    plain, defaults = run.config({}), config_class(run.method)(output_dir="plan", use_cpu=True, report_to="none")
     stored = {"dtype"} if "dtype" in (plain.model_init_kwargs or {}) else set()
     return Setting(
         names={*vars(plain), "dtype", "use_peft"} - stored,

@@ -19,8 +19,8 @@ from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_conf
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
+from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer
 from lowtide.run.options.training import TrainingConfig
-from lowtide.trainers.optimizers import OPTIMIZERS, check_own_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -226,3 +226,13 @@ def router_coefficient(model: PreTrainedModel, wanted: float | None) -> float:
             )
         return 0.0
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if wanted is None else wanted
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout of a model to 0, those that attention reads off its config or modules too."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "attn_dropout", "resid_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

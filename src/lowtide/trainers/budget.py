@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from lowtide.methods.method import Method
 from lowtide.planner.candidate import first_rows
 from lowtide.planner.plan import make_plan
 from lowtide.run.options.training import TrainingConfig
@@ -26,7 +27,7 @@ class Fitted(NamedTuple):
 
 
 def fit_budget(
-    trainer_class: type,
+    method: Method,
     args: TrainingConfig,
     model: Any,
     dataset: Any,
@@ -55,7 +56,7 @@ def fit_budget(
         raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
     rows, notes = first_rows(dataset)
     run = run_of(
-        trainer_class,
+        method,
         args,
         model,
         requested=args.requested,

@@ -1,60 +1,54 @@
-"""What the trainers of all methods do at construction; each of them is a method, a config and its data.
-
-In order: options, model and tokenizer, adapters, data with its ledger, the engine proved on the model, the
-reference where the method has one, the objective.
-"""
+"""The trainer of any method: at construction options, model, data and engine are put together as `lowtide.run` does."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
-from datasets import Dataset, IterableDataset, concatenate_datasets
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from datasets import Dataset, concatenate_datasets
+from transformers import PreTrainedTokenizerBase, set_seed
 
-from lowtide.data.batches.collate import RaggedCollator
 from lowtide.data.report.ledger import Ledger
-from lowtide.data.sources.titles import entitled, title_of
-from lowtide.engine.forward import causal_model
-from lowtide.engine.weights.loading import adapt
-from lowtide.memory.table import ActiveTechniques
+from lowtide.data.sources.titles import title_of
 from lowtide.memory.technique import Site, Technique
-from lowtide.methods.method import Method, Objective, Scorer
-from lowtide.ranks.same_rows import check_same_rows
-from lowtide.run.edge import edge, out_of_memory_while
-from lowtide.run.engine import Engine, check_trained, install_engine, router_coefficient
-from lowtide.run.inputs.arguments import check_arguments, check_attention, check_dataset, check_kind
-from lowtide.run.inputs.loading import config_of, load_inputs
-from lowtide.run.inputs.row_checks import check_budget, check_collator, check_masks, position_table
+from lowtide.methods.method import Method, Objective
+from lowtide.run.edge import edge
+from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
+from lowtide.run.inputs.loading import config_of
+from lowtide.run.inputs.row_checks import check_collator
 from lowtide.run.options.training import TrainingConfig
-from lowtide.step.heaviest import check_positions
+from lowtide.run.training_run import Inputs, TrainingRun
 from lowtide.step.rank_sync import OutOfMemory
-from lowtide.step.runner import StepRunner
 from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
 from lowtide.trainers.reports.oom_report import explained
 from lowtide.trainers.reports.start import StartReport
-
-Prepared = tuple[Any, Ledger | None]
+from lowtide.trainers.signatures import DEFAULTS
 
 
 class MethodTrainer(TrainerAttributes, LowtideTrainer):
-    """A trainer of one method.
+    """A trainer of one method. The arguments are TRL's of the method's trainer, in its order.
 
     Args:
         model: a name, a path, a `PreTrainedModel` or a `PeftModel`.
+        ref_model: the reference, if it is not the model as it is before training; a model, a name or a path.
         args: the options; a plain `TrainingArguments` gets the others' defaults.
-        data_collator: from prepared rows to a `RaggedBatch`; by default the method's own.
+        data_collator: from prepared rows to a `RaggedBatch`; by default the method's own. For texts, one of another
+            library may return `input_ids` and `labels`.
         train_dataset: rows in any format of the method's page in the docs; a stream needs `max_steps`.
         eval_dataset: one, or several by name.
         processing_class: the tokenizer; by default the model's own.
+        compute_loss_func: as `transformers.Trainer` calls it, on dense logits of padded batches.
         compute_metrics: gets `EvalPrediction(predictions=log-probs [scores], label_ids=tokens [scores])`.
+        preprocess_logits_for_metrics: what is kept of the logits for `compute_metrics`, where a loss of one's own
+            needs them.
         quantization_config: for a model given by name.
         peft_config: adapters to put on the model.
+        formatting_func: called with a row, returns its text or its messages.
         older: arguments that an older TRL had where the config has options today (see `trainers.older_arguments`).
 
     Raises:
@@ -63,170 +57,128 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
 
     method: ClassVar[Method]
     config: ClassVar[type[TrainingConfig]]
-    rewards: ClassVar[bool] = False
-    """Whether the model gives one value a row."""
-    needs_tokenizer: ClassVar[bool] = True
-    ledger: Ledger | None
-    tokenizer: PreTrainedTokenizerBase | None
+    __signature__: ClassVar[inspect.Signature]
+    run: TrainingRun
 
     @edge("making the trainer")
-    def __init__(
-        self,
-        model: str | PreTrainedModel | nn.Module,
-        args: TrainingArguments | None = None,
-        data_collator: Callable | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        compute_metrics: Callable | None = None,
-        callbacks: list | None = None,
-        optimizers: tuple = (None, None),
-        optimizer_cls_and_kwargs: tuple | None = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        **older: Any,
-    ):
-        if train_dataset is None:
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        given, older = self._arguments(positional, named)
+        if given["train_dataset"] is None:
             raise ValueError(f"{type(self).__name__} needs a `train_dataset`, and it is None")
-        processing_class = take_tokenizer(older, processing_class)
-        check_arguments(
-            self.config.__name__,
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            processing_class=processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-        model = os.fspath(model) if isinstance(model, os.PathLike) else model
-        args = with_older(config_of(self.config, args, model, self.method.name.upper()), older, type(self).__name__)
-        self.planned = Fitted({}, "")
-        if args.memory_budget:
-            self.planned = fit_budget(
-                type(self),
-                args,
-                model,
-                train_dataset,
-                processing_class=processing_class,
-                peft_config=peft_config,
-                quantization_config=quantization_config,
-            )
+        given["processing_class"] = take_tokenizer(older, given["processing_class"])
+        check_arguments(self.config.__name__, **{name: given[name] for name in ARGUMENTS if name in given})
+        for name in ("model", "ref_model"):
+            if isinstance(given.get(name), os.PathLike):
+                given[name] = os.fspath(given[name])
+        args = config_of(self.config, given["args"], given["model"], self.method.name.upper())
+        self.args = args = with_older(args, older, type(self).__name__)
+        self.planned = self._plan(given)
         set_seed(args.seed)
-        self.args = args
-        if getattr(data_collator, "is_default", False):
-            data_collator = None
-        model = self._loaded(model, processing_class, quantization_config, peft_config)
-        self._reads_rows = data_collator is None
-        train_dataset, eval_dataset = self._read(model, train_dataset, eval_dataset)
-        engine = install_engine(model, args)
-        collator = self.collator(args, engine)
-        self._own_collator = None if data_collator is None else collator
-        site = Site(args, model, args.device, args.world_size)
-        self.active = ActiveTechniques(site)
-        self.active.prepare()
-        aux = router_coefficient(causal_model(model), getattr(args, "router_aux_loss_coef", None))
-        runner = StepRunner(
-            model,
-            self.make_objective(args, aux),
-            args,
-            reference=self.make_reference(model, engine),
-            padding_free=engine.padding_free,
-            techniques=self.active,
+        if getattr(given["data_collator"], "is_default", False):
+            given["data_collator"] = None
+        self.run = run = TrainingRun(self.method, args, _inputs(given))
+        run.check()
+        train_dataset, _ = run.prepared(given["train_dataset"], "train")
+        eval_dataset = None if given["eval_dataset"] is None else self._prepared(given["eval_dataset"])
+        run.install()
+        reference = run.make_reference()
+        runner = run.runner(
+            self.make_objective(args, run.aux_coefficient), None if reference is None else reference.scorer
         )
         super().__init__(
             runner=runner,
-            model=model,
+            model=run.model,
             args=args,
-            data_collator=data_collator or collator,
+            data_collator=run.collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=self.tokenizer,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            processing_class=run.tokenizer,
+            **{name: given[name] for name in OF_TRAINER},
         )
+        if "compute_loss_func" in given:
+            self._take_loss(given["compute_loss_func"], given["preprocess_logits_for_metrics"])
         self.predicted_bytes = self.planned.peak_bytes
-        self.site = site
         self._check_rows("train", self.train_dataset)
         for name, dataset in by_name(self.eval_dataset).items():
             self._check_rows(name, dataset, trained_on=False)
-        self.add_callback(StartReport(self, engine))
+        self.add_callback(StartReport(self, run.engine))
 
-    @out_of_memory_while("loading the model")
-    def _loaded(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> nn.Module:
-        """The model as it will be trained; the tokenizer with it."""
-        args = self.args
-        model, self.tokenizer = load_inputs(
-            model,
-            args,
-            processing_class,
-            quantization_config,
-            has_adapters=peft_config is not None,
-            rewards=self.rewards,
-            needs_tokenizer=self.needs_tokenizer and not getattr(args, "skips_preparation", False),
+    def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(the arguments by name, with defaults; those of an older TRL).
+
+        Raises:
+            TypeError: as Python says it, of too many arguments, or one twice.
+        """
+        bound = self.__signature__.bind(*positional, **named)
+        given = {name: bound.arguments.get(name, DEFAULTS.get(name)) for name in self.__signature__.parameters}
+        return given, given.pop("older") or {}
+
+    def _plan(self, given: Mapping[str, Any]) -> Fitted:
+        """The settings that `memory_budget` chooses, set in the config."""
+        if not self.args.memory_budget:
+            return Fitted({}, "")
+        return fit_budget(
+            self.method,
+            self.args,
+            given["model"],
+            given["train_dataset"],
+            **{name: given[name] for name in ("processing_class", "peft_config", "quantization_config")},
         )
-        if peft_config is not None:
-            model = self.put_adapters(model, self.adapters(peft_config), args)
-        if getattr(args, "disable_dropout", False):
-            disable_dropout(model)
-        check_kind(model, rewards=self.rewards)
-        check_attention(model, args)
-        self.check_model(model)
-        return model
 
-    # -- what a method's trainer says of itself ----------------------------------------------------------------------
+    def _take_loss(self, compute_loss_func: Callable | None, preprocess_logits: Callable | None) -> None:
+        self.compute_loss_func, self.preprocess_logits_for_metrics = compute_loss_func, preprocess_logits
+        self.objective = self.with_own_loss(self.inner_objective)
 
-    def prepare(self, dataset: Dataset | IterableDataset, name: str) -> Prepared:
-        """Rows to token rows, with their ledger; `name` is "train", or of an evaluation set."""
-        raise NotImplementedError
-
-    def collator(self, args: Any, engine: Engine) -> Callable:
-        """From prepared rows to a `RaggedBatch`."""
-        return RaggedCollator()
+    # -- what a subclass may override --------------------------------------------------------------------------------
 
     def make_objective(self, args: Any, aux_coefficient: float) -> Objective:
         """The method's objective under the options."""
-        return self.method.objective(args, aux_coefficient=aux_coefficient)
+        return self.run.objective()
 
-    def make_reference(self, model: nn.Module, engine: Engine) -> Scorer | None:
-        """The reference's log-probabilities of a micro-batch, for a method that has one."""
-        return None
+    # -- what the run knows ------------------------------------------------------------------------------------------
 
-    @classmethod
-    def adapters(cls, peft_config: Any) -> Any:
-        """The configuration of adapters as the method needs it."""
-        return peft_config
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where the tokens of the training set came from."""
+        return self.run.ledger
 
-    @out_of_memory_while("making the adapters")
-    def put_adapters(self, model: nn.Module, peft_config: Any, args: TrainingConfig) -> nn.Module:
-        """The model with adapters on it."""
-        return adapt(
-            model,
-            peft_config,
-            gradient_checkpointing=args.gradient_checkpointing,
-            checkpointing_kwargs=cast(Any, args.gradient_checkpointing_kwargs),
-        )
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self.run.tokenizer
 
-    def check_model(self, model: nn.Module) -> None:
-        """Refuses a model that the method cannot train."""
-
-    def bin_tokens(self, args: Any) -> int | None:
-        """The tokens of a packed row, where rows are packed."""
-        return None
+    @property
+    def site(self) -> Site:
+        """Where techniques work."""
+        return self.run.active.site
 
     @property
     def techniques(self) -> list[Technique]:
         """The memory techniques that are on."""
-        return self.active.techniques
+        return self.run.active.techniques
+
+    @property
+    def pad_id(self) -> int | None:  # type: ignore[override]
+        """The token that a value is not read at."""
+        return self.run.pad_id
+
+    @property
+    def plain_completions(self) -> int | None:  # type: ignore[override]
+        """Completions in the rows of padded inputs, 0 for texts; None where a loss cannot be one's own."""
+        return self.method.rows.completions if self.method.own_loss else None
+
+    @property
+    def loss_types(self) -> list[str]:
+        """The losses whose weighted sum is taken."""
+        return getattr(self.args, "loss_types", None) or [cast(Any, self.args).loss_type]
 
     def report_lines(self) -> list[tuple[str, str]]:
         """What the method adds to the start-up report, as (name, text)."""
         return []
+
+    def metrics_of(self, sums: dict[str, float]) -> dict[str, float]:
+        metrics = super().metrics_of(sums)
+        derived = self.method.derived_metrics
+        return metrics if derived is None else metrics | derived(metrics)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a run that stops for want of memory says what would have helped."""
@@ -241,47 +193,29 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
 
     # -- data --------------------------------------------------------------------------------------------------------
 
-    def _read(self, model: nn.Module, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
-        """Both datasets prepared; the ledger with them."""
-        check_trained(model)
-        train_dataset, self.ledger = self._prepared(train_dataset, "train")
-        return train_dataset, None if eval_dataset is None else self._prepared_for_evaluation(eval_dataset)
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        rows = self.method.rows
+        if rows.completions and "prompt_ids" not in (columns := cast(list, self._signature_columns)):
+            columns += ["prompt_ids", *rows.columns(self.args), *rows.values(), "ref_logprobs", "number"]
 
-    @out_of_memory_while("preparing the dataset")
-    def _prepared(self, dataset: Any, name: str) -> Prepared:
-        if getattr(self.args, "skips_preparation", False):
-            if self._reads_rows:
-                check_masks(dataset, title_of(dataset, name))
-            return dataset, None
-        check_dataset(dataset, f"the {name} dataset")
-        if isinstance(dataset, IterableDataset) and name == "train" and self.args.max_steps < 1:
-            raise ValueError("a streamed train_dataset has no length: set `max_steps`")
-        with self.args.main_process_first(desc=f"preparing the {name} dataset"):
-            prepared, ledger = self.prepare(dataset, name)
-        return entitled(prepared, title_of(dataset, name)), ledger
-
-    def _prepared_for_evaluation(self, dataset: Any) -> Any:
+    def _prepared(self, dataset: Any) -> Any:
         """One dataset, or several by name, prepared for evaluation."""
-        prepared = {name: with_prompts(each, self._prepared(each, name)[0]) for name, each in by_name(dataset).items()}
+        run = self.run
+        prepared = {name: with_prompts(each, run.prepared(each, name)[0]) for name, each in by_name(dataset).items()}
         return prepared if isinstance(dataset, Mapping) else prepared["eval"]
 
     def _check_rows(self, name: str, dataset: Any, *, trained_on: bool = True) -> None:
         """Refuses prepared rows that cannot be run."""
         if dataset is None:
             return
-        name = title_of(dataset, name)
-        check_same_rows(dataset, self.row_lengths, name)
-        budget, positions = self.args.tokens_per_microbatch, position_table(self.model)
-        if budget is not None:
-            bin_tokens = self.bin_tokens(self.args) if trained_on else None
-            check_budget(budget, self.row_lengths(dataset), name, bin_tokens)
-        if positions is not None:
-            check_positions(dataset, positions, name)
-        if self._own_collator is not None:
+        name, run = title_of(dataset, name), self.run
+        run.check_rows(name, dataset, trained_on=trained_on)
+        if run.inputs.data_collator is not None:
             title = getattr(self.data_collator, "__name__", type(self.data_collator).__name__)
             wanted = self._get_collator_with_removed_columns(self.data_collator)
             count = min(2, self.args.train_batch_size if trained_on else self.args.eval_batch_size)
-            check_collator(lambda rows: self.as_ragged(wanted(rows)), self._own_collator, dataset, count, title, name)
+            check_collator(lambda rows: self.as_ragged(wanted(rows)), run.own_collator, dataset, count, title, name)
 
     @edge("evaluating")
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -299,10 +233,23 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         """A dataset that comes after construction, prepared and checked."""
         if dataset is self.eval_dataset:
             return dataset
-        dataset = self._prepared_for_evaluation(dataset)
+        dataset = self._prepared(dataset)
         for name, each in by_name(dataset).items():
             self._check_rows(name, each, trained_on=False)
         return dataset
+
+
+OF_TRAINER = ("compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs")
+"""Arguments that are handed on to `transformers.Trainer` as they are."""
+OF_RUN = (
+    *("model", "ref_model", "processing_class", "peft_config", "quantization_config", "data_collator"),
+    "formatting_func",
+)
+"""Arguments that a run is made of."""
+
+
+def _inputs(given: Mapping[str, Any]) -> Inputs:
+    return Inputs(**{name: given[name] for name in OF_RUN if name in given})
 
 
 def by_name(dataset: Any) -> Mapping[str, Any]:
@@ -318,13 +265,3 @@ def with_prompts(rows: Any, prepared: Any) -> Any:
     if "prompt" not in rows.column_names or {"prompt", "seq_lengths"} & {*prepared.column_names}:
         return prepared
     return concatenate_datasets([prepared, rows.select_columns(["prompt"])], axis=1)
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout of a model to 0, those that attention reads off its config or modules too."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout", "attn_dropout", "resid_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)

@@ -14,12 +14,13 @@ from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import estimate_run
 
 if TYPE_CHECKING:
+    from lowtide.methods.method import Method
     from lowtide.run.options.training import TrainingConfig
     from lowtide.trainers.method import MethodTrainer
 
 
 def run_of(
-    trainer_class: type,
+    method: Method,
     args: TrainingConfig,
     model: Any,
     *,
@@ -44,9 +45,7 @@ def run_of(
         quantization_config = getattr(described, "quantization_config", None)
         own["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
     device = device_named(args.device.type)
-    return PlannedRun(
-        trainer_class, described, own, device, processing_class, peft_config, quantization_config, samples=False
-    )
+    return PlannedRun(method, described, own, device, processing_class, peft_config, quantization_config, samples=False)
 
 
 def predicted(trainer: MethodTrainer, settings: Mapping[str, Any]) -> int:
@@ -59,7 +58,7 @@ def predicted(trainer: MethodTrainer, settings: Mapping[str, Any]) -> int:
         raise ValueError("the lengths of a stream's rows are not known beforehand")
     adapters = getattr(trainer.model, "peft_config", {})
     run = run_of(
-        type(trainer),
+        trainer.method,
         trainer.args,
         trainer.model,
         requested={**trainer.args.requested, **trainer.planned.settings},

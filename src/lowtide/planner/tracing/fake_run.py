@@ -1,6 +1,6 @@
-"""One optimizer step of a trainer on tensors without memory, and everything that its storages did.
+"""One optimizer step of a run on tensors without memory, and everything that its storages did.
 
-Nothing is predicted here by formula: the trainer is built as ever, adapters, techniques and reference included, on a
+Nothing is predicted here by formula: the run is put together as ever, adapters, techniques and reference included, on a
 model whose weights are fake, and its own step runs, after the states of the step before have been made.
 """
 
@@ -27,6 +27,7 @@ from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.memory.activations import offloading
 from lowtide.memory.allocators import host_heap
 from lowtide.memory.optimizers.states import IN_BFLOAT16, optimizer_name, states_of, wants_room
+from lowtide.methods.method import Method
 from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.devices import Device
 from lowtide.planner.sharding.layout import Layout
@@ -41,6 +42,8 @@ from lowtide.planner.tracing.stand_ins import as_on
 from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
+from lowtide.run.optimizers import make_optimizer
+from lowtide.run.training_run import Inputs, TrainingRun, adapters_of
 from lowtide.step.heaviest import heaviest_rows, rows_in_a_step
 from lowtide.step.metrics import Totals
 from lowtide.step.runner import StepRunner
@@ -75,13 +78,13 @@ class TracedRun:
 
 
 class FakeRun:
-    """A trainer's run, in which tensors have no memory.
+    """A run in which tensors have no memory.
 
     Args:
-        trainer_class: of the method; one of `lowtide.trainers`.
+        method: how it trains.
         config: its options.
         described: the model's config.
-        dataset: rows as the trainer takes them.
+        dataset: rows as a trainer takes them.
         processing_class: their tokenizer; by default the model's own.
         peft_config: adapters to put on the model.
         quantization_config: how its weights are stored.
@@ -94,7 +97,7 @@ class FakeRun:
 
     def __init__(
         self,
-        trainer_class: Any,
+        method: Method,
         config: Any,
         described: PretrainedConfig,
         dataset: Dataset,
@@ -106,12 +109,12 @@ class FakeRun:
         samples: bool = True,
     ) -> None:
         check_four_bit(quantization_config, peft_config)
-        # A trainer writes into what it is given. Copies of all of it are traced, so that the real run finds its own
+        # A run writes into what it is given. Copies of all of it are traced, so that the real run finds its own
         # as they were.
         given = (config, described, dataset, processing_class, peft_config, quantization_config)
         self.config, self.described, self.dataset, *more = copy.deepcopy(given)
         self.processing_class, self.peft_config, self.quantization_config = more
-        self.trainer_class, self.prepared = trainer_class, prepared
+        self.method, self.prepared = method, prepared
         self.samples = samples and not getattr(config, "packing", False)  # a sample may not fill a batch of bins
         self.notes: tuple[str, ...] = ()
         self.rehearsal = bool(config.rehearsal)
@@ -134,15 +137,13 @@ class FakeRun:
     @property
     def model(self) -> DescribedModel:
         """What is trained."""
-        adapters = None if self.peft_config is None else self.trainer_class.adapters(copy.deepcopy(self.peft_config))
-        return DescribedModel(
-            self.described, self._dtype, self.trainer_class.rewards, self.quantization_config, adapters
-        )
+        adapters = None if self.peft_config is None else adapters_of(self.method, copy.deepcopy(self.peft_config))
+        return DescribedModel(self.described, self._dtype, self.method.rewards, self.quantization_config, adapters)
 
-    def trainer(self) -> Any:
-        """The trainer with its rows prepared, of one layer, which no adapter is put on."""
+    def assembled(self) -> TrainingRun:
+        """The run with its rows prepared, of one layer, which no adapter is put on."""
         with faked():
-            return self._trainer(self.model.of_layers(1), None)
+            return self._assembled(self.model.of_layers(1), None)
 
     def layout(self) -> Layout:
         """The parameters of the whole model, adapters included."""
@@ -203,23 +204,22 @@ class FakeRun:
         """Returns the heaviest micro-batch, how many of its scores were traced, and micro-batches of a step."""
         model = self.model.of_layers(layers)
         follow_layers(model, layers, trace)
-        trainer = self._trainer(model, self.peft_config)
+        run = self._assembled(model, self.peft_config)
         if self.config.gradient_checkpointing:
-            inner: Any = causal_model(trainer.model)
+            inner: Any = causal_model(run.model)
             newer = getattr(inner, "activation_checkpointing_enable", None)  # older transformers have the other name
             (newer or inner.gradient_checkpointing_enable)(self.config.gradient_checkpointing_kwargs)
         with _disable_current_modes():
-            rows = self._heaviest(trainer, trainer.args.per_device_train_batch_size)
-            whole = cast(RaggedBatch, trainer.data_collator(rows))
-            micro_batches = -(-rows_in_a_step(trainer.args) // len(rows))
+            rows = self._heaviest(run, run.args.per_device_train_batch_size)
+            whole = cast(RaggedBatch, run.collator(rows))
+            micro_batches = -(-rows_in_a_step(run.args) // len(rows))
             thin = self._thinned(whole, device)
-            evaluated = self._evaluated(trainer, device) if self.evaluates else None
-        runner = trainer.runner
+            evaluated = self._evaluated(run, device) if self.evaluates else None
+        runner = run.runner(run.objective(), self._reference(run))
         label(runner, layers, trace)
         follow_phases(runner, trace)
         trace.phase = "optimizer"
-        trainer.create_optimizer()
-        runner.updater.optimizer = trainer.accelerator.prepare(trainer.optimizer)
+        runner.updater.optimizer = make_optimizer(runner.model, run.args)
         evaluated = None if evaluated is None else evaluated.map(fake.from_tensor)
         self._step(runner, thin.map(fake.from_tensor), evaluated, trace, layers, several=micro_batches > 1)
         return whole, thin.scores, micro_batches
@@ -243,32 +243,31 @@ class FakeRun:
             name = getattr(self.described, "dtype", None) or "float32"
         return getattr(torch, str(name).removeprefix("torch."))
 
-    def _trainer(self, model: nn.Module, peft_config: Any) -> Any:
-        run = self
-
-        class Faked(self.trainer_class):
-            needs_tokenizer = not run.prepared
-
-            def prepare(self, dataset: Any, name: str) -> Any:
-                if not run.prepared:
-                    with _disable_current_modes():
-                        run._prepare(lambda: super(Faked, self).prepare(dataset, name)[0])
-                return run.dataset, None
-
-            def make_reference(self, model: nn.Module, engine: Any) -> Any:
-                if run.precomputed:
-                    return lambda batch: torch.zeros(batch.scores)
-                return super().make_reference(model, engine)
-
+    def _assembled(self, model: nn.Module, peft_config: Any) -> TrainingRun:
         args = copy.deepcopy(self.config)
         args.model_init_kwargs = None  # the model is there
-        return Faked(
+        inputs = Inputs(
             model,
-            args=args,
-            train_dataset=self.dataset,
-            processing_class=self.processing_class,
-            peft_config=copy.deepcopy(peft_config),  # PEFT writes into it what it finds in this model
+            self.processing_class,
+            copy.deepcopy(peft_config),  # PEFT writes into it what it finds in this model
+            needs_tokenizer=not self.prepared,
         )
+        run = TrainingRun(self.method, args, inputs)
+        run.check()
+        with _disable_current_modes():
+            if not self.prepared:
+                self._prepare(lambda: run.prepared(self.dataset, "train")[0])
+        run.install()
+        with _disable_current_modes():
+            run.check_rows("train", self.dataset)
+        return run
+
+    def _reference(self, run: TrainingRun) -> Any:
+        """The reference, of whose log-probabilities nothing is left where they are computed before training."""
+        if self.precomputed:
+            return lambda batch: torch.zeros(batch.scores)
+        reference = run.make_reference()
+        return None if reference is None else reference.scorer
 
     def _prepare(self, prepare: Callable[[], Any]) -> None:
         """The rows, or a sample of them. Where a sample lost many to limits on length, the longest that are within them
@@ -283,13 +282,12 @@ class FakeRun:
                     return
         self.dataset = prepare()
 
-    def _heaviest(self, trainer: Any, most: int) -> list[dict]:
-        dataset = trainer.train_dataset
-        lengths = trainer.row_lengths()
+    def _heaviest(self, run: TrainingRun, most: int) -> list[dict]:
+        lengths = run.row_lengths(self.dataset)
         if lengths is None:
             raise ValueError("the lengths of the rows are not known beforehand: give a dataset that is no stream")
-        *_, chosen = heaviest_rows(lengths, most, trainer.args.tokens_per_microbatch)
-        return [dataset[row] for row in chosen]
+        *_, chosen = heaviest_rows(lengths, most, run.args.tokens_per_microbatch)
+        return [self.dataset[row] for row in chosen]
 
     def _step(
         self,
@@ -342,10 +340,10 @@ class FakeRun:
         trace.part("end")
         del reserved
 
-    def _evaluated(self, trainer: Any, device: Device) -> RaggedBatch:
+    def _evaluated(self, run: TrainingRun, device: Device) -> RaggedBatch:
         """As heavy a batch to evaluate as the rows of training make."""
-        rows = self._heaviest(trainer, trainer.args.per_device_eval_batch_size)
-        return self._thinned(cast(RaggedBatch, trainer.data_collator(rows)), device)
+        rows = self._heaviest(run, run.args.per_device_eval_batch_size)
+        return self._thinned(cast(RaggedBatch, run.collator(rows)), device)
 
     def _save(self, runner: StepRunner, trace: StorageTrace) -> None:
         """What is written, gathered; writing it copies nothing (safetensors and torch write from where a tensor is)."""

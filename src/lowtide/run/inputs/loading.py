@@ -134,3 +134,23 @@ def _end_with(end: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module) ->
         known = generation.eos_token_id
         earlier = known if isinstance(known, list) else [known]
         generation.eos_token_id = [number, *(each for each in earlier if each not in (None, number))]
+
+
+def set_padding(model: Any, tokenizer: PreTrainedTokenizerBase | None, args: Any) -> None:
+    """Tells model and tokenizer the token that rows are padded with: without it the model runs a row at a time, and
+    with another than the tokenizer's it would read at padding.
+
+    Raises:
+        ValueError: the tokenizer does not have it.
+    """
+    if tokenizer is None:
+        return
+    token = args.pad_token or tokenizer.pad_token or args.eos_token or tokenizer.eos_token
+    if token is None:
+        return
+    if token not in tokenizer.get_vocab():
+        raise ValueError(
+            f"pad_token {token!r} is not in the tokenizer's vocabulary: give a token of it, or leave it out"
+        )
+    tokenizer.pad_token = token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id

@@ -21,12 +21,12 @@ from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 from lowtide.option_values import take_values
 from lowtide.ranks.failures import meeting
 from lowtide.renamed import replaced
+from lowtide.run.optimizers import OPTIMIZERS, check_optimizer_name
 from lowtide.run.options.inherited_checks import check_inherited
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
 from lowtide.run.options.secrets import without_secrets
 from lowtide.run.options.without_effect import WITHOUT_EFFECT
 from lowtide.spelling import nearest
-from lowtide.trainers.optimizers import OPTIMIZERS, check_optimizer_name
 
 REFUSED: dict[str, str] = {
     "include_for_metrics": "`compute_metrics` gets token ids and log-probs; there are no inputs or losses to include",

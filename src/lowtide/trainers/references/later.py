@@ -18,7 +18,7 @@ from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.weights.loading import load_model
 from lowtide.methods.method import Scorer
 from lowtide.run.inputs.loading import model_name
-from lowtide.trainers.optimizers import OPTIMIZERS
+from lowtide.run.optimizers import OPTIMIZERS
 from lowtide.trainers.references.precompute import state_digest, with_column
 
 if TYPE_CHECKING:

@@ -57,7 +57,7 @@ class ModelCards(Trainer):
             base_model=_on_hub(self._base_model),
             datasets=_on_hub(dataset_name),
             library_name="peft" if self._is_adapter else "transformers",
-            pipeline_tag="text-classification" if self.rewards else "text-generation",
+            pipeline_tag="text-classification" if self.method.rewards else "text-generation",
             tags=list(dict.fromkeys([*own, *given])),
             **metadata,
         )
@@ -91,7 +91,7 @@ class ModelCards(Trainer):
 
     def _use(self, name: str) -> str:
         where = self.hub_model_id or name
-        if self.rewards:
+        if self.method.rewards:
             lines = [
                 f'scorer = pipeline("text-classification", model="{where}", function_to_apply="none")',
                 'print(scorer("The answer is 4.")[0]["score"])  # higher is better',

@@ -1,0 +1,199 @@
+"""How rows of a dataset become token rows, and these a batch: one layout for each kind of rows that methods take."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from lowtide.data.batches.collate import CompletionCollator, RaggedCollator
+from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
+from lowtide.data.prepare import PrepareOptions, prepare
+from lowtide.data.report.ledger import Ledger
+
+Prepared = tuple[Any, Ledger | None]
+"""Token rows, and where their tokens came from; no ledger of a stream."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What rows are prepared with."""
+
+    tokenizer: PreTrainedTokenizerBase
+    options: Any
+    """The run's config."""
+    vocab_size: int
+    """Of the model."""
+    formatting_func: Callable | None = None
+    """From a row to its text or its messages."""
+
+
+class RowLayout(ABC):
+    """From the rows of a dataset to a batch."""
+
+    completions: ClassVar[int]
+    """Completions in a row; 0 for texts."""
+    formats: ClassVar[bool] = False
+    """Whether `formatting_func` is called with each row."""
+
+    @abstractmethod
+    def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
+        """Token rows of a `Dataset` or a stream; `name` is "train", or of an evaluation set."""
+
+    @abstractmethod
+    def collator(self, options: Any, *, sharing: bool, pad_id: int | None) -> Callable:
+        """From token rows to a `RaggedBatch`.
+
+        Args:
+            sharing: whether a prompt is computed once for the completions of its row.
+            pad_id: the token that a value is not read at.
+        """
+
+    def columns(self, options: Any) -> tuple[str, ...]:
+        """The completions of a prepared row, by their columns."""
+        return ()
+
+    def values(self) -> tuple[str, ...]:
+        """The columns of a prepared row that become row values."""
+        return ()
+
+    def bin_tokens(self, options: Any) -> int | None:
+        """The tokens of a packed row, where rows are packed."""
+        return None
+
+
+class Texts(RowLayout):
+    """Texts, conversations, or prompts with a completion: one segment a row, or several in a packed one."""
+
+    completions, formats = 0, True
+
+    def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
+        options, training = how.options, name == "train"
+        packing = options.packing if training or options.eval_packing is None else options.eval_packing
+        return prepare(
+            dataset,
+            how.tokenizer,
+            self._options(how, shuffle=training and options.shuffle_dataset),
+            batch_size=options.per_device_train_batch_size,
+            packing=packing,
+            name=name,
+        )
+
+    def _options(self, how: Preparation, *, shuffle: bool) -> PrepareOptions:
+        own = {each.name for each in dataclasses.fields(PrepareOptions)}
+        alike = {name: getattr(how.options, name) for name in own if hasattr(how.options, name)}
+        return PrepareOptions(
+            **{
+                **alike,
+                "formatting_func": how.formatting_func,
+                "shuffle": shuffle,
+                "vocab_size": how.vocab_size,
+                "num_proc": how.options.dataset_num_proc,
+            }
+        )
+
+    def collator(self, options: Any, *, sharing: bool, pad_id: int | None) -> Callable:
+        return RaggedCollator()
+
+    def bin_tokens(self, options: Any) -> int | None:
+        return options.max_length if options.packing else None
+
+
+@dataclass(frozen=True)
+class _Completions(RowLayout):
+    """A prompt and its completions: a segment each, and the prompt stands before all of them."""
+
+    scores_prompt: bool = False
+    """Whether the tokens of the prompt are scored too."""
+
+    def data_options(self, how: Preparation) -> PreferenceOptions:
+        """The options of data, as preparation takes them."""
+        options = how.options
+        names = ("max_length", "truncation_mode", "max_prompt_length", "max_completion_length", "eos_token")
+        return PreferenceOptions(
+            **{name: getattr(options, name) for name in names if hasattr(options, name)},
+            num_proc=options.dataset_num_proc,
+            vocab_size=how.vocab_size,
+        )
+
+    def collator(self, options: Any, *, sharing: bool, pad_id: int | None) -> Callable:
+        return CompletionCollator(
+            self.columns(options),
+            sharing=sharing,
+            scores_prompt=self.scores_prompt,
+            reads_last=self.reads_last,
+            pad_id=pad_id,
+            values=(*self.values(), "number"),
+        )
+
+    @property
+    def reads_last(self) -> bool:
+        """Whether a completion has one score, at its end."""
+        return False
+
+
+@dataclass(frozen=True)
+class Pairs(_Completions):
+    """A chosen and a rejected completion."""
+
+    at_end: bool = False
+    """Pairs that are compared by a value at the end of each side: a side that does not fit drops its pair, and rows
+    may say by how much the chosen one is better."""
+
+    completions = 2
+
+    @property
+    def reads_last(self) -> bool:
+        return self.at_end
+
+    def columns(self, options: Any) -> tuple[str, ...]:
+        return ("chosen_ids", "rejected_ids")
+
+    def values(self) -> tuple[str, ...]:
+        return ("margin",) if self.at_end else ()
+
+    def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
+        rows, ledger = prepare_pairs(
+            dataset,
+            how.tokenizer,
+            self.data_options(how),
+            batch_size=how.options.per_device_train_batch_size,
+            name=name,
+            whole=self.at_end,
+            margins=self.at_end,
+        )
+        if self.scores_prompt and ledger is not None:  # all but a row's first token
+            ledger = dataclasses.replace(ledger, scored_tokens=ledger.tokens - ledger.rows)
+        return rows, ledger
+
+
+@dataclass(frozen=True)
+class Singles(_Completions):
+    """One completion, desirable or not."""
+
+    mismatched: Callable[[Any], bool] = lambda options: False
+    """Whether, under some options, each prompt also comes with another row's completion."""
+
+    completions = 1
+
+    def columns(self, options: Any) -> tuple[str, ...]:
+        return ("completion_ids", "kl_completion_ids") if self.mismatched(options) else ("completion_ids",)
+
+    def values(self) -> tuple[str, ...]:
+        return ("label",)
+
+    def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
+        options = how.options
+        rows = options.per_device_train_batch_size if name == "train" else options.per_device_eval_batch_size
+        return prepare_unpaired(
+            dataset,
+            how.tokenizer,
+            self.data_options(how),
+            batch_size=rows,
+            name=name,
+            kl_block=rows if self.mismatched(options) else None,
+        )

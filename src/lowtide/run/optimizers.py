@@ -1,0 +1,139 @@
+"""lowtide's own optimizers by the names that `optim` takes, beside those of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.compat.trainer_optimizers import trainer_optimizer
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.host_states import HostStates, check_host_states
+from lowtide.memory.optimizers.narrow_step import check_separable
+from lowtide.memory.optimizers.states import optimizer_name
+from lowtide.ops.target import kind_of
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw_compressed": {"remainder": "exact"},
+    "adamw_stochastic": {"remainder": "stochastic"},
+    "adamw_stochastic_8bit": {"remainder": "stochastic", "moment_bits": 8},
+}
+"""By name, what `CompressedAdamW` does with the bits that bfloat16 has no room for, and with the moments."""
+
+KNOWN: dict[type, str] = {torch.optim.AdamW: "adamw_torch", torch.optim.Adam: "adamw_torch"}
+"""Optimizers that are passed, by the name of one with the same states."""
+
+
+def own_optimizer(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Class and arguments of one of `OPTIMIZERS`.
+
+    Raises:
+        ValueError: there are `optim_args`, of which it has none.
+    """
+    if args.optim_args:
+        raise ValueError(
+            f"optim_args={args.optim_args!r}: {args.optim} takes none beyond learning_rate, adam_beta1, adam_beta2, "
+            "adam_epsilon and weight_decay; leave it out"
+        )
+    betas = (args.adam_beta1, args.adam_beta2)
+    options = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+    return CompressedAdamW, {**options, **OPTIMIZERS[args.optim], "seed": args.seed}
+
+
+def check_optimizer_name(name: str) -> None:
+    """Refuses optimizers that step in a backward of their own.
+
+    Raises:
+        ValueError: says what to take instead.
+    """
+    if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
+        usual = f"{name.removesuffix('_layerwise')!r}" if name.endswith("_layerwise") else "another optimizer"
+        raise ValueError(
+            f"optim={name!r} steps by itself in each backward, of which a step may have several: take {usual} with "
+            "optimizer_in_backward=True, which frees each gradient as it arrives too"
+        )
+
+
+def check_given(kind: type, where: str, args: Any) -> None:
+    """Refuses an optimizer that was passed beside a name for one.
+
+    Args:
+        kind: its class.
+        where: the argument that it came in.
+
+    Raises:
+        ValueError: says what to leave out.
+    """
+    if "optim" in args.requested:
+        raise ValueError(
+            f"optim={optimizer_name(args)!r} names an optimizer, and `{where}` has one, {kind.__name__}, which would "
+            "be used: leave one of them out"
+        )
+
+
+def check_steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses an optimizer that would step nothing that is trained.
+
+    Raises:
+        ValueError: it holds none of the model's trained parameters; says where to get them.
+    """
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if trained and not trained & held:
+        raise ValueError(
+            f"the optimizer that was passed, {type(optimizer).__name__}, holds none of the {len(trained)} parameters "
+            "that are trained, so no step would change the model: make it of the model that is passed (of "
+            "get_peft_model(model, peft_config), where there are adapters), or leave it out"
+        )
+
+
+def check_own_optimizer(model: nn.Module) -> None:
+    """Refuses a model whose trained weights are no float32 or bfloat16 throughout.
+
+    Raises:
+        ValueError: some weights are frozen, so that weights of two dtypes would meet.
+    """
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"{', '.join(OPTIMIZERS)} train all weights in bfloat16; {len(frozen)} are frozen "
+            f"({frozen[0]}, ...). Adapters have few states: take optim='adamw_torch_fused'"
+        )
+
+
+def check_one_by_one(optimizer: torch.optim.Optimizer, args: Any) -> None:
+    """Refuses an optimizer that is to step parameters one by one, and cannot.
+
+    Raises:
+        ValueError: says why.
+    """
+    if _on_host(args):
+        check_host_states(optimizer)
+    elif args.optimizer_in_backward:
+        check_separable(optimizer)
+
+
+def _on_host(args: Any) -> bool:
+    """Whether states live in host memory, and their parameters elsewhere."""
+    return args.optimizer_states_on_host and kind_of(args.device) == "cuda"
+
+
+def make_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
+    """The optimizer that `optim` names, as a trainer makes it, with its states where they belong."""
+    optimizer = trainer_optimizer(model, args, own_optimizer(args) if args.optim in OPTIMIZERS else None)
+    settle_optimizer(optimizer, args)
+    return optimizer
+
+
+def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any) -> None:
+    """What happens to an optimizer before a scheduler is made for it."""
+    host = HostStates(optimizer) if _on_host(args) else None
+    if host is not None:
+        optimizer.host_states = host  # type: ignore[attr-defined]
+    if isinstance(optimizer, CompressedAdamW):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.compress_([parameter])
+                if host is not None:
+                    host.take_home(parameter)

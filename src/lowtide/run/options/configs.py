@@ -1,0 +1,58 @@
+"""The config class of each method: its own options beside those that all trainers share."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lowtide.methods import METHODS
+from lowtide.methods.method import Method
+from lowtide.run.options.training import TrainingConfig
+from lowtide.spelling import nearest
+
+
+def method_named(name: str) -> Method:
+    """A method by the name of its command.
+
+    Raises:
+        ValueError: there is none; says which there are.
+    """
+    if name not in METHODS:
+        raise ValueError(f"there is no method {name!r}{nearest(name, METHODS)}; there are {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def method_of(config: Any) -> Method:
+    """The method whose config this is, or a subclass of it.
+
+    Raises:
+        ValueError: it is of none.
+    """
+    found = getattr(config, "method", None)
+    if not isinstance(found, Method):
+        raise ValueError(f"{type(config).__name__} is of no method: give the config of one, SFTConfig say")
+    return found
+
+
+@functools.cache
+def config_class(method: Method) -> type[TrainingConfig]:
+    """The method's config: a dataclass of its options, `TrainingConfig`'s and `transformers.TrainingArguments`'."""
+    own = fields(method.options)
+    named = {each.name for each in own}
+    made: Any = type(
+        f"{method.public}Config",
+        (method.options, TrainingConfig),
+        {
+            "__doc__": f"Options of {method.title}: `{method.options.__name__}`, `TrainingConfig` and "
+            "`TrainingArguments`.",
+            "__module__": "lowtide",  # where it is found again, by pickle too
+            "method": method,
+            "_VALID_DICT_FIELDS": [
+                *TrainingConfig._VALID_DICT_FIELDS,
+                *(each.name for each in own if "dict" in str(each.type)),
+            ],
+            "without_effect": {n: why for n, why in TrainingConfig.without_effect.items() if n not in named},
+        },
+    )
+    return dataclass(made)

@@ -1,0 +1,178 @@
+"""The reference that a method compares with: which one it is, and what it costs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedTokenizerBase
+
+from lowtide.engine.forward import causal_model, compute_in, embedding_weight
+from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.weights.loading import load_model, load_tokenizer
+from lowtide.engine.weights.model_init import model_init
+from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.weights.reference_storage import STORAGES
+from lowtide.memory.allocators.measure import bytes_text
+from lowtide.run.edge import out_of_memory_while
+from lowtide.run.engine import Engine, disable_dropout
+from lowtide.run.inputs.arguments import check_kind
+from lowtide.run.inputs.loading import model_name
+from lowtide.run.optimizers import OPTIMIZERS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference, and what the start-up report says of it."""
+
+    scorer: Any
+    """`AdapterOff` or `FrozenModel`."""
+    text: str
+
+
+class ReferenceMaker:
+    """Makes the reference of a run.
+
+    Args:
+        requested: the reference, if it is not the model as it is before training; a model, a name or a path.
+        adapters_came: whether adapters came with the model, rather than being put on it here.
+    """
+
+    def __init__(self, args: Any, requested: Any, *, adapters_came: bool) -> None:
+        self.args, self.requested, self.adapters_came = args, requested, adapters_came
+
+    @out_of_memory_while("making the reference")
+    def make(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
+        """The reference of a model on which the engine is installed; the model that was passed is let go.
+
+        Raises:
+            ValueError: it cannot be the reference, or options do not go with it; says what to do.
+        """
+        args = self.args
+        requested, self.requested = self.requested, None
+        if hasattr(model, "disable_adapter") and requested is None:
+            self._check_adapters(model)
+            return Reference(
+                AdapterOff(model, padding_free=engine.padding_free),
+                "the policy with its adapters off; it costs nothing",
+            )
+        narrowed = args.optim in OPTIMIZERS
+        if requested is None and args.precompute_ref_log_probs and not narrowed:
+            return Reference(
+                FrozenModel(model, padding_free=engine.padding_free),
+                "log-probabilities computed before training; no reference is resident",
+            )
+        frozen = copy.deepcopy(model) if requested is None else self._loaded(requested, model, tokenizer)
+        if args.disable_dropout:
+            disable_dropout(frozen)
+        if narrowed:
+            for parameter in frozen.parameters():  # as the policy's will be; buffers stay
+                parameter.data = parameter.data.to(torch.bfloat16)
+        reference = FrozenModel.of(frozen, padding_free=engine.padding_free)
+        compute_in(frozen, engine.computed_in)
+        STORAGES[args.ref_model_storage](reference.model, args.device)
+        return Reference(reference, self._text(reference.model, own_model=requested is None))
+
+    def _text(self, reference: nn.Module, *, own_model: bool) -> str:
+        whose = "a frozen copy of the model" if own_model else "the ref_model that was passed"
+        exact = "" if self.args.ref_model_storage in ("same", "cpu") else ", not exact"
+        text = f"{whose}, {_size(reference)}{exact}"
+        if self.args.precompute_ref_log_probs:
+            return f"{text}; let go once its log-probabilities are computed, before training"
+        return f"{text}; precompute_ref_log_probs=True does without" if own_model else text
+
+    def _check_adapters(self, model: nn.Module) -> None:
+        """A reference that is the policy without its adapters can be neither moved nor stored otherwise."""
+        for name, off in (("sync_ref_model", False), ("ref_model_storage", "same")):
+            if getattr(self.args, name) != off:
+                raise ValueError(
+                    f"{name}={getattr(self.args, name)!r} requires a reference of its own, and with adapters the "
+                    f"reference is the policy with its adapters off: pass a `ref_model`, or leave it at {off!r}"
+                )
+        known = [(name, p) for name, p in model.named_parameters() if not isinstance(p, FakeTensor)]
+        trained = [name for name, p in known if "lora_B" in name and p.detach().any()]
+        if trained and self.adapters_came:
+            logger.warning(
+                f"the adapters that came with the model are trained already ({trained[0]}): the reference is the "
+                "model without them. To compare with the model as it came, merge them first (merge_and_unload), or "
+                "pass it as `ref_model`"
+            )
+
+    def _loaded(self, reference: Any, policy: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> nn.Module:
+        """The reference that was passed, loaded if it is a name; of the policy's vocabulary."""
+        if reference is policy:
+            raise ValueError(
+                "ref_model is the model that is trained, which would be compared with itself: leave it out, and a "
+                "frozen copy is made where one is needed"
+            )
+        if isinstance(reference, str):
+            init = model_init(self.args.model_init_kwargs, trust_remote_code=self.args.trust_remote_code)
+            trusts = init["trust_remote_code"]
+            _check_its_tokenizer(reference, tokenizer, trusts)
+            reference = load_model(reference, trust_remote_code=trusts, dtype=embedding_weight(policy).dtype)
+        check_kind(reference, rewards=False, name="ref_model")
+        ours, theirs = embedding_weight(policy).shape[0], embedding_weight(reference).shape[0]
+        if ours != theirs:
+            raise ValueError(
+                f"ref_model ({model_name(reference) or type(causal_model(reference)).__name__}) has a vocabulary of "
+                f"{theirs} tokens and the model one of {ours}: their log-probabilities are not of the same tokens. "
+                "Pass the model that the policy started from"
+            )
+        return reference
+
+
+def check_unchanged(before: dict[str, tuple[Tensor, Tensor]], peft_config: Any) -> None:
+    """Refuses adapters that changed weights of the model as they were made, as PiSSA does: without them the policy
+    would not be the reference.
+
+    Args:
+        before: by `some_of_weights`, before adapters were made.
+    """
+    changed = [name for name, (p, some) in before.items() if not torch.equal(_some_of(p), some)]
+    if changed:
+        made = getattr(peft_config, "init_lora_weights", None)
+        raise ValueError(
+            f"making these adapters (init_lora_weights={made!r}) changed "
+            f"{len(changed)} weights of the model ({changed[0]}, ...), so that without them the policy is not the "
+            "reference: pass the model as `ref_model`, or leave init_lora_weights out"
+        )
+
+
+def some_of_weights(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each weight of a model, with a few of its numbers."""
+    return {name: (p, _some_of(p)) for name, p in model.named_parameters() if not isinstance(p, FakeTensor)}
+
+
+def _check_its_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None, trusts: bool) -> None:
+    """Refuses a reference that was trained on other tokens of the same number."""
+    try:
+        theirs = load_tokenizer(name, trust_remote_code=trusts)
+    except ValueError:  # a folder of weights alone
+        return
+    if tokenizer is not None and theirs.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"the tokenizer of ref_model {name!r} gives other ids than the policy's: their log-probabilities are "
+            "not of the same tokens. Pass the model that the policy started from"
+        )
+
+
+def _some_of(weight: Tensor) -> Tensor:
+    """A few of a weight's numbers, from all over it; none of one that is quantized."""
+    if is_quantized(weight):
+        return torch.empty(0)
+    numbers = weight.detach().reshape(-1)
+    return numbers[:: max(numbers.numel() // 64, 1)].clone()
+
+
+def _size(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    count = sum(p.numel() * p.element_size() for p in parameters)
+    return f"{bytes_text(count)} in {'/'.join(dtypes)} on {parameters[0].device.type}"

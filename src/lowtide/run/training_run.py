@@ -1,0 +1,228 @@
+"""A run put together: from a method, options, a model and data to the object that takes its steps.
+
+In this order: model and tokenizer, adapters, rows with their ledger, the engine proved on the model, techniques, the
+reference where the method has one. Trainers and the planner do this alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from datasets import IterableDataset
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from lowtide.data.report.ledger import Ledger
+from lowtide.data.sources.titles import entitled, title_of
+from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.head import is_reward_model, pad_id
+from lowtide.engine.weights.loading import adapt
+from lowtide.memory.table import ActiveTechniques
+from lowtide.memory.technique import Site
+from lowtide.methods.method import Method, Objective
+from lowtide.methods.rows import Preparation, Prepared
+from lowtide.ranks.same_rows import check_same_rows
+from lowtide.run.edge import out_of_memory_while
+from lowtide.run.engine import (
+    Engine,
+    check_prefixes,
+    check_trained,
+    disable_dropout,
+    install_engine,
+    router_coefficient,
+)
+from lowtide.run.inputs.arguments import check_attention, check_dataset, check_kind
+from lowtide.run.inputs.loading import load_inputs, set_padding
+from lowtide.run.inputs.row_checks import check_budget, check_masks, position_table
+from lowtide.run.references import Reference, ReferenceMaker, check_unchanged, some_of_weights
+from lowtide.step.heaviest import check_positions, row_lengths
+from lowtide.step.runner import StepRunner
+from lowtide.step.updater import Updater
+
+
+@dataclass
+class Inputs:
+    """What a run is made of beside its options, as a user handed it over."""
+
+    model: Any
+    """A name, a path, or a model, with adapters on it or not."""
+    processing_class: Any = None
+    peft_config: Any = None
+    quantization_config: Any = None
+    ref_model: Any = None
+    data_collator: Callable | None = None
+    formatting_func: Callable | None = None
+    needs_tokenizer: bool = True
+    """False where the rows are token rows already."""
+
+
+class TrainingRun:
+    """A run of one method: the model is loaded when it is made, rows are prepared, and `install` makes it ready.
+
+    Raises:
+        ValueError: anything that cannot work, with what to do.
+    """
+
+    engine: Engine
+    active: ActiveTechniques
+    collator: Callable
+    aux_coefficient: float
+    reference: Reference | None = None
+
+    def __init__(self, method: Method, args: Any, inputs: Inputs) -> None:
+        self.method, self.args, self.inputs = method, args, inputs
+        self.ledger: Ledger | None = None
+        """Of the training set."""
+        self.skips_preparation = bool(getattr(args, "skips_preparation", False))
+        self._references = None
+        if method.compares:
+            self._references = ReferenceMaker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
+        self.model, self.tokenizer = self._loaded()
+        inputs.model = inputs.ref_model = None  # what holds them decides how long they live
+        self.vocab_size = embedding_weight(self.model).shape[0]
+        self.pad_id = pad_id(causal_model(self.model)) if method.rewards else None
+
+    @out_of_memory_while("loading the model")
+    def _loaded(self) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
+        """The model as it will be trained, and the tokenizer."""
+        args, inputs, method = self.args, self.inputs, self.method
+        model, tokenizer = load_inputs(
+            inputs.model,
+            args,
+            inputs.processing_class,
+            inputs.quantization_config,
+            has_adapters=inputs.peft_config is not None,
+            rewards=method.rewards,
+            needs_tokenizer=inputs.needs_tokenizer and not self.skips_preparation,
+        )
+        if inputs.peft_config is not None:
+            model = self._adapted(model, adapters_of(method, inputs.peft_config))
+        if getattr(args, "disable_dropout", False):
+            disable_dropout(model)
+        check_kind(model, rewards=method.rewards)
+        check_attention(model, args)
+        if method.rewards:
+            _check_value_head(model)
+            set_padding(causal_model(model), tokenizer, args)
+        return model, tokenizer
+
+    @out_of_memory_while("making the adapters")
+    def _adapted(self, model: nn.Module, peft_config: Any) -> nn.Module:
+        compared = self._references is not None and self.inputs.ref_model is None
+        before = some_of_weights(model) if compared else {}
+        adapted = adapt(
+            model,
+            peft_config,
+            gradient_checkpointing=self.args.gradient_checkpointing,
+            checkpointing_kwargs=cast(Any, self.args.gradient_checkpointing_kwargs),
+        )
+        check_unchanged(before, peft_config)
+        return adapted
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    @out_of_memory_while("preparing the dataset")
+    def prepared(self, dataset: Any, name: str) -> Prepared:
+        """Token rows of a dataset, and their ledger; `name` is "train", or of an evaluation set."""
+        title = title_of(dataset, name)
+        if self.skips_preparation:
+            if self.inputs.data_collator is None:
+                check_masks(dataset, title)
+            return dataset, None
+        check_dataset(dataset, f"the {name} dataset")
+        if isinstance(dataset, IterableDataset) and name == "train" and self.args.max_steps < 1:
+            raise ValueError("a streamed train_dataset has no length: set `max_steps`")
+        assert self.tokenizer is not None
+        how = Preparation(self.tokenizer, self.args, self.vocab_size, self.inputs.formatting_func)
+        with self.args.main_process_first(desc=f"preparing the {name} dataset"):
+            rows, ledger = self.method.rows.prepare(dataset, how, name)
+        if name == "train":
+            self.ledger = ledger
+        return entitled(rows, title), ledger
+
+    def row_lengths(self, dataset: Any) -> np.ndarray | None:
+        """[rows]: the tokens of each row of a dataset, as batches have them; None for a stream."""
+        return row_lengths(dataset, getattr(self.collator, "prompts_per_row", 1))
+
+    def check_rows(self, name: str, dataset: Any, *, trained_on: bool = True) -> None:
+        """Refuses prepared rows that cannot be run; `name` is what messages call them."""
+        check_same_rows(dataset, self.row_lengths, name)
+        budget, positions = self.args.tokens_per_microbatch, position_table(self.model)
+        if budget is not None:
+            bin_tokens = self.method.rows.bin_tokens(self.args) if trained_on else None
+            check_budget(budget, self.row_lengths(dataset), name, bin_tokens)
+        if positions is not None:
+            check_positions(dataset, positions, name)
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Installs the engine, proved on the model, and what techniques change in it."""
+        args, inputs = self.args, self.inputs
+        self.engine = install_engine(self.model, args)
+        sharing = check_prefixes(self.engine, bool(getattr(args, "prefix_sharing", False)))
+        self.own_collator = self.method.rows.collator(args, sharing=sharing, pad_id=self.pad_id)
+        self.collator = inputs.data_collator or self.own_collator
+        self.active = ActiveTechniques(Site(args, self.model, args.device, args.world_size))
+        self.active.prepare()
+        self.aux_coefficient = router_coefficient(
+            cast(Any, causal_model(self.model)), getattr(args, "router_aux_loss_coef", None)
+        )
+
+    def make_reference(self) -> Reference | None:
+        """The reference, for a method that has one."""
+        if self._references is not None:
+            self.reference = self._references.make(self.model, self.tokenizer, self.engine)
+        return self.reference
+
+    def forget_reference(self) -> None:
+        """Lets the reference go; what is said of it stays."""
+        if self.reference is not None:
+            self.reference = Reference(None, self.reference.text)
+
+    def check(self) -> None:
+        """Refuses a model with nothing to train, before rows are prepared for it."""
+        check_trained(self.model)
+
+    def objective(self) -> Objective:
+        """The method's objective under the options."""
+        return self.method.objective(self.args, aux_coefficient=self.aux_coefficient)
+
+    def runner(self, objective: Objective, reference: Any = None, updater: Updater | None = None) -> StepRunner:
+        """What takes the run's steps."""
+        return StepRunner(
+            self.model,
+            objective,
+            self.args,
+            reference=reference,
+            padding_free=self.engine.padding_free,
+            updater=updater,
+            techniques=self.active,
+        )
+
+
+def adapters_of(method: Method, peft_config: Any) -> Any:
+    """The configuration of adapters as a method needs it: a value head is new, and nothing else would train it."""
+    task = getattr(peft_config, "task_type", None)
+    if not method.rewards or task not in (None, "CAUSAL_LM"):
+        return peft_config
+    if "score" in (getattr(peft_config, "modules_to_save", None) or []):
+        return peft_config
+    peft_config = copy.copy(peft_config)
+    peft_config.task_type = "SEQ_CLS"  # for which PEFT trains the head whole
+    return peft_config
+
+
+def _check_value_head(model: nn.Module) -> None:
+    inner: Any = causal_model(model)
+    if not is_reward_model(inner):
+        labels = getattr(inner.config, "num_labels", None)
+        found = f"{labels} labels" if hasattr(inner, "score") else "no `score` head"
+        raise ValueError(
+            f"{type(inner).__name__} has {found}; a reward model gives one value: load it with "
+            "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1), or pass its name"
+        )

@@ -1,6 +1,6 @@
 """Writes docs/matrix.md: every memory technique in every trainer, as training with it and without says.
 
-The cells are those of `tests/exactness/matrix.py`, which the tests go by too, so a cell that is not true can be
+The cells are those of `tests/support/matrix.py`, which the tests go by too, so a cell that is not true can be
 neither written nor kept.
 """
 
@@ -31,8 +31,7 @@ is put through is counted in each run, so that a technique that did nothing is t
 
 
 def main() -> int:
-    sys.path.insert(0, str(ROOT / "tests"))
-    from exactness import matrix
+    from tests.support import matrix
 
     cells: dict[tuple[str, str], Any] = {}
     with matrix.young_heap():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
-from exactness.matrix import TECHNIQUES, TRAINERS, cell, check_pair, pairs
 
 from bench.matrix import written
+from tests.support.matrix import TECHNIQUES, TRAINERS, cell, check_pair, pairs
 
 page = functools.cache(written)
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from exactness.matrix import ACTED, TECHNIQUES, make, with_it
-from storages import Storages
 from torch import Tensor
 from transformers import TrainerCallback
 
 from lowtide.memory.allocators import host_heap
+from tests.support.matrix import ACTED, TECHNIQUES, make, with_it
+from tests.support.storages import Storages
 
 EVERY, STEPS = 20, 200
 """Steps between marks, and in all."""

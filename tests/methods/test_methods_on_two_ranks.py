@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.multiprocessing as mp
-from test_pair_methods import assert_equal, build, gradients
-from test_pair_methods import rows as pairs
-from test_unpaired_methods import rows as unpaired
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.data.batches.collate import CompletionCollator
@@ -19,6 +16,9 @@ from lowtide.methods.reward import REWARD, RewardOptions
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
 from lowtide.step.train_step import BackwardPlan, Limits, train_step
+from tests.support.preference_models import assert_equal, build, gradients
+from tests.support.preference_models import pair_rows as pairs
+from tests.support.preference_models import unpaired_rows as unpaired
 
 PAIRS = CompletionCollator(("chosen_ids", "rejected_ids"))
 CASES = {

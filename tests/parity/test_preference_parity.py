@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from parity_world import COMMON, MODELS, STEPS, assistant, build_model, lora, sums, tokenizer, train, user
 from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from tests.support.parity_world import COMMON, MODELS, STEPS, assistant, build_model, lora, sums, tokenizer, train, user
 
 trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
 lowtide = pytest.importorskip("lowtide")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from parity_world import COMMON, STEPS, build_model, lora, numbers, rows_of, tokenizer, train
+
+from tests.support.parity_world import COMMON, STEPS, build_model, lora, numbers, rows_of, tokenizer, train
 
 trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
 lowtide = pytest.importorskip("lowtide")

@@ -24,10 +24,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from exactness import matrix
-from exactness.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, watched, with_it
-from heap import young_heap
-from sabotage import OPTIMIZER, PLACES, out_of_memory
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -36,6 +32,10 @@ from lowtide.ranks import replicas
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers import rehearsal
 from lowtide.trainers.references import precompute
+from tests.support import matrix
+from tests.support.heap import young_heap
+from tests.support.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, watched, with_it
+from tests.support.sabotage import OPTIMIZER, PLACES, out_of_memory
 
 RANKS = 2
 STEPS = 2

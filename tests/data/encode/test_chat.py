@@ -1,12 +1,12 @@
 """Chat templates: token ids as `apply_chat_template` gives them, and which of them the assistant wrote."""
 
 import pytest
-from chatml import CHATML, MARKED_CHATML
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowtide.data.encode.chat import ChatEncoder, adopt_chat_template, read_chat_template
 from lowtide.data.formats.reading import ChatSample, RowPlace
+from tests.support.chatml import CHATML, MARKED_CHATML
 
 PLACE = RowPlace("data.jsonl", list(range(10, 20)))
 TEXT = st.text(alphabet="ab \n<>|é42", min_size=1, max_size=8)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tiny_llama import same_bits, tiny_llama, token_ids
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.memory.optimizers import compressed_adamw
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.eight_bit import SCALED, _levels, _nearest, dequantize, quantize_, zeros_8bit
+from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
 
 CPU = torch.device("cpu")
 

@@ -18,12 +18,12 @@ import torch
 import torch._dynamo  # deepspeed patches tensors, which it would not be imported after
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from planner.living import LivingBytes
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.tensor_parallel import one_rank
+from tests.support.live_bytes import LivingBytes
 
 RANKS, LAYERS = 2, 3
 REPEATS = 3

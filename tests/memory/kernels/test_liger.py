@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import assert_same, build, gradients, loss_of, prepared, separate, with_adapters
 from transformers.models.llama import modeling_llama as llama
 
 from lowtide.memory import table
@@ -17,6 +16,7 @@ from lowtide.memory.kernels import liger
 from lowtide.memory.kernels.liger import liger_kernels
 from lowtide.memory.table import TECHNIQUES
 from lowtide.memory.technique import Site
+from tests.support.tiny_models import assert_same, build, gradients, loss_of, prepared, separate, with_adapters
 
 modeling_llama: Any = llama
 

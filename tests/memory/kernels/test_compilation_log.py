@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
-from tiny_models import RaggedBatch, build, loss_of, prepared, tokens
 
 from lowtide.memory.kernels.compilation_log import FOLDER, CompilationLog, cache_folder, keep_compiled
 from lowtide.memory.kernels.compiling import compile_layers
+from tests.support.tiny_models import RaggedBatch, build, loss_of, prepared, tokens
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,8 @@ from lowtide.planner.profiling.cuda_history import Named, Note, recording_of
 from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.planner.profiling.recording import CATEGORIES, Block, Levels, Recording
 from lowtide.step.phases import BETWEEN
-
-sys.path.append(str(Path(__file__).parents[1] / "trainers"))
-from test_rehearsal import trainer
-
 from lowtide.trainers.profiling import record
+from tests.support.small_sft import trainer
 
 KIB = 1024
 
@@ -62,7 +58,7 @@ def test_a_block_is_what_it_became_and_knows_where_it_was_made():
     recording = recorder.finished()
     found = {block.category: block for _, block in recording.living(len(recording.block) - 1)}
     assert found["weights"] == Block("weights", BETWEEN, 0, "weight", (16, 16), "float32", "")
-    line = f"tests/planner/test_live_storages.py:{number_of('hidden = weight.square()')} in "
+    line = f"tests/planner/profiling/test_live_storages.py:{number_of('hidden = weight.square()')} in "
     assert found["activations"].line.startswith(line)
     assert (found["activations"].made, found["activations"].phase) == ("pow", "forward")
     assert found["gradients"].line.startswith(f"backward of {line}")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_llama import same_bits, tiny_llama, token_ids
 from torch import nn
 from transformers.optimization import Adafactor
 
@@ -16,6 +15,7 @@ from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.objectives.sft import nll
 from lowtide.ragged import RaggedBatch
+from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

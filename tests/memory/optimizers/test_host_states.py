@@ -8,13 +8,13 @@ import copy
 
 import pytest
 import torch
-from tiny_llama import same_bits, tiny_llama, token_ids
 from transformers.optimization import Adafactor
 
 from lowtide.memory.optimizers import host_states
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.host_states import HostStates
 from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
+from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

@@ -8,7 +8,6 @@ import functools
 
 import pytest
 import torch
-from tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.memory.activations.checkpointing import POLICIES, _contexts, set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.allocators.pinned_host import PinnedHost
+from tests.support.tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared
 
 CPU = torch.device("cpu")
 

@@ -3,11 +3,19 @@
 import pytest
 import torch
 import torch._dynamo
-from test_checkpointing import checkpointed
-from tiny_models import RaggedBatch, assert_close, build, gradients, loss_of, prepared, tokens
 from torch._dynamo.utils import counters
 
 from lowtide.memory.kernels.compiling import compile_layers, remove_compilation
+from tests.support.tiny_models import (
+    RaggedBatch,
+    assert_close,
+    build,
+    checkpointed,
+    gradients,
+    loss_of,
+    prepared,
+    tokens,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import torch
-from tiny_models import assert_close, build, gradients, loss_of, prepared, separate, shared, with_adapters
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.engine.forward import causal_model
 from lowtide.memory.activations.tiled_mlp import _tiles_differ, install_tiled_mlp, remove_tiled_mlp
+from tests.support.tiny_models import assert_close, build, gradients, loss_of, prepared, separate, shared, with_adapters
 
 PHI3 = {"num_key_value_heads": 4}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}

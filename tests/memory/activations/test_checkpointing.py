@@ -4,15 +4,24 @@ from collections import Counter
 
 import pytest
 import torch
-from storages import Storages
-from tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared, with_adapters
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.engine.forward import causal_model
 from lowtide.memory.activations.checkpointing import POLICIES, set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
+from tests.support.storages import Storages
+from tests.support.tiny_models import (
+    assert_same,
+    build,
+    checkpointed,
+    gradients,
+    loss_of,
+    prepared,
+    separate,
+    shared,
+    with_adapters,
+)
 
 LAYERS = 3
 MODELS = {
@@ -22,12 +31,6 @@ MODELS = {
     "gpt_neox": lambda: prepared(build("gpt_neox", num_hidden_layers=LAYERS)),
     "adapters": lambda: with_adapters(prepared(build(num_hidden_layers=LAYERS)), lora_dropout=0.2),
 }
-
-
-def checkpointed(model, policy="full", every=1, kwargs=None):
-    causal_model(model).gradient_checkpointing_enable(kwargs)
-    set_checkpointing(model, policy, every, kwargs)
-    return model
 
 
 def run(model, batch):

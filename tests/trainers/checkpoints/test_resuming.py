@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from exactness.matrix import LOW_RANK, Run, check_equal, classes, make, rows, tokenizer, watched
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.trainers.base import LowtideTrainer
+from tests.support.matrix import LOW_RANK, Run, check_equal, classes, make, rows, tokenizer, watched
 
 
 class Kill(TrainerCallback):

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exactness.matrix import make
 from torch import Tensor
+
+from tests.support.matrix import make
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
 

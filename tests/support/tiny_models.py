@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lowtide.engine.forward import install, score
+from lowtide.engine.forward import causal_model, install, score
+from lowtide.memory.activations.checkpointing import set_checkpointing
 from lowtide.ragged import RaggedBatch
 
 VOCAB = 61
@@ -89,3 +90,9 @@ def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: f
     floor = max(float(each.norm()) for each in wanted.values()) / 100
     errors = {n: float((got[n] - each).norm()) / max(float(each.norm()), floor) for n, each in wanted.items()}
     assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
+
+
+def checkpointed(model, policy="full", every=1, kwargs=None):
+    causal_model(model).gradient_checkpointing_enable(kwargs)
+    set_checkpointing(model, policy, every, kwargs)
+    return model

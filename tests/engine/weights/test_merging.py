@@ -9,10 +9,10 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_adapters import CASES, MERGED, QUANTIZED, adapted, build, dequantized, moe, quantized
 from transformers import AutoModelForCausalLM
 
 from lowtide.engine.weights.merging import save_merged
+from tests.support.adapted_models import CASES, MERGED, QUANTIZED, adapted, build, dequantized, moe, quantized
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 

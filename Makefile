@@ -40,7 +40,7 @@ bench: $(VENV)/.extras
 
 docs: $(VENV)/.extras
 	$(PY) -m bench.docs
-	$(PY) -m bench.matrix
+	$(PY) -m tests.exactness
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

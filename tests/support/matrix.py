@@ -2,8 +2,8 @@
 
 A run trains for some steps and tells its losses, its weights, and how often the parts of the model were passed. It is
 compared with the run that lacks one technique and is the same in all else. `cell` is one technique in one trainer, and
-fails if that does not do what the table of techniques says of it: `test_matrix.py` and `python -m bench.matrix`, which
-writes `docs/matrix.md`, both go by it.
+fails if that does not do what the table of techniques says of it: `test_matrix.py` goes by it, and so does
+`python -m tests.exactness`, which writes `docs/matrix.md`.
 """
 
 from __future__ import annotations

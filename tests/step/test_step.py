@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -18,6 +17,7 @@ from lowtide.ragged import IGNORE, RaggedBatch
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
 from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch, train_step
+from tests.support.processes import run_ranks
 
 NLL = TokenObjective(LOSSES["nll"])
 RANK_CASES = [(tied, most) for tied in (False, True) for most in (4, 1)]
@@ -169,7 +169,7 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
 def found(tmp_path_factory):
     """Loss and gradients of two ranks, by case."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, (2, str(folder)), nprocs=2)
+    run_ranks(rank_main, 2, str(folder))
     return torch.load(folder / "found.pt", weights_only=True)
 
 

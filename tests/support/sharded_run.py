@@ -7,7 +7,6 @@ import functools
 import gc
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.tensor_parallel import one_rank
 from tests.support.live_bytes import LivingBytes
+from tests.support.processes import server_context
 
 RANKS, LAYERS = 2, 3
 REPEATS = 3
@@ -130,7 +130,8 @@ def ranks(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str,
     store = TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
     port, store = store.port, None
     (folder / "cases.json").write_text(json.dumps(cases))
-    context = mp.spawn(_rank, (str(folder), port, sys.path), nprocs=RANKS, join=False)
+    server_context()
+    context = mp.start_processes(_rank, (str(folder), port), nprocs=RANKS, join=False, start_method="forkserver")
     until = time.monotonic() + 240
     while not context.join(timeout=5, grace_period=1):
         if time.monotonic() > until:
@@ -141,8 +142,7 @@ def ranks(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str,
     return {name: {phase: max(each[name][phase] for each in found) for phase in found[0][name]} for name in found[0]}
 
 
-def _rank(rank: int, folder: str, port: int, path: list[str]) -> None:
-    sys.path[:] = path
+def _rank(rank: int, folder: str, port: int) -> None:
     torch.set_num_threads(1)
     cases = json.loads(Path(folder, "cases.json").read_text())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_SIZE=str(RANKS))

@@ -23,7 +23,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -35,6 +34,7 @@ from lowtide.trainers.references import precompute
 from tests.support import matrix
 from tests.support.heap import young_heap
 from tests.support.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, watched, with_it
+from tests.support.processes import run_ranks
 from tests.support.sabotage import OPTIMIZER, PLACES, out_of_memory
 
 RANKS = 2
@@ -382,7 +382,7 @@ def rank_main(rank: int, folder: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank, what each case found."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, (str(folder),), nprocs=RANKS)
+    run_ranks(rank_main, str(folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

@@ -11,7 +11,6 @@ import torch
 from lowtide import SFTTrainer
 from lowtide.step import phases
 from lowtide.step.phases import BETWEEN, HighWater, Phases
-from lowtide.step.train_step import phases
 from lowtide.trainers.reports.memory_log import GIB, SLACK, MemoryLog, Prediction
 from tests.support.small_sft import rows, trainer
 

@@ -28,8 +28,8 @@ from transformers import TrainerCallback
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.ranks import replicas
+from lowtide.step import rehearsal
 from lowtide.step.rank_sync import OutOfMemory
-from lowtide.trainers import rehearsal
 from lowtide.trainers.references import precompute
 from tests.support import matrix
 from tests.support.heap import young_heap

@@ -23,10 +23,6 @@ jaxtyping.install_import_hook(modules_with_shapes(), "tests.support.shapes.check
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "unchecked_shapes: passes arrays of wrong shape or dtype on purpose")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _young_heap() -> Iterator[None]:
     with young_heap():

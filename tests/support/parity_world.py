@@ -6,17 +6,20 @@ or a position off by one, would show in the loss at once.
 """
 
 import random
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-STEPS = 20
+STEPS, FIRST_STEPS = 20, 6
+"""Of a long run, and of one that shows what a loss, an option or a format does: from the second step on, gradients and
+the optimizer take part in every loss."""
 COMMON: dict[str, Any] = {
-    "max_steps": STEPS,
     "per_device_train_batch_size": 4,
     "lr_scheduler_type": "constant",
     "train_sampling_strategy": "sequential",
@@ -130,6 +133,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
     )
+
+
+def first_steps(cases: dict[str, Any], quick: Collection[str], long: Collection[str]) -> list[Any]:
+    """Parameters of the cases that are compared over `FIRST_STEPS`; all but the quick ones are slow, and of the long
+    ones there are those alone that are quick."""
+    return [
+        name if name in quick else pytest.param(name, marks=pytest.mark.slow)
+        for name in cases
+        if name in quick or name not in long
+    ]
 
 
 def train(trainer: Any) -> dict[str, torch.Tensor]:

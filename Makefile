@@ -8,11 +8,12 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constra
 DEMO_OUTPUT ?= demo-output
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults check bench docs clean
+.PHONY: help demo test test-slow test-all test-faults check bench docs clean
 
 help:
 	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
-	@echo "make test         the whole test suite, on a CPU"
+	@echo "make test         the tests to run while working, on a CPU (4 minutes at most, on two cores)"
+	@echo "make test-all     these, and those marked slow (15 minutes at most, with make check)"
 	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
 	@echo "make check        ruff, pyright and import-linter"
 	@echo "make bench        lowtide and TRL side by side"
@@ -23,7 +24,12 @@ demo: $(VENV)/.runtime
 	$(PY) -m lowtide demo --output_dir "$(DEMO_OUTPUT)"
 
 test: $(VENV)/.extras
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not slow"
+
+test-slow: $(VENV)/.extras
+	$(PY) -m pytest -m slow
+
+test-all: test test-slow
 
 test-faults: $(VENV)/.extras
 	$(PY) -m tests.faults
@@ -40,7 +46,7 @@ bench: $(VENV)/.extras
 
 docs: $(VENV)/.extras
 	$(PY) -m bench.docs
-	$(PY) -m bench.matrix
+	$(PY) -m tests.exactness
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -12,18 +12,15 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
-from heap import young_heap
-from shapes import modules_with_shapes
+
+from tests.support.heap import young_heap
+from tests.support.shapes import modules_with_shapes
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
-jaxtyping.install_import_hook(modules_with_shapes(), "shapes.check_shapes")
+jaxtyping.install_import_hook(modules_with_shapes(), "tests.support.shapes.check_shapes")
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "unchecked_shapes: passes arrays of wrong shape or dtype on purpose")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.docs import MEMORY_PAGE, TECHNIQUES_END, TECHNIQUES_MARK
-from bench.memory_docs import techniques_table
 from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
 
@@ -77,12 +75,6 @@ def test_a_memory_techniques_command_line(page):
     for line in lines:
         arguments = parse(shlex.split(line))
         read_options(arguments, arguments.options)
-
-
-def test_the_table_of_memory_techniques_is_that_of_the_code():
-    _, rest = MEMORY_PAGE.read_text(encoding="utf-8").split(TECHNIQUES_MARK)
-    table, _ = rest.split(TECHNIQUES_END)
-    assert table.strip().splitlines() == techniques_table(), "run `make docs`"
 
 
 def test_the_plan_of_its_page():

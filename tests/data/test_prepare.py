@@ -11,7 +11,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from chatml import MARKED_CHATML
 from datasets import Dataset, IterableDataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from lowtide.data.batches.packing import pack
 from lowtide.data.cache.fingerprint import function_fingerprint
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.data.sources.load import load_rows
+from tests.support.chatml import MARKED_CHATML
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from exactness.architectures import build
 
 from lowtide.engine.forward import install, score
 from lowtide.ragged import RaggedBatch
+from tests.support.architectures import build
 
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12, 13]]
 

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from test_adapters import MERGED, QUANTIZED, adapted, build, quantized
 
 from lowtide.engine.forward import install
 from lowtide.engine.reference import FrozenModel
+from tests.support.adapted_models import MERGED, QUANTIZED, adapted, build, quantized
 
 TIED = {name for name in MERGED if name.startswith("tied") and "saved" not in name}
 

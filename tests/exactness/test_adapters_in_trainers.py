@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import matrix
-from exactness.matrix import ACTED, PLAIN, TECHNIQUES, TRAINERS, Run, check_equal, with_it
 from peft import LoraConfig
 from peft.utils.integrations import dequantize_module_weight
 from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from lowtide.engine.weights.loading import load_model
+from tests.support import matrix
+from tests.support.matrix import ACTED, PLAIN, TECHNIQUES, TRAINERS, Run, check_equal, with_it
 
 LEAN = ("gradient checkpointing", "activation offloading", "tiled MLP", "token budget")
 """Together in one run."""

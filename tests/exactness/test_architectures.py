@@ -11,8 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-from architectures import FIRST_TOKEN, PADDED, RAGGED, VOCAB, build
-from reference import gradient_errors, gradients, reference_logprobs
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,6 +18,8 @@ from lowtide.engine.forward import install, score
 from lowtide.engine.probe import probe
 from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.ragged import IGNORE, RaggedBatch
+from tests.support.architectures import FIRST_TOKEN, PADDED, RAGGED, VOCAB, build
+from tests.support.reference import gradient_errors, gradients, reference_logprobs
 
 TOLERANCE = 1e-5
 

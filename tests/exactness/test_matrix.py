@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
-from exactness.matrix import TECHNIQUES, TRAINERS, cell, check_pair, pairs
 
-from bench.matrix import written
+from tests.support.matrix import TECHNIQUES, TRAINERS, cell, check_pair, pairs
+from tests.support.matrix_page import written
 
 page = functools.cache(written)
 
@@ -18,7 +18,7 @@ def test_a_technique_in_a_trainer(kind, technique):
     found = cell(kind, TECHNIQUES[technique])
     if found.word.startswith("needs "):
         pytest.skip(found.word)
-    assert page()[technique, kind] == found.word, "docs/matrix.md is stale: `python -m bench.matrix` writes it anew"
+    assert page()[technique, kind] == found.word, "docs/matrix.md is stale: `python -m tests.exactness` writes it anew"
 
 
 def test_the_page_has_no_other_rows():

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from architectures import FIRST_TOKEN, PADDED, RAGGED, VOCAB, build, tiny_config
-from reference import gradient_errors, gradients, reference_logprobs
+
+from tests.support.architectures import FIRST_TOKEN, PADDED, RAGGED, VOCAB, build, tiny_config
+from tests.support.reference import gradient_errors, gradients, reference_logprobs
 
 NEUTRAL = {
     "sliding_window": 128,

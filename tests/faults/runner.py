@@ -23,6 +23,8 @@ from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.support.processes import PRELOAD
+
 from .case import CONTEXT, Case, print_to
 
 OUTPUT, REASON = "output.txt", "reason.txt"
@@ -38,7 +40,7 @@ def kinds() -> dict[str, str]:
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if module.name.startswith("__"):
             continue
-        loaded = import_module(f"{__package__}.{module.name}") if module.name != "preload" else None
+        loaded = import_module(f"{__package__}.{module.name}")
         if hasattr(loaded, "cases"):
             found[module.name] = (loaded.__doc__ or "").strip().split("\n")[0]
     return found
@@ -145,7 +147,7 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := set(given.kinds) - known.keys():
         parser.error(f"there is no kind {min(unknown)!r}: take some of {', '.join(known)}")
-    CONTEXT.set_forkserver_preload([f"{__package__}.preload"])
+    CONTEXT.set_forkserver_preload([PRELOAD])
     asked = given.kinds or list(known)
     chosen = [(kind, case) for kind in asked for case in cases_of(kind, given.seed).values() if given.only in case.name]
     deadline, begun = time.monotonic() + 60 * given.minutes, time.monotonic()

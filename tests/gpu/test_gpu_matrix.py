@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from exactness import matrix
-from exactness.matrix import COMMON, TECHNIQUES, cell, check_equal, known_run
+
+from tests.support import matrix
+from tests.support.matrix import COMMON, TECHNIQUES, cell, check_equal, known_run
 
 ON_CUDA = {"use_cpu": False, "bf16": False, "tf32": False}
 WITHIN = 1e-3

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_gpu_sft import build, losses, rows, train
+
+from tests.support.cuda_sft import build, losses, rows, train
 
 VOCAB, LONGEST = 500, 2000
 OPTIONS = {

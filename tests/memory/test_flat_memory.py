@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from exactness.matrix import ACTED, TECHNIQUES, make, with_it
-from storages import Storages
 from torch import Tensor
 from transformers import TrainerCallback
 
 from lowtide.memory.allocators import host_heap
+from tests.support.matrix import ACTED, TECHNIQUES, make, with_it
+from tests.support.storages import Storages
 
-EVERY, STEPS = 20, 200
+EVERY, STEPS = 20, 100
 """Steps between marks, and in all."""
 BATCH = 4
 """Rows of a step. An epoch has four batches, so all marks follow the same rows."""
@@ -97,7 +97,12 @@ def marks(kind: str, *callbacks: TrainerCallback, **options: Any) -> Marks:
 pytestmark = pytest.mark.skipif(host_heap._glibc() is None, reason="glibc is asked what is live")
 
 
-@pytest.mark.parametrize("technique", ACTED)
+QUICK = ("activation offloading",)
+
+
+@pytest.mark.parametrize(
+    "technique", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ACTED]
+)
 def test_live_bytes_do_not_grow_with_steps(technique):
     if "torchao" in TECHNIQUES[technique].needs and " " in torch.__file__:
         pytest.skip("torchao compiles its step, which torch cannot where its path has a space")
@@ -108,13 +113,15 @@ def test_live_bytes_do_not_grow_with_steps(technique):
     assert len(set(found.ends)) <= 1
 
 
+@pytest.mark.slow
 def test_a_leak_would_be_seen():
     found = marks("SFT", Leak(smallest_weight, lambda step: True))
     assert found.growth > SLACK
     assert sorted(set(found.tensors)) == found.tensors
 
 
-@pytest.mark.parametrize("leaks", [lambda step: step % 3 == 0, lambda step: step == 150], ids=["every third", "once"])
+@pytest.mark.slow
+@pytest.mark.parametrize("leaks", [lambda step: step % 3 == 0, lambda step: step == 70], ids=["every third", "once"])
 def test_a_leak_at_some_steps_would_be_seen(leaks):
     found = marks("SFT", Leak(hidden_states_in_a_graph, leaks))
     assert found.tensors[-1] - found.tensors[0] >= 8 * 32 * 4

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from exactness.matrix import classes, make, watched
+
+from tests.support.matrix import classes, make, watched
 
 
 @pytest.mark.parametrize("policy", ["full", "attention", "matmul"])

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from test_pair_methods import assert_equal, build, gradients
-from test_pair_methods import rows as pairs
-from test_unpaired_methods import rows as unpaired
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.data.batches.collate import CompletionCollator
@@ -19,6 +15,10 @@ from lowtide.methods.reward import REWARD, RewardOptions
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
 from lowtide.step.train_step import BackwardPlan, Limits, train_step
+from tests.support.preference_models import assert_equal, build, gradients
+from tests.support.preference_models import pair_rows as pairs
+from tests.support.preference_models import unpaired_rows as unpaired
+from tests.support.processes import run_ranks
 
 PAIRS = CompletionCollator(("chosen_ids", "rejected_ids"))
 CASES = {
@@ -73,7 +73,7 @@ def rank_main(rank: int, ranks: int, rendezvous: str, path: str) -> None:
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, (2, f"file://{folder}/rendezvous", f"{folder}/found.pt"), nprocs=2)
+    run_ranks(rank_main, 2, f"file://{folder}/rendezvous", f"{folder}/found.pt")
     return torch.load(folder / "found.pt", weights_only=True)
 
 

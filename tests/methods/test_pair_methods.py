@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -22,66 +21,19 @@ from lowtide.objectives.preference import Pairs
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
 from lowtide.step.train_step import Limits, evaluate_batch, train_step
+from tests.support.preference_models import (
+    CUTS,
+    SIZES,
+    assert_equal,
+    build,
+    dense,
+    dense_logprobs,
+    gradients,
+    pair_rows,
+    policy_and_reference,
+)
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-}
-CUTS = [Limits(), Limits(rows=8), Limits(rows=3), Limits(rows=1), Limits(tokens=60)]
 DPO_LOSSES = [*preference.LOSSES, "sft"]
-
-
-def build(seed: int = 0, config=LlamaConfig, kind=AutoModelForCausalLM, **more):
-    torch.manual_seed(seed)
-    model = kind.from_config(config(**SIZES, **more))
-    install(model)
-    return model.double()
-
-
-def rows(count: int = 8) -> list[dict]:
-    generator = torch.Generator().manual_seed(3)
-
-    def tokens(low: int, high: int) -> list[int]:
-        length = int(torch.randint(low, high, (), generator=generator))
-        return torch.randint(0, 61, (length,), generator=generator).tolist()
-
-    made = [
-        {"prompt_ids": tokens(2, 12), "chosen_ids": tokens(1, 9), "rejected_ids": tokens(1, 9), "margin": number / 4}
-        for number in range(count)
-    ]
-    made[1]["prompt_ids"] = made[0]["prompt_ids"]
-    return made
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def assert_equal(ours: dict, theirs: dict, tolerance: float = 3e-6) -> None:
-    for name, grad in theirs.items():
-        assert (ours[name] - grad).norm() <= tolerance * grad.norm() + 1e-12, name
-
-
-def dense(model):
-    """A copy of a model as transformers makes it."""
-    plain = copy.deepcopy(model)
-    plain.zero_grad()
-    del plain.forward
-    plain.get_input_embeddings().__dict__.pop("forward", None)
-    plain.set_attn_implementation("eager")
-    return plain
-
-
-def dense_logprobs(model, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """[tokens - 1]: log-probs of a whole sequence from the model's own logits."""
-    ids = torch.tensor([prompt + completion])
-    logits = type(model).forward(model, input_ids=ids).logits[0, :-1]
-    return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
 def dense_pairs(model, reference, made) -> tuple[Pairs, torch.Tensor, torch.Tensor]:
@@ -102,11 +54,6 @@ def dense_pairs(model, reference, made) -> tuple[Pairs, torch.Tensor, torch.Tens
     return pairs, torch.cat(chosen), torch.cat(whole)
 
 
-@functools.cache
-def policy_and_reference():
-    return build(0), build(1)
-
-
 def run(options, method, limits, sharing, *, model=None, **collator):
     policy, other = policy_and_reference()
     policy = copy.deepcopy(policy if model is None else model)
@@ -115,7 +62,7 @@ def run(options, method, limits, sharing, *, model=None, **collator):
     collate = CompletionCollator(("chosen_ids", "rejected_ids"), sharing=sharing, **collator)
     totals = Totals()
     models = Models(policy, reference)
-    loss = train_step(models, collate(rows()), method.objective(options), limits=limits, totals=totals)
+    loss = train_step(models, collate(pair_rows()), method.objective(options), limits=limits, totals=totals)
     return loss.item(), gradients(policy), totals.read(torch.device("cpu"))
 
 
@@ -129,7 +76,7 @@ def test_each_dpo_loss_has_the_dense_gradients_under_any_cut(name):
     options = dpo_options(name)
     policy, other = policy_and_reference()
     plain = dense(policy)
-    pairs, chosen, _ = dense_pairs(plain, dense(other), rows())
+    pairs, chosen, _ = dense_pairs(plain, dense(other), pair_rows())
     expected = -chosen.mean() if name == "sft" else preference.LOSSES[name].fn(pairs, options).mean()
     expected.backward()
     for limits in CUTS:
@@ -155,7 +102,7 @@ def test_ld_alpha_weights_what_is_beyond_the_shorter_completion():
     sums = []
     for model in (dense(policy), dense(other)):
         with torch.no_grad():
-            for row in rows():
+            for row in pair_rows():
                 shorter = min(len(row["chosen_ids"]), len(row["rejected_ids"]))
                 sides = [dense_logprobs(model, row["prompt_ids"], row[n])[len(row["prompt_ids"]) - 1 :] for n in
                          ("chosen_ids", "rejected_ids")]  # fmt: skip
@@ -172,7 +119,7 @@ def test_wpo_weights_are_means_of_aligned_log_probs():
     plain = dense(policy)
     weights = []
     with torch.no_grad():
-        for row in rows():
+        for row in pair_rows():
             total = 0.0
             for name in ("chosen_ids", "rejected_ids"):
                 ids = torch.tensor([row["prompt_ids"] + row[name]])
@@ -181,7 +128,7 @@ def test_wpo_weights_are_means_of_aligned_log_probs():
                 own = logps.gather(-1, torch.tensor(row[name])[:, None])[:, 0]
                 total += (own - logps.exp().square().sum(-1).log()).mean()
             weights.append(torch.exp(total))
-        pairs, _, _ = dense_pairs(plain, dense(other), rows())
+        pairs, _, _ = dense_pairs(plain, dense(other), pair_rows())
     expected = (preference.sigmoid(pairs, DPOOptions()) * torch.stack(weights)).mean()
     loss, _, _ = run(DPOOptions(use_weighting=True), DPO, Limits(rows=3), True)
     assert loss == pytest.approx(expected.item(), rel=1e-6)
@@ -192,7 +139,7 @@ def test_wpo_weights_are_means_of_aligned_log_probs():
 def test_orpo_scores_prompt_and_chosen_side(limits, sharing):
     policy, other = policy_and_reference()
     plain = dense(policy)
-    pairs, _, whole = dense_pairs(plain, dense(other), rows())
+    pairs, _, whole = dense_pairs(plain, dense(other), pair_rows())
     chosen, rejected = pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
     odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
     expected = -whole.mean() - 0.2 * F.logsigmoid(odds).mean()
@@ -208,7 +155,7 @@ def test_orpo_scores_prompt_and_chosen_side(limits, sharing):
 def test_cpo_and_simpo(name, alpha):
     policy, other = policy_and_reference()
     plain = dense(policy)
-    pairs, likely, _ = dense_pairs(plain, dense(other), rows())
+    pairs, likely, _ = dense_pairs(plain, dense(other), pair_rows())
     chosen, rejected = pairs.chosen, pairs.rejected
     if name in ("ipo", "simpo"):
         chosen, rejected = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
@@ -237,9 +184,9 @@ def test_reward_models_read_each_sides_last_token(limits, margin):
     values = torch.stack([
         torch.stack([type(plain).forward(plain, input_ids=torch.tensor([r["prompt_ids"] + r[n]])).logits[0, 0]
                      for n in ("chosen_ids", "rejected_ids")])
-        for r in rows()
+        for r in pair_rows()
     ])  # fmt: skip
-    by = torch.tensor([row["margin"] for row in rows()]) if margin else 0.0
+    by = torch.tensor([row["margin"] for row in pair_rows()]) if margin else 0.0
     expected = (-F.logsigmoid(values[:, 0] - values[:, 1] - by) + 0.05 * values.sum(1) ** 2).mean()
     expected.backward()
     for sharing in (True, False):
@@ -280,7 +227,7 @@ def test_sharing_prompts_changes_nothing_with_windows_adapters_and_checkpointing
         model.zero_grad()
         collate = CompletionCollator(("chosen_ids", "rejected_ids"), sharing=sharing)
         models = Models(model, FrozenModel(policy_and_reference()[1], padding_free=True))
-        loss = train_step(models, collate(rows()), DPO.objective(DPOOptions()), limits=Limits(rows=4))
+        loss = train_step(models, collate(pair_rows()), DPO.objective(DPOOptions()), limits=Limits(rows=4))
         found.append((loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert_equal(*(grads for _, grads in found), tolerance=1e-6)
@@ -292,7 +239,7 @@ def test_whole_losses_repeat_the_dropout_of_their_first_pass():
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, attention_dropout=0.3)).double().train()
     install(model)
     reference = FrozenModel(policy_and_reference()[1], padding_free=True)
-    batch = CompletionCollator(("chosen_ids", "rejected_ids"))(rows())
+    batch = CompletionCollator(("chosen_ids", "rejected_ids"))(pair_rows())
     found = []
     for limits in (Limits(rows=4), Limits(rows=4)):
         torch.manual_seed(7)
@@ -318,7 +265,7 @@ def test_whole_losses_repeat_the_dropout_of_their_first_pass():
 def test_evaluation_gives_the_training_loss_and_metrics(name):
     policy, other = policy_and_reference()
     objective = DPO.objective(DPOOptions(loss_type=name))
-    batch = CompletionCollator(("chosen_ids", "rejected_ids"))(rows())
+    batch = CompletionCollator(("chosen_ids", "rejected_ids"))(pair_rows())
     models = Models(copy.deepcopy(policy), FrozenModel(other, padding_free=True))
     trained, evaluated = Totals(), Totals()
     loss = train_step(models, batch, objective, limits=Limits(rows=3), totals=trained)
@@ -329,9 +276,9 @@ def test_evaluation_gives_the_training_loss_and_metrics(name):
 
 
 def test_rows_of_the_same_prompt_share_it():
-    batch = CompletionCollator(("chosen_ids", "rejected_ids"))(rows())
+    batch = CompletionCollator(("chosen_ids", "rejected_ids"))(pair_rows())
     joined = batch.share_prefixes()
-    assert joined.tokens == batch.tokens - len(rows()[0]["prompt_ids"])
+    assert joined.tokens == batch.tokens - len(pair_rows()[0]["prompt_ids"])
     assert joined.repeated_tokens == batch.repeated_tokens
     assert torch.equal(joined.score_target, batch.score_target)
     assert torch.equal(joined.token_ids[joined.score_index], batch.token_ids[batch.score_index])

@@ -8,11 +8,6 @@ import random
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from sabotage import PLACES, out_of_memory
-from test_pair_methods import build, gradients
-from test_pair_methods import rows as pairs
-from test_unpaired_methods import rows as unpaired
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.memory.optimizers import host_states
@@ -28,6 +23,11 @@ from lowtide.step.microbatches import Models
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.recovery import surviving_optimizer_step, surviving_step
 from lowtide.step.train_step import BackwardPlan, Limits
+from tests.support.preference_models import build, gradients
+from tests.support.preference_models import pair_rows as pairs
+from tests.support.preference_models import unpaired_rows as unpaired
+from tests.support.processes import run_ranks
+from tests.support.sabotage import PLACES, out_of_memory
 
 NLL = TokenObjective(LOSSES["nll"])
 
@@ -258,7 +258,7 @@ def rank_main(rank: int, rendezvous: str, path: str) -> None:
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, (f"file://{folder}/rendezvous", f"{folder}/found.pt"), nprocs=2)
+    run_ranks(rank_main, f"file://{folder}/rendezvous", f"{folder}/found.pt")
     return torch.load(folder / "found.pt", weights_only=True)
 
 

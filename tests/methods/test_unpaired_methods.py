@@ -7,15 +7,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from test_pair_methods import (
-    CUTS,
-    assert_equal,
-    dense,
-    dense_logprobs,
-    gradients,
-    policy_and_reference,
-)
-from test_pair_methods import rows as pairs
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.engine.reference import FrozenModel
@@ -24,21 +15,15 @@ from lowtide.methods.kto import KTO, KTOOptions
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
 from lowtide.step.train_step import Limits, evaluate_batch, train_step
-
-
-def rows(labels: str = "10010110") -> list[dict]:
-    made = []
-    for number, (row, label) in enumerate(zip(pairs(), labels, strict=True)):
-        strange = pairs()[number - 1]["chosen_ids"]
-        made.append(
-            {
-                "prompt_ids": row["prompt_ids"],
-                "completion_ids": row["chosen_ids"],
-                "kl_completion_ids": strange,
-                "label": label == "1",
-            }
-        )
-    return made
+from tests.support.preference_models import (
+    CUTS,
+    assert_equal,
+    dense,
+    dense_logprobs,
+    gradients,
+    policy_and_reference,
+    unpaired_rows,
+)
 
 
 def dense_ratios(made, column: str):
@@ -66,7 +51,7 @@ def run(objective, made, limits, sharing, columns=("completion_ids", "kl_complet
 @pytest.mark.parametrize("labels", ["10010110", "11111111", "00000000"])
 @pytest.mark.parametrize("sharing", [True, False])
 def test_ktos_baseline_is_of_the_whole_batch(sharing, labels):
-    made = rows(labels)
+    made = unpaired_rows(labels)
     plain, ratios = dense_ratios(made, "completion_ids")
     _, strange = dense_ratios(made, "kl_completion_ids")
     baseline = strange.detach().mean().clamp(min=0)
@@ -86,7 +71,7 @@ def test_ktos_baseline_is_of_the_whole_batch(sharing, labels):
 
 
 def test_apo_zero_unpaired_has_no_baseline():
-    made = rows()
+    made = unpaired_rows()
     plain, ratios = dense_ratios(made, "completion_ids")
     desirable = torch.tensor([row["label"] for row in made])
     expected = torch.where(desirable, 1 - torch.sigmoid(0.1 * ratios), torch.sigmoid(0.1 * ratios)).mean()
@@ -98,7 +83,7 @@ def test_apo_zero_unpaired_has_no_baseline():
 
 
 def test_bcos_running_mean_goes_on_from_batch_to_batch():
-    made = rows()
+    made = unpaired_rows()
     plain, ratios = dense_ratios(made, "completion_ids")
     desirable = torch.tensor([row["label"] for row in made])
     rewards = 0.1 * ratios
@@ -119,7 +104,7 @@ def test_evaluation_leaves_bcos_running_mean_alone():
     policy, other = policy_and_reference()
     running = RunningMean()
     objective = BCO.objective(BCOOptions(), running=running)
-    batch = CompletionCollator(("completion_ids",), values=("label",))(rows())
+    batch = CompletionCollator(("completion_ids",), values=("label",))(unpaired_rows())
     totals = Totals()
     evaluate_batch(Models(policy, FrozenModel(other, padding_free=True)), batch, objective, totals)
     assert running.count == 0

@@ -5,7 +5,6 @@ tests/gpu/test_attention.py runs the kernels themselves.
 
 import pytest
 import torch
-from dense_attention import LENGTHS, VARIANTS, dense, ragged
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -13,6 +12,7 @@ from lowtide.ops import attention_flash, attention_flex
 from lowtide.ops.attention_grouped import grouped_attention
 from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.varlen_attention import BACKENDS, varlen_attention
+from tests.support.dense_attention import LENGTHS, VARIANTS, dense, ragged
 
 SIGHTS = {
     "causal": Sight(),

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from dense_attention import LENGTHS, VARIANTS, dense, ragged
 
 from lowtide.ops.attention_grouped import grouping
 from lowtide.ops.varlen_attention import AttentionPlan, varlen_attention
 from lowtide.ragged import RaggedBatch
+from tests.support.dense_attention import LENGTHS, VARIANTS, dense, ragged
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

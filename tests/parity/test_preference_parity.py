@@ -1,4 +1,4 @@
-"""lowtide's preference and reward trainers against TRL 1.16's: 20 steps from the same weights, on the same rows.
+"""lowtide's preference and reward trainers against TRL 1.16's: steps from the same weights, on the same rows.
 
 TRL pads, repeats prompts and runs a second model as the reference; so this compares prefix sharing, the ragged path,
 the reference and every loss with the plain computation inside a real run. TRL's ORPO and CPO append an end token to
@@ -14,8 +14,22 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from parity_world import COMMON, MODELS, STEPS, assistant, build_model, lora, sums, tokenizer, train, user
 from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from tests.support.parity_world import (
+    COMMON,
+    FIRST_STEPS,
+    MODELS,
+    STEPS,
+    assistant,
+    build_model,
+    first_steps,
+    lora,
+    sums,
+    tokenizer,
+    train,
+    user,
+)
 
 trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
 lowtide = pytest.importorskip("lowtide")
@@ -60,7 +74,7 @@ CASES = {
     ),
     "ld_alpha": loss("sigmoid", ld_alpha=0.4),
     "wpo": loss("sigmoid", use_weighting=True),
-    "sync_ref_model": loss("sigmoid", sync_ref_model=True, ref_model_sync_steps=5, ref_model_mixup_alpha=0.5),
+    "sync_ref_model": loss("sigmoid", sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5),
     "dpo, implicit prompts": Case(format="implicit"),
     "dpo, conversations": Case(format="explicit chat"),
     "dpo, conversations, implicit prompts": Case(format="implicit chat"),
@@ -98,6 +112,9 @@ CASES = {
     "cpo, cpo-simpo": Case("cpo", flags={"loss_type": "simpo", "cpo_alpha": 0.5, "label_smoothing": 0.1}),
     "cpo, alphapo": Case("cpo", flags={"loss_type": "simpo", "alpha": 0.1}),
 }
+
+QUICK = ("sigmoid", "kto", "reward", "orpo", "cpo")
+LONG = (*QUICK, "dpo, lora", "sync_ref_model")
 
 
 def pair(question: str, answer: str) -> tuple[str, str, str]:
@@ -137,9 +154,9 @@ def model_for(case: Case):
     return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
 
 
-def build_trainer(library: Any, case: Case, output_dir: Any, more: dict[str, Any] | None = None) -> Any:
+def build_trainer(library: Any, case: Case, output_dir: Any, steps: int, more: dict[str, Any] | None = None) -> Any:
     name = NAMES[case.method]
-    own = dict(SETTINGS)
+    own = {**SETTINGS, "max_steps": steps}
     if library in (cpo, orpo):
         own["max_length"] = 1024
     config = getattr(library, f"{name}Config")(output_dir=str(output_dir), **own | case.flags | (more or {}))
@@ -171,14 +188,24 @@ COMPARED = (
 )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", first_steps(CASES, QUICK, LONG))
+def test_first_steps_agree_with_trl(name, tmp_path):
+    check_agreement(CASES[name], FIRST_STEPS, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
 def test_twenty_steps_agree_with_trl(name, tmp_path):
-    case = CASES[name]
-    theirs = build_trainer(THEIRS[case.method], case, tmp_path)
-    ours = build_trainer(lowtide, case, tmp_path, case.ours)
+    check_agreement(CASES[name], STEPS, tmp_path)
+
+
+def check_agreement(case: Case, steps: int, folder: Any) -> None:
+    """Trains both libraries' trainers, and compares the loss, the gradient's norm and the metrics of every step."""
+    theirs = build_trainer(THEIRS[case.method], case, folder, steps)
+    ours = build_trainer(lowtide, case, folder, steps, case.ours)
     ours.model.load_state_dict(theirs.model.state_dict())
     expected, actual = train(theirs), train(ours)
-    assert len(actual["loss"]) == len(expected["loss"]) == STEPS
+    assert len(actual["loss"]) == len(expected["loss"]) == steps
     scale = expected["loss"].abs().mean().item()
     torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=1e-5 * scale)
     torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=2e-3, atol=1e-6)

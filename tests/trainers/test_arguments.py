@@ -1,9 +1,9 @@
 """What a loaded model has to be. Other arguments are in `tests/faults/bad_arguments.py`."""
 
 import pytest
-from exactness.matrix import build, make
 
 from lowtide.run.inputs.arguments import check_kind
+from tests.support.matrix import build, make
 
 
 def test_a_reward_model_as_a_reference_is_refused():

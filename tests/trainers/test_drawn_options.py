@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from exactness.matrix import COMMON, TRAINERS, classes, make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowtide.option_values import Option, options_of
+from tests.support.matrix import COMMON, TRAINERS, classes, make
 
 NOT_TRAINED = {
     "torch_compile": "takes a minute",

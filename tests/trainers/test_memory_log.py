@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_rehearsal import rows, trainer
 
 from lowtide import SFTTrainer
+from lowtide.step import phases
 from lowtide.step.phases import BETWEEN, HighWater, Phases
-from lowtide.step.train_step import phases
 from lowtide.trainers.reports.memory_log import GIB, SLACK, MemoryLog, Prediction
+from tests.support.small_sft import rows, trainer
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from exactness.matrix import make, rows
-from exactness.matrix import watched as run
 from peft import LoraConfig
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.noise import ALPHA, set_noise
+from tests.support.matrix import make, rows
+from tests.support.matrix import watched as run
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "ORPO", "Reward"])

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from exactness.matrix import TECHNIQUES, TRAINERS, make, with_it
+
+from tests.support.matrix import TECHNIQUES, TRAINERS, make, with_it
 
 CULPRIT = "model.layers.1.mlp.down_proj"
 WAYS = {

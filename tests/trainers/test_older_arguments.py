@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from exactness.matrix import COMMON, build, folder, rows, tokenizer
 from transformers import TrainingArguments
 
 from lowtide import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from tests.support.matrix import COMMON, build, folder, rows, tokenizer
 
 PLAIN = {name: value for name, value in COMMON.items() if name != "rehearsal"} | {"output_dir": "run", "max_steps": 1}
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from sabotage import out_of_memory
-from test_rehearsal import trainer
 
 from lowtide.memory.allocators.largest_tensors import LargestTensors
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.predictions import predicted
+from tests.support.sabotage import out_of_memory
+from tests.support.small_sft import trainer
 
 MIB = 1 << 20
 

@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from exactness.matrix import TECHNIQUES, build, classes, folder, make, rows, tokenizer, watched, with_it
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PrinterCallback
 
@@ -17,6 +16,7 @@ from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.rehearsal import reserved_for_states
 from lowtide.trainers import optimizers as trainers_optimizers
 from lowtide.trainers.reports.start import StartReport
+from tests.support.matrix import TECHNIQUES, build, classes, folder, make, rows, tokenizer, watched, with_it
 
 COMMON = {"per_device_train_batch_size": 8, "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
 COMMON |= {"save_strategy": "no", "disable_tqdm": True, "rehearsal": False, "lr_scheduler_type": "constant"}

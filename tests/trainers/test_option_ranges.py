@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from exactness.matrix import TRAINERS, classes, make
 
 from lowtide.cli.adapters import AdapterOptions
 from lowtide.option_values import options_of
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
+from tests.support.matrix import TRAINERS, classes, make
 
 CONFIGS = {kind: classes(kind)[1] for kind in TRAINERS}
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness.matrix import COMMON, build, folder, rows, tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
 from lowtide import CPOTrainer, DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from tests.support.matrix import COMMON, build, folder, rows, tokenizer
 
 STEP = 8
 """Rows of an optimizer step, in whatever micro-batches."""

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from exactness.matrix import make, watched
+
+from tests.support.matrix import make, watched
 
 WAYS = {
     "float32": {},

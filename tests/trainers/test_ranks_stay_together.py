@@ -23,19 +23,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from exactness import matrix
-from exactness.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, watched, with_it
-from heap import young_heap
-from sabotage import OPTIMIZER, PLACES, out_of_memory
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.ranks import replicas
+from lowtide.step import rehearsal
 from lowtide.step.rank_sync import OutOfMemory
-from lowtide.trainers import rehearsal
 from lowtide.trainers.references import precompute
+from tests.support import matrix
+from tests.support.heap import young_heap
+from tests.support.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, watched, with_it
+from tests.support.processes import run_ranks
+from tests.support.sabotage import OPTIMIZER, PLACES, out_of_memory
 
 RANKS = 2
 STEPS = 2
@@ -382,7 +382,7 @@ def rank_main(rank: int, folder: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank, what each case found."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, (str(folder),), nprocs=RANKS)
+    run_ranks(rank_main, str(folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

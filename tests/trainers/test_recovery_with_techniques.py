@@ -10,8 +10,9 @@ import random
 from typing import Any
 
 import pytest
-from exactness.matrix import TECHNIQUES, TRAINERS, check_equal, make, watched, with_it
-from sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
+
+from tests.support.matrix import TECHNIQUES, TRAINERS, check_equal, make, watched, with_it
+from tests.support.sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
 
 IN_BACKWARD = "optimizer in backward"
 BUDGET = 80

@@ -6,56 +6,20 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from exactness.matrix import COMMON, build, classes, folder, make, tokenizer, watched
-from sabotage import out_of_memory
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowtide import SFTConfig, SFTTrainer
 from lowtide.memory.allocators.settings import steady_malloc
 from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.step.heaviest import heaviest_rows, row_lengths
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.rehearsal import rehearse
-
-
-def rows(count: int = 24, longest: int = 30) -> Dataset:
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(2, longest, (count,), generator=generator).tolist()
-    made = [torch.randint(0, 40, (length,), generator=generator).tolist() for length in lengths]
-    return Dataset.from_dict({"input_ids": made, "labels": made})
-
-
-def trainer(folder: Path, **options) -> SFTTrainer:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=40,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            attention_dropout=0.1,
-        )
-    )
-    settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 3,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        **options,
-    }
-    return SFTTrainer(model, SFTConfig(**settings), train_dataset=rows())
+from tests.support.matrix import COMMON, build, classes, folder, make, tokenizer, watched
+from tests.support.sabotage import out_of_memory
+from tests.support.small_sft import trainer
 
 
 def test_the_heaviest_rows_are_the_longest_that_go_together_and_those_that_fill_the_budget():
@@ -132,18 +96,19 @@ def test_the_heaviest_pair_is_the_one_whose_prompt_is_repeated(sharing):
 
 SCRIPT = """
 import json, sys
-sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
-from test_rehearsal import *
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, LlamaConfig
+from lowtide import SFTConfig, SFTTrainer
 from lowtide.memory.allocators.measure import peak_bytes
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=1024,
     num_hidden_layers=4, num_attention_heads=4))
 lengths = [256] * 4 + [32] * 60
-data = Dataset.from_dict({{"input_ids": [[7] * n for n in lengths], "labels": [[7] * n for n in lengths]}})
+data = Dataset.from_dict({"input_ids": [[7] * n for n in lengths], "labels": [[7] * n for n in lengths]})
 args = SFTConfig(sys.argv[1], per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=8, use_cpu=True,
-    report_to="none", save_strategy="no", disable_tqdm=True, dataset_kwargs={{"skip_prepare_dataset": True}},
+    report_to="none", save_strategy="no", disable_tqdm=True, dataset_kwargs={"skip_prepare_dataset": True},
     gradient_checkpointing=False, train_sampling_strategy="sequential")
 run = SFTTrainer(model, args, train_dataset=data)
 before = peak_bytes(torch.device("cpu"))
@@ -153,9 +118,8 @@ print(json.dumps([before, run.rehearsed_bytes, peak_bytes(torch.device("cpu"))])
 
 
 def test_no_step_needs_more_than_the_rehearsed_peak(tmp_path):
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    script, steady = SCRIPT.format(paths=paths), os.environ | steady_malloc({})
-    out = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=steady)
+    steady = os.environ | steady_malloc({})
+    out = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, env=steady)
     assert out.returncode == 0, out.stderr
     before, rehearsed, peak = json.loads(out.stdout.strip().split("\n")[-1])
     assert rehearsed - before > 100e6

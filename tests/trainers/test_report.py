@@ -1,9 +1,9 @@
 """The start-up report has a line for each technique that was switched on: what it changes, or that it does nothing."""
 
 import pytest
-from exactness.matrix import TECHNIQUES, installed, make, with_it
 
 from lowtide.trainers.reports.start import StartReport
+from tests.support.matrix import TECHNIQUES, installed, make, with_it
 
 NAMED = [technique for technique in TECHNIQUES.values() if technique.named and technique.options]
 

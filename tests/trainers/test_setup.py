@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from exactness.matrix import build
 
 from lowtide.engine import forward
 from lowtide.run import engine as setup
 from lowtide.run.engine import install_engine
+from tests.support.matrix import build
 
 
 @pytest.mark.parametrize("said", [None, True, False])

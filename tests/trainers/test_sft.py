@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from exactness.matrix import dense_head
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -29,6 +28,7 @@ from transformers import (
 
 from lowtide import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening, SFTConfig, SFTTrainer
 from lowtide.memory import table
+from tests.support.matrix import dense_head
 
 WORDS = [f"w{n}" for n in range(50)]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide import SFTConfig, SFTTrainer
+from tests.support.processes import run_ranks
 
 ROWS = 21  # no multiple of the batch: the last one is filled up with rows that must not count twice
 
@@ -84,7 +84,7 @@ def test_two_ranks_train_and_evaluate_as_one(kind, tmp_path):
     store = TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
     port, store = store.port, None
     (tmp_path / "port").write_text(str(port))
-    mp.spawn(rank_main, (str(tmp_path), kind), nprocs=2)
+    run_ranks(rank_main, str(tmp_path), kind)
     weights, losses, evaluation = torch.load(tmp_path / "found.pt", weights_only=True)
     expected_weights, expected_losses, expected_evaluation = run(str(tmp_path / "one"), 4, kind)
     assert losses == pytest.approx(expected_losses, rel=1e-5)

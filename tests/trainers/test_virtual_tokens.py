@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness.matrix import build, make, tokenizer
-from exactness.matrix import watched as run
 from peft import (
     MultitaskPromptTuningConfig,
     PrefixTuningConfig,
@@ -17,6 +15,8 @@ from peft import (
 from lowtide.engine.forward import install, pad, score
 from lowtide.ragged import RaggedBatch
 from lowtide.trainers.reports.start import StartReport
+from tests.support.matrix import build, make, tokenizer
+from tests.support.matrix import watched as run
 
 KINDS = {
     "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
@@ -62,9 +62,8 @@ def test_a_trainer_trains_them_and_says_how(config, kind):
 
 
 def test_checkpointing_is_off_with_a_prefix_and_refused_where_it_is_asked_for(caplog, tmp_path):
-    from exactness.matrix import rows
-
     from lowtide import SFTConfig, SFTTrainer
+    from tests.support.matrix import rows
 
     def made(**more) -> SFTTrainer:
         args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **more)

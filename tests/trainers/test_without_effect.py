@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from exactness.matrix import build, folder, make, rows, tokenizer
-from exactness.matrix import watched as run
 from transformers import AutoModelForCausalLM
 
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.trainers.reports.start import StartReport
+from tests.support.matrix import build, folder, make, rows, tokenizer
+from tests.support.matrix import watched as run
 
 
 def said(trainer) -> dict[str, str]:

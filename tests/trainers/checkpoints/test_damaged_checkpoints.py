@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness.matrix import make
 from peft import LoraConfig
-from small_runs import SAVING, assert_same, small, trained, weights
 
 from lowtide.trainers.checkpoints.choosing import last_whole
 from lowtide.trainers.checkpoints.manifest import MANIFEST, seal
 from lowtide.trainers.checkpoints.soundness import damage
+from tests.support.matrix import make
+from tests.support.small_runs import SAVING, assert_same, small, trained, weights
 
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "run_state.json", "trainer_state.json")
 

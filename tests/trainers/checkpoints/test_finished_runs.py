@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from small_runs import assert_same, small, trained, weights
+
+from tests.support.small_runs import assert_same, small, trained, weights
 
 
 @pytest.mark.parametrize(

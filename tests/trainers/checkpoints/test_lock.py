@@ -12,11 +12,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from small_runs import small, trained
 
 from lowtide.trainers.checkpoints import lock
 from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
 from lowtide.trainers.checkpoints.whole import STAGING
+from tests.support.small_runs import small, trained
 
 
 def hold(folder: str, held) -> None:

@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 import torch
-from exactness.matrix import make
 from peft import LoraConfig
-from small_runs import SAVING, assert_same, small, trained, weights
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from tests.support.matrix import make
+from tests.support.small_runs import SAVING, assert_same, small, trained, weights
 
 
 def adapters(**options):

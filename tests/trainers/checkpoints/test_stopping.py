@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exactness.matrix import make
-from small_runs import SAVING, assert_same, small, trained, weights
 from transformers import TrainerCallback
 
 from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest
 from lowtide.trainers.checkpoints.stopping import Interrupted, Stopped
+from tests.support.matrix import make
+from tests.support.small_runs import SAVING, assert_same, small, trained, weights
 
 
 class At(TrainerCallback):

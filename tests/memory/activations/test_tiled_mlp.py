@@ -1,0 +1,325 @@
+"""Tiled MLPs give the values and gradients of whole ones, compute nothing more often and hold less."""
+
+import collections
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.engine.forward import causal_model
+from lowtide.memory.activations.tiled_mlp import _tiles_differ, install_tiled_mlp, remove_tiled_mlp
+from tests.support.tiny_models import assert_close, build, gradients, loss_of, prepared, separate, shared, with_adapters
+
+PHI3 = {"num_key_value_heads": 4}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+MODELS = {
+    "llama": lambda dtype: build("llama", dtype),
+    "llama_tied": lambda dtype: build("llama", dtype, tie_word_embeddings=True, mlp_bias=True),
+    "gemma2": lambda dtype: build("gemma2", dtype),
+    "phi3": lambda dtype: build("phi3", dtype, **PHI3),
+    "gpt2": lambda dtype: build("gpt2", dtype, **GPT2),
+    "gpt_neox": lambda dtype: build("gpt_neox", dtype),
+    "apertus": lambda dtype: build("apertus", dtype),
+    "adapters": lambda dtype: with_adapters(build("llama", dtype)).to(dtype),
+    "gpt2_adapters": lambda dtype: with_adapters(build("gpt2", dtype, **GPT2), fan_in_fan_out=True).to(dtype),
+}
+CHECKPOINTING = [None, {"use_reentrant": False}, {"use_reentrant": True}]
+
+
+def run(model, batch=None):
+    """(the log-likelihood, all gradients), padded where `batch` is None."""
+    if batch is not None:
+        loss = loss_of(model, batch)
+    else:
+        ids = torch.arange(1, 43).view(3, 14)
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = -torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).mean()
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12)], ids=str)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_values_and_gradients_equal_whole_ones(make, dtype, tolerance, checkpointing):
+    model = make(dtype)
+    if checkpointing is not None:
+        causal_model(model).gradient_checkpointing_enable(checkpointing)
+    loss, wanted = run(model)
+    for tile in (1, 5, 100):
+        assert install_tiled_mlp(model, tile) == 2
+        tiled_loss, got = run(model)
+        torch.testing.assert_close(tiled_loss, loss, rtol=tolerance, atol=0)
+        assert_close(got, wanted, tolerance)
+
+
+@pytest.mark.parametrize("batch", [separate, shared])
+def test_ragged_batches(batch):
+    model = prepared(build(dtype=torch.float64))
+    loss, wanted = run(model, batch())
+    install_tiled_mlp(model, 7)
+    tiled_loss, got = run(model, batch())
+    torch.testing.assert_close(tiled_loss, loss, rtol=1e-12, atol=0)
+    assert_close(got, wanted, 1e-12)
+
+
+def test_without_gradients_and_after_removal_the_values_are_the_same():
+    model = build()
+    ids = torch.arange(1, 43).view(3, 14)
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        install_tiled_mlp(model, 4)
+        torch.testing.assert_close(model(input_ids=ids).logits, wanted)
+        copied = copy.deepcopy(model)
+        remove_tiled_mlp(model)
+        assert torch.equal(model(input_ids=ids).logits, wanted)
+        assert "forward" not in vars(model.model.layers[0].mlp)
+        nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
+        torch.testing.assert_close(copied(input_ids=ids).logits, wanted)
+
+
+def test_mixed_precision_is_as_near_to_float32_as_without_tiles():
+    model = build(mlp_bias=True)
+    _, wanted = run(model)
+    errors = []
+    for tile in (None, 5):
+        if tile is not None:
+            install_tiled_mlp(model, tile)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=torch.arange(1, 43).view(3, 14), use_cache=False).logits.float()
+        ids = torch.arange(1, 43).view(3, 14)
+        (-torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).mean()).backward()
+        got = gradients(model)
+        assert all(grad.dtype == torch.float32 for grad in got.values())
+        errors.append(max(float((got[n] - w).norm() / w.norm()) for n, w in wanted.items()))
+    assert 0 < errors[1] < 1.2 * errors[0]
+
+
+def test_bfloat16_weights_lose_nothing_to_the_number_of_tiles():
+    model = build(dtype=torch.bfloat16)
+    exact = build(dtype=torch.float64)
+    exact.load_state_dict(model.state_dict())
+    _, wanted = run(exact)
+    _, whole = run(model)
+    install_tiled_mlp(model, 1)
+    _, tiled = run(model)
+
+    def error(got):
+        return max(float((got[n].double() - w).norm() / w.norm()) for n, w in wanted.items() if "mlp" in n)
+
+    assert error(tiled) < 1.2 * error(whole)
+
+
+class Counter(nn.Module):
+    """An activation that counts the tokens it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = 0
+
+    def forward(self, x):
+        self.tokens += x.shape[:-1].numel()
+        return nn.functional.silu(x)
+
+
+@pytest.mark.parametrize(("checkpointing", "times"), list(zip(CHECKPOINTING, (2, 2, 3), strict=True)), ids=str)
+def test_each_token_is_computed_twice(checkpointing, times):
+    """In forward and in backward; only a reentrant checkpoint, which cannot stop early, adds a third time."""
+    model = prepared(build())
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+    install_tiled_mlp(model, 5)
+    counters = [Counter() for _ in model.model.layers]
+    for layer, counter in zip(model.model.layers, counters, strict=True):
+        layer.mlp.act_fn = counter
+    loss_of(model, separate()).backward()
+    assert [counter.tokens for counter in counters] == [times * separate().tokens] * 2
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING, ids=str)
+def test_hooks_on_parameters_see_the_whole_gradient_once(checkpointing):
+    model = prepared(build())
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+    install_tiled_mlp(model, 5)
+    weight = model.model.layers[0].mlp.gate_proj.weight
+    seen: list[torch.Tensor] = []
+    after: list[torch.Tensor] = []
+    weight.register_hook(lambda grad: seen.append(grad.clone()))
+    weight.register_post_accumulate_grad_hook(lambda p: after.append(torch.clone(p.grad)))
+    loss_of(model, separate()).backward()
+    assert len(seen) == len(after) == 1
+    assert torch.equal(seen[0], weight.grad)
+    assert torch.equal(after[0], weight.grad)
+
+
+def test_frozen_weights_get_no_gradient():
+    model = prepared(build())
+    for parameter in model.model.layers[0].mlp.parameters():
+        parameter.requires_grad_(False)
+    _, wanted = run(model, separate())
+    install_tiled_mlp(model, 5)
+    _, got = run(model, separate())
+    assert_close(got, wanted, 2e-6)
+    assert not any("layers.0.mlp" in name for name in got)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING, ids=str)
+def test_backward_sees_the_dropout_of_forward(checkpointing):
+    """A finite difference under fixed random numbers."""
+    model = prepared(build(dtype=torch.float64))
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+    model = with_adapters(model, lora_dropout=0.3).double()
+    install_tiled_mlp(model, 5)
+    weight = next(p for name, p in model.named_parameters() if "layers.0.mlp.gate_proj.lora_A" in name)
+
+    def loss():
+        torch.manual_seed(11)
+        return loss_of(model, separate())
+
+    loss().backward()
+    assert weight.grad is not None
+    gradient, direction = weight.grad, torch.randn_like(weight)
+    step = 1e-3  # norms compute in float32
+    with torch.no_grad():
+        weight += step * direction
+        above = loss()
+        weight -= 2 * step * direction
+        below = loss()
+    torch.testing.assert_close((gradient * direction).sum(), (above - below) / (2 * step), rtol=1e-3, atol=0)
+
+
+def test_a_weight_changed_before_backward_is_an_error_as_ever():
+    model = prepared(build())
+    install_tiled_mlp(model, 5)
+    loss = loss_of(model, separate())
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen3_moe", EXPERTS, r"model\.layers\.0\.mlp, a Qwen3MoeSparseMoeBlock"),
+        ("bloom", {"n_head": 4}, r"transformer\.h\.0\.mlp, a BloomMLP"),
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "model type opt"),
+        ("mamba", {"state_size": 4}, "model type mamba"),
+    ],
+)
+def test_what_is_no_token_wise_mlp_is_refused(model_type, changes, message):
+    with pytest.raises(ValueError, match=message):
+        install_tiled_mlp(build(model_type, **changes), 8)
+
+
+class Mixing(nn.Module):
+    """Looks like an MLP, and lets tokens see each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).softmax(dim=1))
+
+
+def test_tokens_that_see_each_other_are_found_out():
+    with pytest.raises(ValueError, match=r"mlp, a Mixing.*other values"):
+        install_tiled_mlp(nn.ModuleDict({"mlp": Mixing()}), 8)
+    with pytest.raises(ValueError, match="0 tokens"):
+        install_tiled_mlp(build(), 0)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_products_in_16_bits_may_differ_by_their_rounding(quantized):
+    """As those of 4-bit layers do, whose kernels go by the number of tokens, with float32 adapters around them."""
+
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.adapter = nn.Linear(4, 4)
+            if quantized:
+                self.codes = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+
+        def forward(self, x):
+            return self.adapter(x) * (1 + 2e-3 * (x.shape[1] > 2))
+
+    module = MLP()
+    found = _tiles_differ(module, 4, list(module.parameters()))
+    assert found == (None if quantized else "gives other values for tiles than for all tokens")
+
+
+def test_installing_leaves_modes_and_random_numbers_alone():
+    model = build()
+    model.model.layers[0].mlp.eval()
+    before = torch.get_rng_state()
+    install_tiled_mlp(model, 8)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.model.layers[0].mlp.training
+    assert model.model.layers[1].mlp.training
+
+
+RESIDENT = """
+import sys, torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+from lowtide.memory.allocators.host_heap import trim_heap
+from lowtide.memory.allocators.measure import peak_resident_bytes
+from lowtide.engine.forward import causal_model
+from lowtide.memory.activations.tiled_mlp import install_tiled_mlp, remove_tiled_mlp
+
+model = torch.nn.ModuleDict({"mlp": LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=1024))})
+x = torch.randn(1, 8192, 64, requires_grad=True)  # the inner tensors are 32 MiB each
+
+def rise():
+    trim_heap()
+    before = peak_resident_bytes()
+    model["mlp"](x).sum().backward()
+    return (peak_resident_bytes() - before) >> 20
+
+install_tiled_mlp(model, 512)
+first = rise()
+remove_tiled_mlp(model)
+print(first, rise())
+"""
+
+
+def test_resident_memory_falls():
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    tiled, whole = map(int, done.stdout.split())
+    assert whole > 90
+    assert tiled < whole / 2
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts to bfloat16 by the shape of what is cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.seen[tuple(args[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_each_weight_once_for_all_tiles_and_keeps_none():
+    model = build("llama", torch.float32)
+    install_tiled_mlp(model, 5)
+    mlp = causal_model(model).model.layers[0].mlp
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Casts() as casts:
+        mlp(torch.randn(1, 14, mlp.hidden_size))
+        assert not torch.is_autocast_cache_enabled()
+    assert casts.seen[tuple(mlp.gate_proj.weight.shape)] == 2  # and that of up_proj
+    assert casts.seen[tuple(mlp.down_proj.weight.shape)] == 1

@@ -1,0 +1,235 @@
+"""The order of copies on a CUDA device, on a CPU: streams that copy as late as their events allow.
+
+A copy on a side stream runs only when somebody waits for it. A tensor let go too early, a missing wait or a host
+buffer read before it is written then shows as a wrong value or a failed assertion. The computation itself runs at once.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.memory.activations.checkpointing import POLICIES, _contexts, set_checkpointing
+from lowtide.memory.activations.offloading import ActivationOffload
+from lowtide.memory.allocators.pinned_host import PinnedHost
+from tests.support.tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    def __init__(self, device=None):
+        self.queue, self.done, self.synced = [], 0, False
+
+    def record_event(self):
+        return self, self.done + len(self.queue)
+
+    def wait_event(self, event):
+        stream, position = event
+        self.queue.append(lambda: stream.run(position))
+
+    def wait_stream(self, other):
+        assert isinstance(other, Computation)
+        self.synced = True
+
+    def run(self, position):
+        while self.done < position:
+            self.done += 1
+            self.queue.pop(0)()
+
+
+class Computation(Stream):
+    def wait_event(self, event):
+        stream, position = event
+        stream.run(position)
+
+
+class Late(TorchDispatchMode):
+    """Puts copies into the queue of a stream."""
+
+    def __init__(self, stream):
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        assert self.stream.synced, "a copy must wait for the computation before it"
+        self.stream.synced = False
+        target, source = args[:2]
+        self.stream.queue.append(Copy(target, source))
+        return target
+
+
+class Copy:
+    """Holds neither tensor, as a kernel does not; pinned memory is held by its pool."""
+
+    def __init__(self, target, source):
+        self.sides = [self._side(target), self._side(source)]
+
+    def _side(self, tensor):
+        return tensor if getattr(tensor, "is_host", False) else StorageWeakRef(tensor.untyped_storage())
+
+    def __call__(self):
+        target, source = map(self._tensor, self.sides)
+        target.copy_(source)
+
+    def _tensor(self, side):
+        if isinstance(side, torch.Tensor):
+            return side
+        storage = torch.UntypedStorage._new_with_weak_ptr(side.cdata)
+        assert storage is not None, "device memory was let go before its copy was done"
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+class FakeCuda:
+    Stream = Stream
+
+    def __init__(self):
+        self.computation = Computation()
+
+    def current_stream(self, device):
+        return self.computation
+
+    def stream(self, stream):
+        return Late(stream)
+
+
+class Host(PinnedHost):
+    """Marks its host buffers, so that a copy can tell them from device memory."""
+
+    def _buffer(self, size):
+        buffer = torch.full((size,), 171, dtype=torch.uint8)
+        buffer.is_host = True  # pyright: ignore[reportAttributeAccessIssue]
+        return buffer
+
+
+def host():
+    return Host(CPU, FakeCuda())
+
+
+def offload_to(store, model, **options):
+    offload = ActivationOffload(model, CPU, min_bytes=1, **options)
+    offload.store = store
+    return offload
+
+
+@pytest.mark.parametrize("batch", [separate, shared])
+@pytest.mark.parametrize(
+    ("checkpointing", "policy"),
+    [(None, "full"), ({"use_reentrant": True}, "full"), *(({"use_reentrant": False}, policy) for policy in POLICIES)],
+)
+def test_gradients_are_the_same_bits(batch, checkpointing, policy):
+    model = prepared(build())
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+        set_checkpointing(model, policy, kwargs=checkpointing)
+    loss_of(model, batch()).backward()
+    wanted = gradients(model)
+    store = host()
+    offload = offload_to(store, model)
+    for _ in range(3):
+        with offload.around():
+            loss = loss_of(model, batch())
+        loss.backward()
+        assert_same(gradients(model), wanted)
+        assert offload.offloaded_bytes == 0
+        assert len(store._waiting) == len(store._leaving) == 0
+    assert offload.peak_offloaded_bytes > 0
+
+
+def test_few_tensors_are_held_while_they_leave():
+    store = host()
+    sources = [torch.full((10,), float(n)) for n in range(6)]
+    alive = [StorageWeakRef(source.untyped_storage()) for source in sources]
+    stored = [store.put(sources.pop(0)) for _ in range(6)]
+    assert [ref.expired() for ref in alive] == [True] * 4 + [False] * 2
+    for n in reversed(range(6)):
+        assert torch.empty(0).set_(store.get(stored[n])).tolist() == [float(n)] * 10
+
+
+def test_those_that_left_before_set_out_ahead():
+    store = host()
+    stored = [store.put(torch.full((10,), float(n))) for n in range(6)]
+    assert torch.empty(0).set_(store.get(stored[5])).tolist() == [5.0] * 10
+    assert [each.back is not None for each in stored] == [False] * 3 + [True] * 2 + [False]
+    for n in (4, 3, 2, 1, 0):
+        assert torch.empty(0).set_(store.get(stored[n])).tolist() == [float(n)] * 10
+    assert all(each.back is None for each in stored)
+
+
+def test_what_a_layer_keeps_sets_out_in_the_order_of_its_leaving():
+    store = host()
+    stored = [store.put(torch.full((10,), float(n))) for n in range(8)]
+    store.get(stored[3])  # the input of a layer, which has kept the others
+    assert [n for n, each in enumerate(stored) if each.back is not None] == [4, 5]
+    for n in (4, 5, 6):
+        store.get(stored[n])
+    assert [n for n, each in enumerate(stored) if each.back is not None] == [2, 7]
+
+
+def test_a_change_while_what_is_kept_leaves_is_an_error():
+    offload = offload_to(host(), nn.Module())
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def changed(x):
+        return (x @ weight).mul_(2).sin()
+
+    with offload.around():
+        kept = functools.partial(_contexts, POLICIES["matmul"])
+        y = checkpoint(changed, torch.randn(4, 4), use_reentrant=False, context_fn=kept)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_what_set_out_and_is_not_asked_for_is_let_go_after_its_copy():
+    store = host()
+    stored = [store.put(torch.full((10,), float(n))) for n in range(3)]
+    store.get(stored[2])
+    assert stored[1].back is not None
+    back = StorageWeakRef(stored[1].back.untyped_storage())
+    store.free(stored[1])
+    assert back.expired()
+    store.get(stored[0])
+    assert not store.into.queue
+
+
+def test_a_change_during_the_copy_is_an_error():
+    store = host()
+    x = torch.ones(10)
+    stored = store.put(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        store.get(stored)
+
+
+def test_host_memory_is_bounded():
+    store = host()
+    offload = offload_to(store, nn.Module(), max_host_bytes=4096)
+    x = torch.randn(200, requires_grad=True)  # 800 bytes, 1024 in the pool
+    with offload.around():
+        y = x
+        for _ in range(8):
+            y = (y * 2).sin()
+    assert offload.offloaded_bytes == 4096
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    z = x
+    for _ in range(8):
+        z = (z * 2).sin()
+    assert torch.equal(gradient, torch.autograd.grad(z.sum(), x)[0])
+    assert offload.offloaded_bytes == 0
+
+
+def test_what_is_dropped_before_its_copy_is_done_is_not_held():
+    store = host()
+    x = torch.ones(10)
+    alive = StorageWeakRef(x.untyped_storage())
+    stored = store.put(x)
+    del x
+    assert not alive.expired()
+    store.free(stored)
+    assert alive.expired()

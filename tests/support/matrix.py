@@ -1,0 +1,622 @@
+"""The world in which every memory technique meets every trainer: a tiny Llama, a few rows, and what is counted there.
+
+A run trains for some steps and tells its losses, its weights, and how often the parts of the model were passed. It is
+compared with the run that lacks one technique and is the same in all else. `cell` is one technique in one trainer, and
+fails if that does not do what the table of techniques says of it: `test_matrix.py` goes by it, and so does
+`python -m tests.exactness`, which writes `docs/matrix.md`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+)
+
+import lowtide
+from lowtide.engine import head
+from lowtide.engine.forward import causal_model
+from lowtide.memory import table
+from lowtide.memory.activations.checkpointing import POLICIES
+from lowtide.memory.activations.offloading import ActivationOffload
+from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
+from lowtide.memory.table import TECHNIQUES
+from lowtide.memory.technique import Technique
+from lowtide.ops import linear_logprobs
+from lowtide.ops.linear_logprobs import TokenStats
+
+TRAINERS = ("SFT", "DPO", "KTO", "Reward", "ORPO", "CPO", "BCO")
+UNPAIRED = ("KTO", "BCO")
+STEPS = 5
+ROWS = 16
+BATCH = 8
+"""Rows of a step; with gradient accumulation they come in several."""
+
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": BATCH,
+    "max_steps": STEPS,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "constant",
+    "train_sampling_strategy": "sequential",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "rehearsal": False,
+}
+"""Of every run: nothing is switched on but what always is, and padding-free batches."""
+
+LOW_RANK = {"optim_target_modules": "all-linear", "optim_args": "rank=16,update_proj_gap=2,scale=2"}
+FIRST: dict[str, dict[str, Any]] = {
+    "checkpointing that keeps attention": {"gradient_checkpointing": True},
+    "checkpointing that keeps products": {"gradient_checkpointing": True},
+    "checkpointing of every k-th layer": {"gradient_checkpointing": True},
+    "packing": {"max_length": 52},
+    "compiled layers": {"torch_compile_backend": "eager"},  # the graphs, without the time of a compiler
+    "GaLore": LOW_RANK,
+    "APOLLO": LOW_RANK,
+}
+"""What a technique needs beside its own options; its plain run does without."""
+
+WIDE = {"intermediate_size": 160}
+PLAIN: dict[str, dict[str, Any]] = {
+    # moments of fewer than 4,096 elements stay in 32 bits
+    "8-bit AdamW (torchao)": WIDE,
+    "4-bit AdamW (torchao)": WIDE,
+    "8-bit AdamW (bitsandbytes)": WIDE,
+    "optimizer in backward": {"max_grad_norm": 0.0},
+    "padding-free batches": {"padding_free": False},
+    "prefix sharing": {"prefix_sharing": False},
+    "packing": {"per_device_train_batch_size": ROWS},
+}
+"""Options of the plain run of a technique, and of its model; those that the technique does not set itself are of both
+runs. All rows are in one batch where they are packed, since a batch counts bins then."""
+
+
+ROUNDING = 1e-5
+"""Relative distance of losses and of the norms of weights up to which runs are equal; up to 4e-6 is seen."""
+BITWISE = {
+    "gradient checkpointing",
+    "checkpointing that keeps attention",
+    "checkpointing that keeps products",
+    "checkpointing of every k-th layer",
+    "activation offloading",
+    "optimizer in backward",
+    "rehearsal",
+}
+"""The techniques that change no bit; the other exact ones add up in another order."""
+EXCLUDED = [{"tiled MLP", "compiled layers"}]
+"""Pairs that are refused, with the reason."""
+BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.25
+"""How far the last loss may be from the plain run's, as a share of the fall from its first to its last: where numbers
+are rounded, where they are to 4 bits, and with another optimizer."""
+
+
+@dataclass
+class Run:
+    """What came out of a training, and what the model was put through."""
+
+    trainer: Any
+    losses: list[float] = field(default_factory=list)
+    forwards: list[int] = field(default_factory=list)
+    """Tokens of each forward."""
+    graphs: int = 0
+    """Forwards that backward follows."""
+    layers: list[int] = field(default_factory=lambda: [0, 0])
+    """Passages of each layer's first module; recomputation passes again."""
+    activations: int = 0
+    """Passages of the first layer's activation function."""
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    """Of what comes out of it."""
+    heads: int = 0
+    """Passages of the fused head."""
+    compiled: bool = False
+    """Whether all layers were, for the last step."""
+    liger: bool = False
+    """Whether the norms had Liger's forward then."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    offload: ActivationOffload | None = None
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({piece: n for n, piece in enumerate(["<eos>", *alphabet])}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+
+
+def build(kind: str, intermediate_size: int) -> PreTrainedModel:
+    """Two layers, with weights large enough for attention to be far from uniform."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer()),
+        hidden_size=32,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.1,
+        num_labels=1,
+        eos_token_id=0,
+    )
+    family = AutoModelForSequenceClassification if kind == "Reward" else AutoModelForCausalLM
+    return family.from_config(config)
+
+
+def rows(kind: str) -> Dataset:
+    """`ROWS` rows of different lengths; single completions come in twos with one prompt."""
+    pairs = [
+        {
+            "prompt": f"{n * n}+{n}=",
+            "chosen": f"{n * n + n}" + "!" * (n % 3),
+            "rejected": f"{n + 1}" + " or more" * (n % 3),
+        }
+        for n in range(ROWS)
+    ]
+    if kind == "SFT":
+        return Dataset.from_list([{"text": row["prompt"] + row["chosen"] + row["rejected"] * 2} for row in pairs])
+    if kind in UNPAIRED:
+        singles = [
+            {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+            for row in pairs[1 : ROWS // 2 + 1]
+            for name in ("chosen", "rejected")
+        ]
+        return Dataset.from_list(singles)
+    return Dataset.from_list(pairs)
+
+
+@functools.cache
+def folder() -> Path:
+    """For what trainers write."""
+    made = tempfile.TemporaryDirectory(prefix="lowtide-matrix-")
+    folder.kept = made  # type: ignore[attr-defined]
+    return Path(made.name)
+
+
+class Watched:
+    """Mixed into a trainer: rows are prepared once for all runs, and losses are kept as they are."""
+
+    prepared: dict[tuple[str, bool], Any] = {}  # noqa: RUF012
+
+    def prepare(self, dataset: Any, name: str) -> Any:
+        self.run = Run(self)
+        args: Any = self.args  # type: ignore[attr-defined]
+        key = type(self).__name__, getattr(args, "packing", False)
+        if key not in Watched.prepared:
+            # KTO draws mismatched completions from the rows of a batch, which accumulation shall not change.
+            batch = mock.patch.object(args, "per_device_train_batch_size", BATCH)
+            with batch, mock.patch("datasets.config.HF_DATASETS_CACHE", str(folder())):
+                Watched.prepared[key] = super().prepare(dataset, name)  # type: ignore[misc]
+        return Watched.prepared[key]
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Tensor:
+        loss = super().training_step(model, inputs, *args)  # type: ignore[misc]
+        if inputs is not None:
+            self.run.losses.append(loss.item())
+            layers: Any = causal_model(model).get_submodule("model.layers")
+            self.run.compiled = all(hasattr(layer, "compiled_here") for layer in layers)
+            self.run.liger = all("liger" in layer.input_layernorm.forward.__module__ for layer in layers)
+        return loss
+
+
+class SmallOffload(ActivationOffload):
+    """Offloads what is small too, and can be found again."""
+
+    last: SmallOffload
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, min_bytes=1024)
+        SmallOffload.last = self
+
+
+@functools.cache
+def classes(kind: str) -> tuple[type, type]:
+    """The watched trainer, and its config."""
+    own = getattr(lowtide, f"{kind}Trainer")
+    return type(f"Watched{kind}", (Watched, own), {}), getattr(lowtide, f"{kind}Config")
+
+
+def make(
+    kind: str,
+    *,
+    model: PreTrainedModel | None = None,
+    peft_config: Any = None,
+    data_collator: Any = None,
+    **options: Any,
+) -> Any:
+    """A trainer on the rows of its kind, by default of all weights of the tiny Llama."""
+    trainer_class, config_class = classes(kind)
+    options = {"output_dir": str(folder()), **COMMON, **options}
+    width = options.pop("intermediate_size", 64)
+    options["per_device_train_batch_size"] //= options.get("gradient_accumulation_steps", 1)
+    with mock.patch.object(table, "ActivationOffload", SmallOffload):
+        made = trainer_class(
+            model=build(kind, width) if model is None else model,
+            args=config_class(**options),
+            data_collator=data_collator,
+            train_dataset=rows(kind),
+            processing_class=tokenizer(),
+            peft_config=peft_config,
+        )
+    if options.get("activation_offloading"):
+        made.run.offload = SmallOffload.last
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def watched(trainer: Any) -> Run:
+    """A training, with what there is to see of it."""
+    with watching(trainer.run, causal_model(trainer.model)):
+        trainer.train()
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.run.weights = {name: p.detach().clone() for name, p in trained.items()}
+    return trainer.run
+
+
+@contextlib.contextmanager
+def watching(run: Run, model: Any) -> Iterator[None]:
+    """Counts what passes the parts of a model."""
+
+    def embedded(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        run.forwards.append(inputs[0].numel())
+        run.graphs += torch.is_grad_enabled()
+
+    def passed(number: int) -> Callable[..., None]:
+        def pass_by(_module: nn.Module, _inputs: Any) -> None:
+            run.layers[number] += 1
+
+        return pass_by
+
+    def activated(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        run.activations += 1
+        run.dtypes.add(output.dtype)
+
+    chunks = linear_logprobs._Head.chunks
+
+    def counted(self: Any) -> Any:
+        run.heads += 1
+        return chunks(self)
+
+    layers = model.model.layers
+    with contextlib.ExitStack() as stack:
+        stack.callback(model.get_input_embeddings().register_forward_pre_hook(embedded).remove)
+        stack.callback(layers[0].mlp.act_fn.register_forward_hook(activated).remove)
+        for number, layer in enumerate(layers):
+            stack.callback(layer.input_layernorm.register_forward_pre_hook(passed(number)).remove)
+        stack.enter_context(mock.patch.object(linear_logprobs._Head, "chunks", counted))
+        yield
+
+
+# -- without the fused head ----------------------------------------------------------------------------------------
+
+
+def dense_logprobs(terms: Any, index: Tensor, target: Tensor, *, want: Any, **_: Any) -> TokenStats:
+    """`linear_logprobs` by all the logits."""
+    logits = torch.stack([x[index] @ weight.T for x, weight in terms]).sum(0).float()
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(-1, target[:, None])[:, 0]
+    return TokenStats(
+        chosen,
+        -(logprobs.exp() * logprobs).sum(-1) if want.entropies else None,
+        logprobs.mean(-1) if want.mean_logprobs else None,
+        logits.argmax(-1) == target if want.top1 else None,
+    )
+
+
+def dense_loss(terms: Any, index: Tensor, target: Tensor, loss: Any, *, factor: Any, **more: Any) -> Any:
+    """`linear_loss` by all the logits."""
+    stats = dense_logprobs(terms, index, target, **more)
+    return factor * loss(stats).sum(), stats
+
+
+@contextlib.contextmanager
+def dense_head() -> Iterator[None]:
+    with mock.patch.object(head, "linear_logprobs", dense_logprobs), mock.patch.object(head, "linear_loss", dense_loss):
+        yield
+
+
+# -- a technique in a trainer --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came of a technique in a trainer."""
+
+    word: str
+    why: str = ""
+
+
+def cell(kind: str, technique: Technique) -> Cell:
+    """Trains with a technique and without, and compares.
+
+    Raises:
+        AssertionError: the numbers, or what the technique did, are not what the table of techniques says.
+    """
+    if not has_options(kind, technique):
+        return Cell("no such option")
+    try:
+        made = make(kind, **with_it(technique))
+    except ValueError as error:
+        return _refusal(technique, str(error))
+    idle = technique.idle(made.site)
+    with uncompiled(technique):
+        run = watched(made)
+    plain = without_it(kind, technique)
+    if technique.changes is None or idle is not None:
+        check_equal(run, plain, bits=technique.name in BITWISE or idle is not None)
+    else:
+        check_near(run, plain, technique)
+    if idle is not None:
+        return Cell("no-op", idle)
+    check(ACTED[technique.name](run, plain), f"{technique.name} did nothing")
+    if technique.changes is not None:
+        return Cell("not exact", technique.changes)
+    return Cell("exact", "bit by bit" if technique.name in BITWISE else "to rounding")
+
+
+def has_options(kind: str, technique: Technique) -> bool:
+    return set(technique.options) <= {each.name for each in fields(classes(kind)[1])}
+
+
+def with_it(technique: Technique) -> dict[str, Any]:
+    """The options of a run with a technique."""
+    return {**PLAIN.get(technique.name, {}), **FIRST.get(technique.name, {}), **technique.options}
+
+
+def without_it(kind: str, *techniques: Technique, **more: Any) -> Run:
+    """The plain run of some techniques."""
+    for technique in techniques:
+        more |= PLAIN.get(technique.name, {})
+    return known_run(kind, TECHNIQUES["fused head"] in techniques, tuple(sorted(more.items())))
+
+
+@functools.cache
+def known_run(kind: str, dense: bool, options: tuple[tuple[str, Any], ...]) -> Run:
+    with dense_head() if dense else contextlib.nullcontext():
+        return watched(make(kind, **dict(options)))
+
+
+def _refusal(technique: Technique, text: str) -> Cell:
+    """The cell of a trainer that would not be made."""
+    start, _, reason = text.partition(" cannot work here: ")
+    check(start.startswith(f"{technique.name} (") and bool(reason), f"the refusal names no technique: {text}")
+    if reason.startswith("it needs "):
+        check(not installed(technique), f"it is there: {reason}")
+        return Cell(f"needs {', '.join(technique.needs)}")
+    return Cell("refused", reason)
+
+
+def installed(technique: Technique) -> bool:
+    """Whether the packages that a technique needs are there."""
+    return all(find_spec(package) is not None for package in technique.needs)
+
+
+def check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+def distance(run: Run, other: Run) -> tuple[float, float]:
+    """How far apart two runs are, relatively: the most of any loss, and of the norm of any weight."""
+    check(len(run.losses) == len(other.losses) > 0, "they took different numbers of steps")
+    losses = max(abs(a - b) / abs(b) for a, b in zip(run.losses, other.losses, strict=True))
+    weights = max(float((run.weights[n].float() - w.float()).norm() / w.norm()) for n, w in other.weights.items())
+    return losses, weights
+
+
+def check_equal(run: Run, other: Run, *, bits: bool, within: float = ROUNDING) -> None:
+    """Losses and weights are equal, bit by bit or to rounding."""
+    losses, weights = distance(run, other)
+    most = 0.0 if bits else within
+    check(losses <= most, f"the losses are {losses:.1e} apart: {run.losses}, {other.losses}")
+    check(weights <= most, f"the weights are {weights:.1e} apart")
+
+
+def check_near(run: Run, plain: Run, *techniques: Technique) -> None:
+    """The last loss lies near that of the plain run, and weights are other ones."""
+    band = sum(_band(each.changes or "") for each in techniques)
+    apart, fall = abs(run.losses[-1] - plain.losses[-1]), plain.losses[0] - plain.losses[-1]
+    check(fall > 0, "the plain run learns nothing")
+    check(apart <= band * fall, f"last losses {apart / fall:.1%} of the fall apart: {run.losses}, {plain.losses}")
+    check(distance(run, plain)[1] > 10 * ROUNDING, "the weights are those of the plain run")
+
+
+def _band(changes: str) -> float:
+    return OTHER_OPTIMIZER if "another optimizer" in changes else FOUR_BITS if "4 bits" in changes else BAND
+
+
+def uncompiled(*techniques: Technique) -> Any:
+    """torchao compiles an optimizer's step, for each shape: here it runs as it is written."""
+    compiles = any("torchao" in technique.needs for technique in techniques)
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
+
+
+# -- what each technique is seen by --------------------------------------------------------------------------------
+
+
+def _policy(name: str) -> Callable[[Run, Run], bool]:
+    def kept(run: Run, plain: Run) -> bool:
+        functions = [layer._gradient_checkpointing_func for layer in run.trainer.model.model.layers]
+        return _recomputed(run, plain) and all(
+            function.keywords["context_fn"].args[0] == POLICIES[name] for function in functions
+        )
+
+    return kept
+
+
+def _recomputed(run: Run, plain: Run) -> bool:
+    return run.layers == [len(run.forwards) + run.graphs] * 2
+
+
+def _offloaded(run: Run, plain: Run) -> bool:
+    assert run.offload is not None
+    return run.offload.peak_offloaded_bytes > 0 and run.offload.offloaded_bytes == 0
+
+
+def _in_backward(run: Run, plain: Run) -> bool:
+    steps = run.trainer.runner.in_backward.steps
+    return isinstance(steps, OptimizerInBackward) and steps.started
+
+
+def _compressed(remainder: str, moment_bits: int = 32) -> Callable[[Run, Run], bool]:
+    def stepped(run: Run, plain: Run) -> bool:
+        optimizer = run.trainer.optimizer.optimizer
+        if {group["moment_bits"] for group in optimizer.param_groups} != {moment_bits}:
+            return False
+        dtypes = {weight.dtype for weight in run.weights.values()}
+        kept = {group["remainder"] for group in optimizer.param_groups}
+        return isinstance(optimizer, CompressedAdamW) and kept == {remainder} and dtypes == {torch.bfloat16}
+
+    return stepped
+
+
+def _compiled_layers(run: Run, plain: Run) -> bool:
+    """Whether layers were compiled for the time of training; graphs of one model serve the next."""
+    frames = torch._dynamo.utils.counters["frames"]["ok"]
+    return frames > 0 and run.compiled and not plain.compiled
+
+
+def _keeps(wanted: Callable[[Any], bool]) -> Callable[[Run, Run], bool]:
+    """Whether the optimizer keeps states of a kind, of some parameters at least."""
+    return lambda run, plain: any(wanted(state) for state in run.trainer.optimizer.optimizer.state.values())
+
+
+ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
+    "gradient checkpointing": _recomputed,
+    "checkpointing that keeps attention": _policy("attention"),
+    "checkpointing that keeps products": _policy("matmul"),
+    "checkpointing of every k-th layer": lambda run, plain: (
+        run.layers == [len(run.forwards) + run.graphs, len(run.forwards)]
+    ),
+    "activation offloading": _offloaded,
+    "fused head": lambda run, plain: run.heads > 0 == plain.heads,
+    "tiled MLP": lambda run, plain: run.activations > 2 * plain.activations,
+    "optimizer in backward": _in_backward,
+    "optimizer in backward, two passes": lambda run, plain: (
+        _in_backward(run, plain) and len(run.forwards) >= 2 * len(plain.forwards)
+    ),
+    "compressed AdamW": _compressed("exact"),
+    "bfloat16 AdamW with stochastic rounding": _compressed("stochastic"),
+    "bfloat16 AdamW with stochastic rounding and 8-bit moments": _compressed("stochastic", 8),
+    "compiled layers": _compiled_layers,
+    "Adafactor": lambda run, plain: type(run.trainer.optimizer.optimizer).__name__ == "Adafactor",
+    "8-bit AdamW (torchao)": _keeps(lambda state: type(state["exp_avg"]).__name__ == "OptimState8bit"),
+    "4-bit AdamW (torchao)": _keeps(lambda state: type(state["exp_avg"]).__name__ == "OptimState4bit"),
+    "8-bit AdamW (bitsandbytes)": _keeps(lambda state: state["state1"].dtype == torch.uint8),
+    "paged AdamW": lambda run, plain: run.trainer.optimizer.optimizer.is_paged,
+    "Lion": _keeps(lambda state: "state1" in state and "state2" not in state),
+    "optimizer states in host memory": _keeps(lambda state: state["exp_avg"].device.type == "cpu"),
+    "liger kernels": lambda run, plain: run.liger and not plain.liger,
+    "GaLore": _keeps(lambda state: "projector" in state),
+    "APOLLO": _keeps(lambda state: "projector" in state),
+    "bfloat16 mixed precision": lambda run, plain: run.dtypes == {torch.bfloat16} != plain.dtypes,
+    "padding-free batches": lambda run, plain: max(run.forwards) < max(plain.forwards),
+    "packing": lambda run, plain: len(run.trainer.train_dataset) < len(plain.trainer.train_dataset),
+    "prefix sharing": lambda run, plain: max(run.forwards) < max(plain.forwards),
+    "token budget": lambda run, plain: max(run.forwards) <= 64 < min(plain.forwards),
+    "gradient accumulation": lambda run, plain: len(run.forwards) >= 2 * len(plain.forwards),
+    "rehearsal": lambda run, plain: len(run.forwards) > len(plain.forwards) and run.trainer.rehearsed_bytes > 0,
+}
+"""By technique, whether it did in a run what it is for, so that equal numbers say something."""
+
+
+EVERY_OTHER = "a layer that is not checkpointed keeps everything: what is checkpointed is seen by the other's check"
+SEVERAL = "gradients of several micro-batches are kept to the end of the step"
+CANNOT_ACT: Mapping[tuple[str, str], str] = {
+    **{(name, "checkpointing of every k-th layer"): EVERY_OTHER for name in TECHNIQUES if "checkpointing" in name},
+    **{
+        (name, other): SEVERAL
+        for name in ("optimizer in backward", "optimizer in backward, two passes")
+        for other in ("token budget", "gradient accumulation")
+    },
+}
+"""By a technique and another beside it, why the first does not do what it does alone."""
+
+
+# -- pairs -----------------------------------------------------------------------------------------------------------
+
+ON_A_GPU = {"optimizer states in host memory", "liger kernels"}
+"""What does nothing on a CPU."""
+PAIR_STEPS = 2
+HALF = 2**-8
+"""Rounding of bfloat16, by which runs in it may differ where sums are formed in another order."""
+
+
+def pairs(kind: str) -> Iterator[tuple[str, str]]:
+    """The names of all techniques two by two that a trainer runs together on any machine.
+
+    Left out are what always is (the fused head), what does nothing on a CPU or needs a package that is not there, and
+    two values of one option.
+    """
+    alone = [
+        each
+        for each in TECHNIQUES.values()
+        if each.name in ACTED and each.name not in ON_A_GPU and each.options and installed(each)
+        if has_options(kind, each)
+    ]
+    for first, second in itertools.combinations(alone, 2):
+        options, more = with_it(first), with_it(second)
+        if all(more.get(name, value) == value for name, value in options.items()):
+            yield first.name, second.name
+
+
+def check_pair(kind: str, first: Technique, second: Technique) -> None:
+    """Two exact techniques together give the plain numbers; a lossy one gives the same with an exact one as alone; and
+    both do what they are for.
+
+    Raises:
+        AssertionError: they do not.
+    """
+    options = {**with_it(first), **with_it(second), "max_steps": PAIR_STEPS}
+    if {first.name, second.name} in EXCLUDED:
+        with pytest.raises(ValueError, match="cannot work here: it replaces what"):
+            make(kind, **options)
+        return
+    with uncompiled(first, second):
+        run = watched(make(kind, **options))
+    plain = without_it(kind, first, second, max_steps=PAIR_STEPS)
+    for technique, other in ((first, second), (second, first)):
+        if (technique.name, other.name) not in CANNOT_ACT:
+            check(ACTED[technique.name](run, plain), f"{technique.name} did nothing beside {other.name}")
+    lossy = [each for each in (first, second) if each.changes is not None]
+    exact = [each for each in (first, second) if each.changes is None]
+    if not lossy:
+        check_equal(run, plain, bits={first.name, second.name} <= BITWISE)
+        return
+    check_near(run, plain, *lossy)
+    if exact:
+        single = {**PLAIN.get(exact[0].name, {}), **with_it(lossy[0]), "max_steps": PAIR_STEPS}
+        with uncompiled(*lossy):
+            alone = known_run(kind, False, tuple(sorted(single.items())))
+        within = HALF if torch.bfloat16 in alone.dtypes else ROUNDING
+        check_equal(run, alone, bits=exact[0].name in BITWISE, within=within)

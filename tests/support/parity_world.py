@@ -1,0 +1,157 @@
+"""The small world in which lowtide and TRL are compared: rows, a tokenizer and models, all built in code; and how they
+are trained there.
+
+Weights start large enough (`initializer_range`) for attention to be far from uniform: a row that saw its neighbour,
+or a position off by one, would show in the loss at once.
+"""
+
+import random
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+STEPS, FIRST_STEPS = 20, 6
+"""Of a long run, and of one that shows what a loss, an option or a format does: from the second step on, gradients and
+the optimizer take part in every loss."""
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "lr_scheduler_type": "constant",
+    "train_sampling_strategy": "sequential",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+}
+"""What both libraries are told of every run."""
+
+VOCABULARY = 320
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "attention_dropout": 0.0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"model_type": "llama"},
+    "tied": SMALL | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "mixtral": SMALL | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": SMALL
+    | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 32, "norm_topk_prob": True},
+}
+
+
+def build_model(name: str) -> PreTrainedModel:
+    """Returns a tiny float32 model with seeded weights."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=torch.float32)
+
+
+def lora(**more: Any) -> LoraConfig:
+    """Returns adapters on attention and on the feed-forward part."""
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **more)
+
+
+def sums(count: int, seed: int = 0) -> list[tuple[str, str]]:
+    """Returns questions and answers of very different lengths: sums of two to twelve numbers, worked out in steps."""
+    rng = random.Random(seed)
+    pairs = []
+    for _ in range(count):
+        numbers = [rng.randint(1, 99) for _ in range(rng.randint(2, 12))]
+        steps = [f"{sum(numbers[:n])} + {numbers[n]} = {sum(numbers[: n + 1])}" for n in range(1, len(numbers))]
+        pairs.append((f"What is {' + '.join(map(str, numbers))}?", ". ".join(steps)))
+    return pairs
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def two_turns(question: str, answer: str) -> list[dict[str, str]]:
+    return [user(question), assistant(answer), user("Are you sure?"), assistant("Yes, it is " + answer[-3:])]
+
+
+FORMATS = {
+    "text": lambda question, answer: {"text": f"{question} {answer}"},
+    "messages": lambda question, answer: {"messages": two_turns(question, answer)},
+    "conversations": lambda question, answer: {
+        # Not `human` and `gpt`: those become user and assistant here, and stay the role's name in TRL.
+        "conversations": [{"from": "user", "value": question}, {"from": "assistant", "value": answer}]
+    },
+    "prompt_completion": lambda question, answer: {"prompt": question, "completion": f" {answer}"},
+    "prompt_completion_messages": lambda question, answer: {
+        "prompt": [user(question)],
+        "completion": [assistant(answer)],
+    },
+}
+
+
+def rows_of(format: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Returns `count` dataset rows in one of `FORMATS`."""
+    return [FORMATS[format](question, answer) for question, answer in sums(count, seed)]
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a byte-level BPE tokenizer with ChatML's template and generation marks."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([" ".join(pair) for pair in sums(200)], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
+    )
+
+
+def first_steps(cases: dict[str, Any], quick: Collection[str], long: Collection[str]) -> list[Any]:
+    """Parameters of the cases that are compared over `FIRST_STEPS`; all but the quick ones are slow, and of the long
+    ones there are those alone that are quick."""
+    return [
+        name if name in quick else pytest.param(name, marks=pytest.mark.slow)
+        for name in cases
+        if name in quick or name not in long
+    ]
+
+
+def train(trainer: Any) -> dict[str, torch.Tensor]:
+    """Trains, and returns every metric that was logged at every step."""
+    trainer.train()
+    return numbers([entry for entry in trainer.state.log_history if "loss" in entry])
+
+
+def numbers(entries: list[dict[str, float]]) -> dict[str, torch.Tensor]:
+    """Returns the values of each key that all entries have, in their order."""
+    shared = set.intersection(*(set(entry) for entry in entries))
+    return {key: torch.tensor([float(entry[key]) for entry in entries], dtype=torch.float64) for key in shared}

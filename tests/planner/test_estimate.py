@@ -19,13 +19,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import lowtide
 from lowtide.demo.model import make_tokenizer
+from lowtide.methods import METHODS
 from lowtide.planner.allocators.replay import peaks, run_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.trace import Event
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, unrolled
-from lowtide.planning import estimate, estimate_method, rows_of, trainer_of
+from lowtide.planning import estimate, estimate_method, rows_of
+from lowtide.run.options.configs import method_of
 from lowtide.step.heaviest import heaviest_rows, row_lengths
+from lowtide.trainers.public import trainer_class
 
 SIZES = {
     "vocab_size": 8_000,
@@ -82,7 +85,7 @@ def run_of_case(case: str, folder: str, **sizes: int) -> FakeRun:
     name, options, lengths, kind, peft_config = CASES[case]
     config, rows = config_of(name, options, folder), Dataset.from_list(rows_of(lengths))
     described = kind(**{**SIZES, **sizes})
-    return FakeRun(trainer_of(config), config, described, rows, peft_config=peft_config, prepared=True)
+    return FakeRun(method_of(config), config, described, rows, peft_config=peft_config, prepared=True)
 
 
 def allocated(case: str, folder: str) -> int:
@@ -91,9 +94,9 @@ def allocated(case: str, folder: str) -> int:
     gc.collect()  # what a run before left is not freed in the midst of this one
     name, options, lengths, kind, peft_config = CASES[case]
     args = config_of(name, options, folder)
-    trainer_class = trainer_of(args)
+    trainer: Any = trainer_class(method_of(args))
 
-    class OnPreparedRows(trainer_class):  # type: ignore[valid-type, misc]
+    class OnPreparedRows(trainer):  # type: ignore[valid-type, misc]
         needs_tokenizer = False
 
         def prepare(self, dataset: Any, name: str) -> Any:
@@ -114,7 +117,7 @@ def allocated(case: str, folder: str) -> int:
 def test_layers_that_are_checkpointed_in_turn_are_traced_in_turn(tmp_path):
     args = config_of("SFTConfig", {"checkpointing_every": 2}, str(tmp_path))
     described = LlamaConfig(**{**SIZES, "num_hidden_layers": 12})
-    run = FakeRun(lowtide.SFTTrainer, args, described, Dataset.from_list(rows_of(TEXTS)), prepared=True)
+    run = FakeRun(METHODS["sft"], args, described, Dataset.from_list(rows_of(TEXTS)), prepared=True)
     cpu = device_named("cpu")
     few, whole = run.traced(cpu), run._traced(12, cpu)
     assert few.notes == ()

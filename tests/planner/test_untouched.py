@@ -108,7 +108,7 @@ def test_a_budget_changes_options_alone_and_trains_the_same(tmp_path):
     given = Given(tmp_path, memory_budget="64GiB")
     before = given.state()
     fitted = fit_budget(
-        given.trainer_class, given.config, given.model, given.dataset, quantization_config=None, **given.inputs()
+        given.trainer_class.method, given.config, given.model, given.dataset, quantization_config=None, **given.inputs()
     )
     after = given.state()
     assert after.pop("config") == before.pop("config") | fitted.settings

@@ -6,9 +6,7 @@ import argparse
 from pathlib import Path
 
 from lowtide.cli.main import main
-
-METHODS = ("sft", "dpo", "kto", "reward")
-"""Those of `lowtide.demo.lessons`, which is not imported for a line of help."""
+from lowtide.demo.lessons import LESSONS
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "held-out questions before and after: how many answers are exact, or how many pairs of a right and a wrong "
         "answer it prefers rightly. Nothing is downloaded; it takes one to three minutes on two cores.",
     )
-    parser.add_argument("--method", choices=METHODS, default="sft", help="how to train [%(default)s]")
+    parser.add_argument("--method", choices=list(LESSONS), default="sft", help="how to train [%(default)s]")
     parser.add_argument("--output_dir", type=Path, default=Path("demo-output"), metavar="DIR", help="[%(default)s]")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of data and weights [%(default)s]")
     parser.set_defaults(run=run)

@@ -140,8 +140,6 @@ class TrainingRun:
         how = Preparation(self.tokenizer, self.args, self.vocab_size, self.inputs.formatting_func)
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):
             rows, ledger = self.method.rows.prepare(dataset, how, name)
-        if name == "train":
-            self.ledger = ledger
         return entitled(rows, title), ledger
 
     def row_lengths(self, dataset: Any) -> np.ndarray | None:

@@ -14,6 +14,7 @@ from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import title_of
 from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import Method, Objective
+from lowtide.methods.rows import Prepared
 from lowtide.run.edge import edge
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
 from lowtide.run.inputs.loading import config_of
@@ -58,7 +59,9 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
     method: ClassVar[Method]
     config: ClassVar[type[TrainingConfig]]
     __signature__: ClassVar[inspect.Signature]
-    run: TrainingRun
+    training_run: TrainingRun
+    needs_tokenizer: ClassVar[bool] = True
+    """False where a subclass's `prepare` takes token rows as they are."""
 
     @edge("making the trainer")
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -76,9 +79,9 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         set_seed(args.seed)
         if getattr(given["data_collator"], "is_default", False):
             given["data_collator"] = None
-        self.run = run = TrainingRun(self.method, args, _inputs(given))
+        self.training_run = run = TrainingRun(self.method, args, _inputs(given, needs_tokenizer=self.needs_tokenizer))
         run.check()
-        train_dataset, _ = run.prepared(given["train_dataset"], "train")
+        train_dataset, run.ledger = self.prepare(given["train_dataset"], "train")
         eval_dataset = None if given["eval_dataset"] is None else self._prepared(given["eval_dataset"])
         run.install()
         reference = run.make_reference()
@@ -131,35 +134,39 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
 
     # -- what a subclass may override --------------------------------------------------------------------------------
 
+    def prepare(self, dataset: Any, name: str) -> Prepared:
+        """Token rows of a dataset, with their ledger; `name` is "train", or of an evaluation set."""
+        return self.training_run.prepared(dataset, name)
+
     def make_objective(self, args: Any, aux_coefficient: float) -> Objective:
         """The method's objective under the options."""
-        return self.run.objective()
+        return self.training_run.objective()
 
     # -- what the run knows ------------------------------------------------------------------------------------------
 
     @property
     def ledger(self) -> Ledger | None:
         """Where the tokens of the training set came from."""
-        return self.run.ledger
+        return self.training_run.ledger
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return self.run.tokenizer
+        return self.training_run.tokenizer
 
     @property
     def site(self) -> Site:
         """Where techniques work."""
-        return self.run.active.site
+        return self.training_run.active.site
 
     @property
     def techniques(self) -> list[Technique]:
         """The memory techniques that are on."""
-        return self.run.active.techniques
+        return self.training_run.active.techniques
 
     @property
     def pad_id(self) -> int | None:  # type: ignore[override]
         """The token that a value is not read at."""
-        return self.run.pad_id
+        return self.training_run.pad_id
 
     @property
     def plain_completions(self) -> int | None:  # type: ignore[override]
@@ -201,15 +208,14 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
 
     def _prepared(self, dataset: Any) -> Any:
         """One dataset, or several by name, prepared for evaluation."""
-        run = self.run
-        prepared = {name: with_prompts(each, run.prepared(each, name)[0]) for name, each in by_name(dataset).items()}
+        prepared = {name: with_prompts(each, self.prepare(each, name)[0]) for name, each in by_name(dataset).items()}
         return prepared if isinstance(dataset, Mapping) else prepared["eval"]
 
     def _check_rows(self, name: str, dataset: Any, *, trained_on: bool = True) -> None:
         """Refuses prepared rows that cannot be run."""
         if dataset is None:
             return
-        name, run = title_of(dataset, name), self.run
+        name, run = title_of(dataset, name), self.training_run
         run.check_rows(name, dataset, trained_on=trained_on)
         if run.inputs.data_collator is not None:
             title = getattr(self.data_collator, "__name__", type(self.data_collator).__name__)
@@ -248,8 +254,8 @@ OF_RUN = (
 """Arguments that a run is made of."""
 
 
-def _inputs(given: Mapping[str, Any]) -> Inputs:
-    return Inputs(**{name: given[name] for name in OF_RUN if name in given})
+def _inputs(given: Mapping[str, Any], *, needs_tokenizer: bool) -> Inputs:
+    return Inputs(**{name: given[name] for name in OF_RUN if name in given}, needs_tokenizer=needs_tokenizer)
 
 
 def by_name(dataset: Any) -> Mapping[str, Any]:

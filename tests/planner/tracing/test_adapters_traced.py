@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lowtide
+from lowtide.methods import METHODS
 from lowtide.planner.allocators.replay import run_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.sharding.layout import byte_sum
@@ -50,7 +51,7 @@ def fake_run(folder: Any, adapters: dict[str, Any], **options: Any) -> FakeRun:
     args = lowtide.SFTConfig(output_dir=str(folder), use_cpu=True, report_to="none", rehearsal=False, **options)
     rows = Dataset.from_list(rows_of([24] * 8))
     config = LoraConfig(task_type="CAUSAL_LM", r=4, **adapters)
-    return FakeRun(lowtide.SFTTrainer, args, DESCRIBED, rows, peft_config=config, prepared=True)
+    return FakeRun(METHODS["sft"], args, DESCRIBED, rows, peft_config=config, prepared=True)
 
 
 def most_by_category(events: list[Event]) -> Counter[str]:

@@ -22,10 +22,12 @@ def said(*words: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_help_is_all_that_help_says():
     assert said("sft", "--help") == ""
 
 
+@pytest.mark.slow
 def test_an_estimate_says_nothing_beside_its_table(model, data, tmp_path):
     words = ["--model", str(model), "--dataset", str(data), "--output_dir", str(tmp_path), "--disable_tqdm"]
     optim = "adamw_8bit" if find_spec("bitsandbytes") else "adamw_torch"
@@ -33,6 +35,7 @@ def test_an_estimate_says_nothing_beside_its_table(model, data, tmp_path):
     assert [line for line in lines if line.strip() and "examples/s" not in line] == []  # but for bars of progress
 
 
+@pytest.mark.slow
 def test_a_run_has_no_warnings_of_imports(model, data, tmp_path):
     words = ["--model", str(model), "--dataset", str(data), "--output_dir", str(tmp_path), "--use_cpu"]
     found = said("sft", *words, "--max_steps", "1", "--save_strategy", "no", "--disable_tqdm")

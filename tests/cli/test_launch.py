@@ -104,6 +104,7 @@ def test_the_environment_is_set_and_a_run_repeats_with_the_file(sft, tmp_path, m
     assert "`env` is [1]; it must be a mapping" in err
 
 
+@pytest.mark.slow
 def test_two_processes_train_together(model, data, tmp_path):
     words = ["sft", "--model", model, "--dataset", data, "--output_dir", tmp_path / "run", "--num_processes", 2]
     words += [

@@ -39,6 +39,7 @@ def plan(model, data, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_the_run_file_runs_below_the_budget(plan, tmp_path, model, data):
     file, report = tmp_path / "plans" / "plan.yaml", tmp_path / "memory.json"
     budget = resident_bytes() + 300 * MIB
@@ -87,6 +88,7 @@ def test_as_json_it_has_runners_up_and_what_each_technique_would_do(plan):
     assert not any(each["changes"] for each in [found["chosen"], *found["techniques"]])
 
 
+@pytest.mark.slow
 def test_lossy_choices_are_named(plan):
     fewer = ("--dtype", "float32", "--optimizer_in_backward", "false", "--mlp_tile_tokens", "none")
     status, out, err = plan("--budget", "64GiB", "--json", "--lossy", *FEW, *fewer)
@@ -105,6 +107,7 @@ def test_it_fits_a_narrow_terminal(plan, tmp_path, monkeypatch):
     assert max(map(len, table.splitlines())) <= 48
 
 
+@pytest.mark.slow
 def test_pairs_are_planned_for_a_gpu_that_is_not_here(plan, tmp_path):
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(

@@ -9,6 +9,7 @@ from lowtide.demo.answers import answers, exact_match
 from lowtide.demo.data import Question
 from lowtide.demo.model import make_model, make_tokenizer, save
 from lowtide.demo.run import Sizes, run_demo
+from tests.support.marks import slow_but
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_twenty_steps_train_report_and_save(tmp_path, command, capsys):
         assert part in shown
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
+@pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "kto", "reward"]))
 def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, method):
     sizes = Sizes(steps=2, questions=256, held_out=40, samples=3)
     report = run_demo(tmp_path, command(method), method=method, sizes=sizes)

@@ -15,6 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from lowtide.engine.weights.loading import load_model
 from tests.support import matrix
+from tests.support.marks import slow_but
 from tests.support.matrix import ACTED, PLAIN, TECHNIQUES, TRAINERS, Run, check_equal, with_it
 
 LEAN = ("gradient checkpointing", "activation offloading", "tiled MLP", "token budget")
@@ -81,7 +82,7 @@ def plain(kind: str, base: str, **options: Any) -> Run:
     return trained(kind, base_model(kind, base), **options)
 
 
-@pytest.mark.parametrize(("kind", "base"), CASES)
+@pytest.mark.parametrize(("kind", "base"), slow_but([("SFT", "dense")], CASES))
 def test_the_lean_techniques_together_change_nothing(kind, base):
     options = {name: value for each in LEAN for name, value in with_it(TECHNIQUES[each]).items()}
     run = trained(kind, base_model(kind, base), **options)
@@ -89,13 +90,13 @@ def test_the_lean_techniques_together_change_nothing(kind, base):
     check_equal(run, plain(kind, base), bits=False)
 
 
-@pytest.mark.parametrize(("kind", "base"), CASES)
+@pytest.mark.parametrize(("kind", "base"), slow_but([("SFT", "dense")], CASES))
 def test_checkpointing_and_offloading_change_no_bit(kind, base):
     options = {name: value for each in LEAN[:2] for name, value in with_it(TECHNIQUES[each]).items()}
     check_equal(trained(kind, base_model(kind, base), **options), plain(kind, base), bits=True)
 
 
-@pytest.mark.parametrize(("kind", "base"), CASES)
+@pytest.mark.parametrize(("kind", "base"), slow_but([("SFT", "dense")], CASES))
 def test_the_optimizer_in_backward_changes_no_bit(kind, base):
     technique = TECHNIQUES["optimizer in backward"]
     run = trained(kind, base_model(kind, base), **with_it(technique))
@@ -104,6 +105,7 @@ def test_the_optimizer_in_backward_changes_no_bit(kind, base):
     check_equal(run, unclipped, bits=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "base"), [case for case in CASES if case[1] != "dense"])
 def test_a_quantized_base_trains_as_the_dense_model_of_its_values(kind, base):
     check_equal(plain(kind, base), trained(kind, dequantized(kind, base)), bits=False)

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from tests.support.marks import slow_but
 from tests.support.matrix import TECHNIQUES, TRAINERS, cell, check_pair, pairs
 from tests.support.matrix_page import written
 
@@ -13,7 +14,7 @@ page = functools.cache(written)
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", slow_but(["SFT"], TRAINERS))
 def test_a_technique_in_a_trainer(kind, technique):
     found = cell(kind, TECHNIQUES[technique])
     if found.word.startswith("needs "):
@@ -25,6 +26,7 @@ def test_the_page_has_no_other_rows():
     assert page().keys() == {(technique, kind) for technique in TECHNIQUES for kind in TRAINERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "first", "second"), [(kind, *pair) for kind in ("SFT", "DPO") for pair in pairs(kind)]
 )

@@ -21,6 +21,7 @@ from lowtide.objectives.preference import Pairs
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
 from lowtide.step.train_step import Limits, evaluate_batch, train_step
+from tests.support.marks import slow_but
 from tests.support.preference_models import (
     CUTS,
     SIZES,
@@ -71,7 +72,7 @@ def dpo_options(name: str, **more) -> DPOOptions:
     return DPOOptions(loss_type=name, label_smoothing=smoothing, beta=0.3, **more)
 
 
-@pytest.mark.parametrize("name", DPO_LOSSES)
+@pytest.mark.parametrize("name", slow_but(["sigmoid", "ipo", "aot", "sft"], DPO_LOSSES))
 def test_each_dpo_loss_has_the_dense_gradients_under_any_cut(name):
     options = dpo_options(name)
     policy, other = policy_and_reference()

@@ -262,6 +262,7 @@ def on_two_ranks(tmp_path_factory):
     return torch.load(folder / "found.pt", weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["sft", "aot", "kto"])
 def test_all_ranks_repeat_the_step_when_one_fails(name, place, on_two_ranks):

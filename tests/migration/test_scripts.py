@@ -17,6 +17,7 @@ from huggingface_hub import HfApi, ModelCard
 
 from lowtide.demo.data import make_questions, write_rows
 from lowtide.demo.model import save
+from tests.support.marks import slow_but
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FAST = "--max_steps 2 --use_cpu --report_to none --disable_tqdm true --logging_steps 1 --learning_rate 1e-3"
@@ -87,7 +88,7 @@ ROWS_OF = {"sft": "talk", "dpo": "preference", "kto": "label", "reward": "prefer
 """The form of rows of each script that takes TRL's command line."""
 
 
-@pytest.mark.parametrize("script", ROWS_OF)
+@pytest.mark.parametrize("script", slow_but(["sft"], ROWS_OF))
 def test_a_script_of_trls_commands_trains_pushes_and_resumes(script, model, data, tmp_path, monkeypatch):
     uploads = []
 
@@ -155,6 +156,7 @@ def test_a_base_model_is_made_to_chat_and_its_completions_are_logged(model, data
     assert (tmp_path / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_rows_reshaped_by_hand_train(model, data, tmp_path, monkeypatch):
     found = run("rows_by_hand", [model, data["implicit"], tmp_path], monkeypatch)
     assert found["trainer"].state.global_step == 2

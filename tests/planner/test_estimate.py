@@ -29,6 +29,7 @@ from lowtide.planning import estimate, estimate_method, rows_of
 from lowtide.run.options.configs import method_of
 from lowtide.step.heaviest import heaviest_rows, row_lengths
 from lowtide.trainers.public import trainer_class
+from tests.support.marks import slow_but
 
 SIZES = {
     "vocab_size": 8_000,
@@ -114,6 +115,7 @@ def allocated(case: str, folder: str) -> int:
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda each: each.start_ns())))
 
 
+@pytest.mark.slow
 def test_layers_that_are_checkpointed_in_turn_are_traced_in_turn(tmp_path):
     args = config_of("SFTConfig", {"checkpointing_every": 2}, str(tmp_path))
     described = LlamaConfig(**{**SIZES, "num_hidden_layers": 12})
@@ -132,7 +134,7 @@ def elsewhere() -> Iterator[Any]:
         yield pool
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(["sft", "dpo, LoRA"], CASES))
 def test_the_trace_is_what_tensors_take(case, tmp_path, elsewhere):
     pytest.importorskip(PACKAGES.get(case, "torch"))
     if case == "sft, torchao" and (shutil.which("c++") is None or " " in torch.__file__):
@@ -145,6 +147,7 @@ def test_the_trace_is_what_tensors_take(case, tmp_path, elsewhere):
     assert found == pytest.approx(measured, rel=0.075)  # buffers of kernels, which no trace sees
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["sft", "sft, several micro-batches", "sft, LoRA", "dpo", "sft, in backward"])
 def test_five_layers_tell_what_eight_do(case, tmp_path):
     """Every part of the run bears and buries as many blocks of each size, and holds as much, in each phase."""
@@ -159,6 +162,7 @@ def test_five_layers_tell_what_eight_do(case, tmp_path):
 STEPPED = ["sft, torchao", "sft, GaLore", "sft, bitsandbytes", "sft, compressed", "sft, Adafactor"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "device"), [*((case, "cpu") for case in STEPPED), ("sft, for all parameters", "H100-80GB")]
 )

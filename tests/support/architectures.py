@@ -214,6 +214,11 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+COMMON = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt2", "gpt_oss")
+"""Those of `RAGGED` that differ most; tests of the others are slow."""
+COMMON_PADDED = (*COMMON, "bloom", "mamba")
+"""The same of both tables."""
+
 
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
     """The config of one entry of `RAGGED` or `PADDED`, with `changes` on top."""

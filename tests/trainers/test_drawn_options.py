@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowtide.option_values import Option, options_of
+from tests.support.marks import slow_but
 from tests.support.matrix import COMMON, TRAINERS, classes, make
 
 NOT_TRAINED = {
@@ -63,7 +64,7 @@ def check_names(error: Exception, name: str, value: Any) -> None:
         pytest.fail(f"{name}={value!r} is not named by {type(error).__name__}: {error}")
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", slow_but(["DPO"], TRAINERS))
 def test_every_value_of_every_option_is_taken_or_refused_by_name(kind, tmp_path):
     _, config = classes(kind)
     options = options_of(config)

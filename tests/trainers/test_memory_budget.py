@@ -57,6 +57,7 @@ def test_what_was_changed_after_construction_stays(tmp_path):
     assert trainer(args).args.learning_rate == 0.5
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_process_says_what_is_most(tmp_path):
     with pytest.raises(ValueError, match=r"below the weights|nothing fits"):
         trainer(config(tmp_path, memory_budget="100KB"))

@@ -6,11 +6,12 @@ from peft import LoraConfig
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.noise import ALPHA, set_noise
+from tests.support.marks import slow_but
 from tests.support.matrix import make, rows
 from tests.support.matrix import watched as run
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "ORPO", "Reward"])
+@pytest.mark.parametrize("kind", slow_but(["DPO"], ["SFT", "DPO", "KTO", "ORPO", "Reward"]))
 @pytest.mark.parametrize("padding_free", [True, False])
 def test_noise_is_in_training_alone(kind, padding_free):
     options = {"max_steps": 2, "padding_free": padding_free}

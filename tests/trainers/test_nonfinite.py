@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.marks import slow_but
 from tests.support.matrix import TECHNIQUES, TRAINERS, make, with_it
 
 CULPRIT = "model.layers.1.mlp.down_proj"
@@ -16,7 +17,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", slow_but(["SFT", "Reward"], TRAINERS))
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_module_that_gave_a_nan_is_named(kind: str, way: str):
     run = make(kind, **WAYS[way])

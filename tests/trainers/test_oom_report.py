@@ -55,6 +55,7 @@ def test_what_would_not_help_is_not_named_and_effects_are(tmp_path: Path, monkey
     assert failed(trainer(tmp_path, per_device_train_batch_size=1)).endswith(f"What helps first: {tiled}")
 
 
+@pytest.mark.slow
 def test_effects_are_those_of_an_estimate(tmp_path: Path):
     run = trainer(tmp_path, per_device_train_batch_size=4)
     plain = predicted(run, {})

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.support.marks import slow_but
 from tests.support.matrix import make, watched
 
 WAYS = {
@@ -20,7 +21,7 @@ FIRST = {"DPO": math.log(2), "KTO": 0.5, "BCO": None}
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", FIRST)
+@pytest.mark.parametrize("kind", slow_but(["DPO"], FIRST))
 def test_equal_models_have_no_rewards(kind: str, way: str, how: str):
     trainer = make(kind, **WAYS[way], **HOW[how], beta=1.0, max_steps=1)
     said = dict(trainer.report_lines())["reference"]

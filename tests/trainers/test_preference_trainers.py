@@ -39,6 +39,7 @@ from lowtide import (
     RewardTrainer,
 )
 from lowtide.data.batches.collate import CompletionCollator
+from tests.support.marks import slow_but
 
 PAIRED = {"dpo": (DPOTrainer, DPOConfig), "orpo": (ORPOTrainer, ORPOConfig), "cpo": (CPOTrainer, CPOConfig)}
 SINGLE = {"kto": (KTOTrainer, KTOConfig), "bco": (BCOTrainer, BCOConfig)}
@@ -127,7 +128,7 @@ def assert_same(ours: dict, theirs: dict) -> None:
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "bco"])
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", slow_but([2], [1, 2]))
 def test_a_precomputed_reference_gives_the_same_run_bit_by_bit(method, accumulated, tmp_path):
     found = []
     for precompute in (False, True):
@@ -551,7 +552,7 @@ def test_our_own_collator_may_be_given(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"prefix_sharing": False}, {"padding_free": False}], ids=str)
-@pytest.mark.parametrize("method", list(ALL))
+@pytest.mark.parametrize("method", slow_but(["dpo"], ALL))
 def test_a_budget_that_a_trainer_takes_holds_every_row(method, options, tmp_path):
     single = [
         {"prompt": "1" * prompt, "completion": "2" * completion, "label": bool(number % 2)}

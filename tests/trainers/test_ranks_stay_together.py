@@ -37,6 +37,8 @@ from tests.support.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, wat
 from tests.support.processes import run_ranks
 from tests.support.sabotage import OPTIMIZER, PLACES, out_of_memory
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 STEPS = 2
 SHARE = matrix.BATCH // RANKS

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.marks import slow_but
 from tests.support.matrix import TECHNIQUES, TRAINERS, check_equal, make, watched, with_it
 from tests.support.sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
 
@@ -23,7 +24,7 @@ def trainer(kind: str, technique: str, budget: int | None) -> Any:
     return make(kind, **with_it(TECHNIQUES[technique]), max_steps=3, tokens_per_microbatch=budget)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("kind", slow_but(["SFT"], ["SFT", "DPO"]))
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("technique", ["activation offloading", "tiled MLP", "compressed AdamW"])
 def test_a_failed_step_is_repeated_in_smaller_micro_batches(kind, place, technique):
@@ -46,7 +47,7 @@ def test_after_something_was_stepped_in_backward_the_run_stops(kind, error):
     assert failing.state.global_step == 1
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", slow_but(["SFT"], TRAINERS))
 @pytest.mark.parametrize("number", [0, 5])
 def test_an_optimizer_that_could_not_make_its_states_makes_them_again(kind, number):
     """In the first step, at a random parameter; nothing was stepped yet, so the whole step is taken once."""

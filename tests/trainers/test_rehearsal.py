@@ -17,6 +17,7 @@ from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.step.heaviest import heaviest_rows, row_lengths
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.rehearsal import rehearse
+from tests.support.marks import slow_but
 from tests.support.matrix import COMMON, build, classes, folder, make, tokenizer, watched
 from tests.support.sabotage import out_of_memory
 from tests.support.small_sft import trainer
@@ -117,6 +118,7 @@ print(json.dumps([before, run.rehearsed_bytes, peak_bytes(torch.device("cpu"))])
 """
 
 
+@pytest.mark.slow
 def test_no_step_needs_more_than_the_rehearsed_peak(tmp_path):
     steady = os.environ | steady_malloc({})
     out = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, env=steady)
@@ -139,8 +141,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])
+@pytest.mark.parametrize("name", slow_but(["plain", "several micro-batches"], CASES))
+@pytest.mark.parametrize("kind", slow_but(["DPO"], ["SFT", "DPO", "KTO"]))
 def test_no_tensors_of_a_step_take_more_than_the_rehearsed_ones(kind, name, monkeypatch):
     if kind == "SFT" and name == "prompts repeated":
         pytest.skip("its rows have no prompts")

@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide import SFTConfig, SFTTrainer
+from tests.support.marks import slow_but
 from tests.support.processes import run_ranks
 
 ROWS = 21  # no multiple of the batch: the last one is filled up with rows that must not count twice
@@ -77,7 +78,7 @@ def rank_main(rank: int, folder: str, kind: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["the method's loss"], KINDS))
 def test_two_ranks_train_and_evaluate_as_one(kind, tmp_path):
     from torch.distributed import TCPStore
 

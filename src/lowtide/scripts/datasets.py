@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -53,12 +54,12 @@ def maybe_unpair_preference_dataset(dataset: D, num_proc: int | None = None, des
 
 def truncate_dataset(dataset: D, max_length: int, map_kwargs: dict[str, Any] | None = None) -> D:
     """The dataset with the first `max_length` values of each column of lists."""
+    return _mapped(dataset, partial(_cut, max_length=max_length), map_kwargs)
 
-    def cut(table: pa.Table) -> pa.Table:
-        columns = [lists.list_slice(c, 0, max_length) if _is_list(c.type) else c for c in table.columns]
-        return pa.table(columns, names=table.column_names)
 
-    return _mapped(dataset, cut, map_kwargs)
+def _cut(table: pa.Table, max_length: int) -> pa.Table:
+    columns = [lists.list_slice(c, 0, max_length) if _is_list(c.type) else c for c in table.columns]
+    return pa.table(columns, names=table.column_names)
 
 
 def pack_dataset(dataset: D, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None) -> D:
@@ -79,7 +80,7 @@ def pack_dataset(dataset: D, seq_length: int, strategy: str = "bfd", map_kwargs:
     if strategy not in ("bfd", "bfd_split", "wrapped"):
         raise ValueError(f"packing strategy {strategy!r} is not one of bfd, bfd_split, wrapped")
     added = () if strategy == "wrapped" else (SEGMENTS,)
-    return _mapped(dataset, lambda table: _packed(table, seq_length, strategy), map_kwargs, added)
+    return _mapped(dataset, partial(_packed, capacity=seq_length, strategy=strategy), map_kwargs, added)
 
 
 def _packed(table: pa.Table, capacity: int, strategy: Any) -> pa.Table:
@@ -125,7 +126,12 @@ def _mapped(
     map_kwargs: Mapping[str, Any] | None,
     added: tuple[str, ...] = (),
 ) -> D:
-    """The dataset with its tables changed, in the format that it had, columns that are new shown with the others."""
+    """The dataset with its tables changed, in the format that it had, columns that are new shown with the others.
+
+    Args:
+        change: a function of a module, or a `partial` of one: `datasets` hashes a lambda with the code of everything
+            that it can reach, which takes seconds.
+    """
     first: Any = next(iter(dataset.values())) if isinstance(dataset, DatasetDict | IterableDatasetDict) else dataset
     if isinstance(first, Dataset):
         shown = dict(first.format)

@@ -115,6 +115,7 @@ def test_a_quantized_base_is_dequantized(make, use_dora, folder, tmp_path):
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_held_beside_the_model_is_a_shard(tmp_path):
     """Resident memory, in a process of its own, whose model has weights of 64 MB."""
     script = """

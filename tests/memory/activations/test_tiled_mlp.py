@@ -293,6 +293,7 @@ print(first, rise())
 """
 
 
+@pytest.mark.slow
 def test_resident_memory_falls():
     done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ def _fresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compilation_is_said_once_as_it_begins_and_once_when_it_is_over(caplog, capsys):
     caplog.set_level("INFO")
     model = prepared(build())

@@ -305,6 +305,7 @@ def test_stochastic_rounding_leaves_what_is_not_finite():
     torch.testing.assert_close(weight.float(), master, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_learns_nearly_as_well_and_plain_bfloat16_does_not():
     losses = {}
     for name in ("exact", "stochastic", "plain"):

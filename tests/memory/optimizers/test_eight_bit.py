@@ -48,6 +48,7 @@ def test_levels_are_dense_where_moments_are():
         assert levels[levels > 0].min() < 1e-6
 
 
+@pytest.mark.slow
 def test_a_llama_learns_nearly_as_with_moments_in_32_bits(monkeypatch):
     monkeypatch.setattr(compressed_adamw, "LEAST_8BIT", 0)
     monkeypatch.setitem(compressed_adamw.BLOCK, "cpu", 2 * SCALED)

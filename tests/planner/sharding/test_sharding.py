@@ -292,6 +292,7 @@ def traced_as(case: dict) -> OneDevice:
     return sharded_run.traced(**{name: case[name] for name in ("tied", "rounds") if name in case})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SHARED if name != "tensors"])
 def test_fully_shard_on_two_ranks(measured, name):
     case = SHARED[name]
@@ -300,12 +301,14 @@ def test_fully_shard_on_two_ranks(measured, name):
     assert_close(predicted, measured[name], 0.06, ("loading", *PHASES))
 
 
+@pytest.mark.slow
 def test_tensor_parallel_on_two_ranks(measured):
     predicted = held(described(), sharded_run.traced(sharded_run.RANKS), "tp2")
     # in forward this loop gathers logits, which lowtide never makes
     assert_close(predicted, measured["tensors"], 0.05, ("head", "backward", "optimizer"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize("name", list(ZERO))
 def test_zero_on_two_ranks(tmp_path, name):

@@ -34,6 +34,7 @@ def predicted(folder: Path, quantization_config, **more) -> lowtide.Estimate:
     return estimate(args, described, lengths=[64] * 8, quantization_config=quantization_config, **adapters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("double", "bits"), [(False, 4 + 32 / 64), (True, 4 + 8 / 64 + 32 / 64 / 256)])
 def test_layers_hold_their_codes_and_scales(tmp_path: Path, double: bool, bits: float):
     dense, quantized = predicted(tmp_path, None), predicted(tmp_path, four_bits(bnb_4bit_use_double_quant=double))

@@ -69,6 +69,7 @@ def test_offloaded_activations_are_the_inputs_of_layers(tmp_path):
     assert 0 <= found.host_bytes // each - SIZES["num_hidden_layers"] <= 2  # and what comes before and after them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", ["activation_offloading", "optimizer_states_on_host"])
 def test_beside_a_gpu_the_same_is_predicted(tmp_path, technique):
     here, there = (predicted(tmp_path, beside=device, **{technique: True}) for device in ("cpu", "cuda:0"))
@@ -86,6 +87,7 @@ def test_what_a_policy_keeps_of_layers_is_offloaded_too(tmp_path):
     assert found.peak_bytes - inputs.peak_bytes < 2 * inner
 
 
+@pytest.mark.slow
 def test_a_reference_is_brought_a_module_at_a_time(tmp_path):
     same, away = predicted(tmp_path, "DPO"), predicted(tmp_path, "DPO", ref_model_storage="cpu")
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
@@ -96,6 +98,7 @@ def test_a_reference_is_brought_a_module_at_a_time(tmp_path):
     assert away.peak_bytes < same.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_reference_in_four_bits(tmp_path):
     same, small = predicted(tmp_path, "DPO"), predicted(tmp_path, "DPO", ref_model_storage="4bit")
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
@@ -104,6 +107,7 @@ def test_a_reference_in_four_bits(tmp_path):
     assert same.phases["backward"]["reference"] - small.phases["backward"]["reference"] == saved
 
 
+@pytest.mark.slow
 def test_new_adapters_are_not_said_to_be_trained(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         predicted(tmp_path, "DPO", LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.trainers.base import LowtideTrainer
+from tests.support.marks import slow_but
 from tests.support.matrix import LOW_RANK, Run, check_equal, classes, make, rows, tokenizer, watched
 
 
@@ -53,20 +54,23 @@ IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"optim": "adamw_compressed"},
-        {"optim": "adamw_stochastic_8bit", "intermediate_size": 160},
-        IN_BACKWARD,
-        {"optim": "adamw_compressed", **IN_BACKWARD},
-        {"optim": "adamw_stochastic_8bit", "intermediate_size": 160, **IN_BACKWARD},
-    ],
+    slow_but(
+        [{"optim": "adamw_compressed", **IN_BACKWARD}],
+        [
+            {"optim": "adamw_compressed"},
+            {"optim": "adamw_stochastic_8bit", "intermediate_size": 160},
+            IN_BACKWARD,
+            {"optim": "adamw_compressed", **IN_BACKWARD},
+            {"optim": "adamw_stochastic_8bit", "intermediate_size": 160, **IN_BACKWARD},
+        ],
+    ),
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_states_of_our_own_optimizers_go_on(options, tmp_path):
     check_same(*resumed("SFT", tmp_path, **options))
 
 
-@pytest.mark.parametrize("optim", ["galore_adamw", "galore_adafactor", "apollo_adamw"])
+@pytest.mark.parametrize("optim", slow_but(["galore_adamw"], ["galore_adamw", "galore_adafactor", "apollo_adamw"]))
 @pytest.mark.parametrize("more", [{}, IN_BACKWARD], ids=["", "in backward"])
 def test_projections_of_gradients_go_on(optim, more, tmp_path):
     pytest.importorskip("galore_torch" if "galore" in optim else "apollo_torch")
@@ -217,7 +221,7 @@ SCORES = [1.0, 3.0, 2.0, 0.0]
 """Of the four steps of a run; the second is the best."""
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("kind", slow_but(["SFT"], ["SFT", "DPO"]))
 @pytest.mark.parametrize("limit", [None, 1, 2])
 def test_the_best_model_is_kept_and_loaded_as_transformers_does(kind, limit, tmp_path, monkeypatch):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -239,6 +243,7 @@ def test_the_best_model_is_kept_and_loaded_as_transformers_does(kind, limit, tmp
         assert torch.equal(parameter, expected.model.get_parameter(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 1, 2])
 @pytest.mark.parametrize("killed", [2, 3])
 def test_the_best_model_of_before_a_kill_is_the_best_after_it(limit, killed, tmp_path):

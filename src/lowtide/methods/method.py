@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.methods.paper import Paper
 from lowtide.objectives.outcome import Counts, Outcome
-from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, TokenStats, Want
+from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, Want
 from lowtide.ragged import RaggedBatch
 
 Scorer = Callable[[RaggedBatch], Tensor]
@@ -42,8 +44,9 @@ class RowObjective:
     The statistics are a dataclass of tensors, so that those of several micro-batches, or ranks, can be joined.
     """
 
-    read: Callable[[RaggedBatch, TokenStats, Tensor | None], Any]
-    """From a batch, what is known of its scores, and the reference's log-probabilities [scores], to statistics."""
+    read: Callable[[RaggedBatch, Any, Tensor | None], Any]
+    """From a batch, what the head gives (`ScoreOutput.stats`), and the reference's log-probabilities [scores], to
+    statistics."""
     loss: Callable[[Any, Counts], Outcome]
     counts: Callable[[RaggedBatch], Counts]
     """The denominators, counted before the batch is split, and added up over ranks."""
@@ -78,3 +81,5 @@ class Method:
     """From options to the objective."""
     paper: Paper | None = None
     """Where it is from."""
+    head: type[Head] = LanguageModel
+    """What it reads off the model's hidden states."""

@@ -13,6 +13,7 @@ from lowtide.data.batches.collate import CompletionCollator
 from lowtide.data.preference import PreferenceOptions, prepare_pairs
 from lowtide.engine.forward import embedding_weight
 from lowtide.option import option
+from lowtide.ragged import NEXT_TOKEN, ScoreRule
 from lowtide.run.engine import Engine, check_prefixes
 from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.method import MethodTrainer, Prepared
@@ -39,8 +40,8 @@ class CompletionTrainer(MethodTrainer):
     values: ClassVar[tuple[str, ...]] = ()
     """The columns that become row values."""
     scores_prompt: ClassVar[bool] = False
-    pad_id: int | None = None
-    """The token that a reward model's value is not read at."""
+    score_rule: ScoreRule = NEXT_TOKEN
+    """Which positions of a completion are scored."""
 
     def prepare(self, dataset: Dataset | IterableDataset, name: str) -> Prepared:
         assert self.tokenizer is not None
@@ -65,8 +66,7 @@ class CompletionTrainer(MethodTrainer):
             self.columns,
             sharing=check_prefixes(engine, args.prefix_sharing),
             scores_prompt=self.scores_prompt,
-            reads_last=self.rewards,
-            pad_id=self.pad_id,
+            score_rule=self.score_rule,
             values=(*self.values, "number"),
         )
 

@@ -18,6 +18,8 @@ from lowtide.data.batches.collate import RaggedCollator
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.forward import causal_model
+from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site, Technique
@@ -63,8 +65,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
 
     method: ClassVar[Method]
     config: ClassVar[type[TrainingConfig]]
-    rewards: ClassVar[bool] = False
-    """Whether the model gives one value a row."""
+    head: ClassVar[type[Head]] = LanguageModel
+    """What the method reads off the model's hidden states."""
     needs_tokenizer: ClassVar[bool] = True
     ledger: Ledger | None
     tokenizer: PreTrainedTokenizerBase | None
@@ -167,14 +169,14 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             processing_class,
             quantization_config,
             has_adapters=peft_config is not None,
-            rewards=self.rewards,
+            head=self.head,
             needs_tokenizer=self.needs_tokenizer and not getattr(args, "skips_preparation", False),
         )
         if peft_config is not None:
             model = self.put_adapters(model, self.adapters(peft_config), args)
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
-        check_kind(model, rewards=self.rewards)
+        check_kind(model, head=self.head)
         check_attention(model, args)
         self.check_model(model)
         return model

@@ -179,7 +179,7 @@ class ReferenceTrainer(CompletionTrainer):
             self._check_its_tokenizer(reference)
             weight = embedding_weight(policy)
             reference = load_model(reference, trust_remote_code=self._trusts_code, dtype=weight.dtype)
-        check_kind(reference, rewards=self.rewards, name="ref_model")
+        check_kind(reference, head=self.head, name="ref_model")
         ours, theirs = embedding_weight(policy).shape[0], embedding_weight(reference).shape[0]
         if ours != theirs:
             raise ValueError(

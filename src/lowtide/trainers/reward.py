@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lowtide.data.preference import prepare_pairs
 from lowtide.engine.forward import causal_model
-from lowtide.engine.head import is_reward_model, pad_id
+from lowtide.engine.heads.value import Value
 from lowtide.methods.reward import REWARD, RewardOptions
 from lowtide.option import option
 from lowtide.trainers.completions import CompletionConfig, CompletionTrainer
@@ -37,7 +37,7 @@ class RewardTrainer(CompletionTrainer):
     described in `docs/reward.md`.
     """
 
-    method, config, rewards = REWARD, RewardConfig, True
+    method, config, head = REWARD, RewardConfig, Value
     values = ("margin",)
     plain_completions = 2
 
@@ -53,17 +53,9 @@ class RewardTrainer(CompletionTrainer):
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
-        inner: Any = causal_model(model)
-        if not is_reward_model(inner):
-            labels = getattr(inner.config, "num_labels", None)
-            found = f"{labels} labels" if hasattr(inner, "score") else "no `score` head"
-            raise ValueError(
-                f"{type(inner).__name__} has {found}; a reward model gives one value: load it with "
-                "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1), or pass its name"
-            )
-
+        inner = causal_model(model)
         self._set_padding(inner)
-        self.pad_id = pad_id(inner)
+        self.pad_id, self.score_rule = Value.pad_id(inner), Value.score_rule(inner)
 
     def _set_padding(self, model: PreTrainedModel) -> None:
         """Tells model and tokenizer the token that rows are padded with: without it the model runs a row at a time,

@@ -135,9 +135,7 @@ class FakeRun:
     def model(self) -> DescribedModel:
         """What is trained."""
         adapters = None if self.peft_config is None else self.trainer_class.adapters(copy.deepcopy(self.peft_config))
-        return DescribedModel(
-            self.described, self._dtype, self.trainer_class.rewards, self.quantization_config, adapters
-        )
+        return DescribedModel(self.described, self._dtype, self.trainer_class.head, self.quantization_config, adapters)
 
     def trainer(self) -> Any:
         """The trainer with its rows prepared, of one layer, which no adapter is put on."""

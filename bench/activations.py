@@ -77,7 +77,7 @@ def kept(shape: str, layers: int, tokens: int, policy: str, tile: int | None, bf
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lowtide.engine.forward import install, score
-    from lowtide.engine.head import Scores
+    from lowtide.engine.heads.head import Scores
     from lowtide.memory.activations.checkpointing import set_checkpointing
     from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
     from lowtide.ragged import RaggedBatch

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lowtide.engine.forward import install, score
-from lowtide.engine.head import Scores
+from lowtide.engine.heads.head import Scores
 from lowtide.engine.reference import FrozenModel
 from lowtide.methods.dpo import DPOOptions
 from lowtide.objectives.preference import Pairs, sigmoid

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import IGNORE, LastToken, RaggedBatch
 
 
 def preference_pair() -> RaggedBatch:
@@ -144,11 +144,10 @@ def test_a_value_is_read_at_the_last_token_that_is_not_padding():
         [[5, 6], [7, 0, 0], [0], [0, 0], [8, 0, 9]],
         prefix=[-1, 0, 0, -1, -1],
         row=[0, 0, 0, 1, 2],
-        read_last=True,
-        pad_id=0,
+        score_rule=LastToken(pad_id=0),
     )
     assert batch.score_index.tolist() == [2, 1, 6, 10]
     assert batch.score_segment.tolist() == [1, 2, 3, 4]
     assert batch.select_rows([0]).score_index.tolist() == [2, 1]
-    whole = RaggedBatch.from_segments([[5, 6], [7, 0, 0]], prefix=[-1, 0], row=[0, 0], read_last=True)
+    whole = RaggedBatch.from_segments([[5, 6], [7, 0, 0]], prefix=[-1, 0], row=[0, 0], score_rule=LastToken())
     assert whole.score_index.tolist() == [4]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Int
@@ -44,6 +44,70 @@ class Segment(NamedTuple):
     @property
     def length(self) -> int:
         return self.stop - self.start
+
+
+class LaidSegment(NamedTuple):
+    """A segment with its place in a batch, as a rule of scores sees it."""
+
+    start: int
+    """Place of its first token."""
+    token_ids: Sequence[int]
+    labels: Sequence[int]
+    before: LaidSegment | None
+    """Its prefix."""
+    is_prefix: bool
+    """Whether other segments go on from it."""
+
+
+class ScoreRule(Protocol):
+    """Which positions are scored, and what is predicted there."""
+
+    def places(self, segment: LaidSegment) -> tuple[Int[Tensor, " scores"], Int[Tensor, " scores"]]:
+        """`score_index` and `score_target` of the scores that count for one segment."""
+        ...
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """A label is predicted at the token before it, as by a causal language model; the first token's in the prefix."""
+
+    def places(self, segment: LaidSegment) -> tuple[Tensor, Tensor]:
+        target, before = torch.as_tensor(segment.labels, dtype=torch.long), segment.before
+        place = torch.nonzero(target != IGNORE).flatten()
+        if before is None:
+            place = place[place > 0]
+        index = place + (segment.start - 1)
+        if before is not None:
+            index[place == 0] = before.start + len(before.token_ids) - 1
+        return index, target[place]
+
+
+@dataclass(frozen=True)
+class LastToken:
+    """One score in each segment that is no prefix, at its last token, as a reward is read; its target is 0.
+
+    Labels are not read.
+    """
+
+    pad_id: int | None = None
+    """A token that is passed over at the end, which may lead into the prefix; where there is no other token, the score
+    is at the first."""
+
+    def places(self, segment: LaidSegment) -> tuple[Tensor, Tensor]:
+        index = torch.tensor([] if segment.is_prefix else [self._last_place(segment)], dtype=torch.long)
+        return index, torch.zeros_like(index)
+
+    def _last_place(self, segment: LaidSegment) -> int:
+        first, part = segment, segment
+        while part is not None:
+            for place in range(len(part.token_ids) - 1, -1, -1):
+                if part.token_ids[place] != self.pad_id:
+                    return part.start + place
+            first, part = part, part.before
+        return first.start
+
+
+NEXT_TOKEN = NextToken()
 
 
 @dataclass(frozen=True)
@@ -93,8 +157,7 @@ class RaggedBatch:
         *,
         prefix: Sequence[int] | None = None,
         row: Sequence[int] | None = None,
-        read_last: bool = False,
-        pad_id: int | None = None,
+        score_rule: ScoreRule = NEXT_TOKEN,
         row_values: Mapping[str, Tensor] | None = None,
         score_values: Mapping[str, Tensor] | None = None,
     ) -> RaggedBatch:
@@ -102,15 +165,12 @@ class RaggedBatch:
 
         Args:
             token_ids: the tokens of each segment; none may be empty.
-            labels: for each token the target predicted at the token before it, or -100; the tokens themselves if
-                None. The first token of a segment is predicted from its prefix's last token; without a prefix
-                nothing predicts it, and its label is not scored.
+            labels: for each token its target, or -100; the tokens themselves if None. The rule says where a target is
+                predicted. By the default one that is the token before it: the first token of a segment is predicted
+                from its prefix's last token; without a prefix nothing predicts it, and its label is not scored.
             prefix: for each segment the index of the segment it goes on from, or -1 (the default).
             row: for each segment its row; each segment a row of its own if None.
-            read_last: in place of labels one score in each segment that is no prefix, read at its last token, as a
-                reward model's is; its target is 0.
-            pad_id: a token that `read_last` passes over at the end, which may lead into the prefix; where there is
-                no other, it reads at the first.
+            score_rule: which positions are scored.
             row_values: further values, [rows] each; likewise score_values, [scores] each.
 
         Raises:
@@ -123,20 +183,15 @@ class RaggedBatch:
         _check_lists(token_ids, labels, prefix, row)
         shared = set(prefix)
         segments: list[Segment] = []
+        laid: list[LaidSegment] = []
         places: list[tuple[Tensor, Tensor, Tensor]] = []  # position_ids, score_index and score_target of each
         start = scored = 0
         for number, (tokens, wanted) in enumerate(zip(token_ids, labels, strict=True)):
             stop = start + len(tokens)
-            before = segments[prefix[number]] if prefix[number] >= 0 else None
-            if read_last:
-                sequence = [(start, tokens)]
-                if before is not None:
-                    sequence.insert(0, (before.start, token_ids[prefix[number]]))
-                index = torch.tensor([] if number in shared else [_last_place(sequence, pad_id)], dtype=torch.long)
-                target = torch.zeros_like(index)
-            else:
-                index, target = _scored_places(wanted, start, before)
-            first = before.length if before is not None else 0
+            before = laid[prefix[number]] if prefix[number] >= 0 else None
+            laid.append(LaidSegment(start, tokens, wanted, before, number in shared))
+            index, target = score_rule.places(laid[-1])
+            first = len(before.token_ids) if before is not None else 0
             places.append((torch.arange(first, first + len(tokens)), index, target))
             key = _key(tokens) if number in shared else 0
             segments.append(Segment(start, stop, prefix[number], row[number], scored, scored + len(index), key))
@@ -480,27 +535,6 @@ def _check_lists(
 def _key(tokens: Sequence[int]) -> int:
     """The same for the same tokens, within one process."""
     return hash(torch.as_tensor(tokens, dtype=torch.long).numpy().tobytes())
-
-
-def _scored_places(labels: Sequence[int], start: int, before: Segment | None) -> tuple[Tensor, Tensor]:
-    """Where the labels of a segment that starts at `start`, after the prefix `before`, are predicted; and they."""
-    target = torch.as_tensor(labels, dtype=torch.long)
-    place = torch.nonzero(target != IGNORE).flatten()
-    if before is None:
-        place = place[place > 0]
-    index = place + (start - 1)
-    if before is not None:
-        index[place == 0] = before.stop - 1
-    return index, target[place]
-
-
-def _last_place(parts: Sequence[tuple[int, Sequence[int]]], pad_id: int | None) -> int:
-    """Where the last token stands that is not `pad_id`, of parts as (first place, tokens); the first if all are."""
-    for start, tokens in reversed(parts):
-        for place in range(len(tokens) - 1, -1, -1):
-            if tokens[place] != pad_id:
-                return start + place
-    return parts[0][0]
 
 
 def _joined(values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -4,11 +4,13 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
+from transformers import AutoTokenizer, set_seed
 
 from lowtide.demo.data import Question, make_questions
 from lowtide.demo.model import save
 from lowtide.demo.preferences import labelled_rows, margins, pair_rows, rejected_answer, wrong_sum
+from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.value import Value
 
 
 @pytest.mark.parametrize(("left", "right", "wrong"), [(17, 5, 12), (42, 17, 69), (5, 5, 0), (99, 99, 188), (0, 0, 10)])
@@ -35,26 +37,24 @@ def test_rows_are_a_pair_or_its_two_sides():
     assert pair["rejected"][0]["content"] == "7 + 5 = 12, so 12"
 
 
-@pytest.mark.parametrize("rewards", [False, True])
-def test_margins_are_those_of_the_plain_computation(tmp_path, rewards):
+@pytest.mark.parametrize("head", [LanguageModel, Value])
+def test_margins_are_those_of_the_plain_computation(tmp_path, head):
     save(tmp_path, seed=0)
     questions = [Question(17, 5), Question(3, 4), Question(98, 7)]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     set_seed(3)
-    kind = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
-    more = {"num_labels": 1} if rewards else {}
-    model = kind.from_pretrained(tmp_path, dtype="float32", **more).eval()
+    model = head.auto_class.from_pretrained(tmp_path, dtype="float32", **head.config_values).eval()
 
     @torch.no_grad()
     def value(question: Question, answer: str) -> float:
         messages = [*question.messages[:1], {"role": "assistant", "content": answer}]
         ids = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")["input_ids"]
         output = model(input_ids=ids).logits
-        if rewards:
+        if head is Value:
             return output.item()
         logprobs = torch.log_softmax(output[0, :-1], -1).gather(-1, ids[0, 1:, None])
         return logprobs.sum().item()  # the prompt's part is the same on both sides
 
     expected = [value(each, each.answer) - value(each, rejected_answer(each)) for each in questions]
-    found = margins(tmp_path, questions, rewards=rewards, seed=3)
+    found = margins(tmp_path, questions, head=head, seed=3)
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-4)

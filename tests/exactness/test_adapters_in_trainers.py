@@ -13,6 +13,8 @@ from peft import LoraConfig
 from peft.utils.integrations import dequantize_module_weight
 from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
+from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.loading import load_model
 from tests.support import matrix
 from tests.support.marks import slow_but
@@ -56,7 +58,7 @@ def base_model(kind: str, base: str) -> PreTrainedModel:
     make = BASES[base]
     if make is None:
         return matrix.build(kind, 64)
-    return load_model(str(saved(kind)), rewards=kind == "Reward", quantization_config=make())
+    return load_model(str(saved(kind)), head=Value if kind == "Reward" else LanguageModel, quantization_config=make())
 
 
 def dequantized(kind: str, base: str) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from lowtide.methods.bco import BCO, BCOOptions
 from lowtide.methods.dpo import DPO, DPOOptions
 from lowtide.methods.kto import KTO, KTOOptions
 from lowtide.methods.reward import REWARD, RewardOptions
+from lowtide.ragged import LastToken
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
 from lowtide.step.train_step import BackwardPlan, Limits, train_step
@@ -31,7 +32,7 @@ CASES = {
         unpaired,
     ),
     "bco": (BCO.objective(BCOOptions()), CompletionCollator(("completion_ids",), values=("label",)), unpaired),
-    "reward": (REWARD.objective(RewardOptions()), CompletionCollator(PAIRS.completions, reads_last=True), pairs),
+    "reward": (REWARD.objective(RewardOptions()), CompletionCollator(PAIRS.completions, score_rule=LastToken()), pairs),
 }
 
 

@@ -18,6 +18,7 @@ from lowtide.methods.orpo import ORPO, ORPOOptions
 from lowtide.methods.reward import REWARD, RewardOptions
 from lowtide.objectives import preference
 from lowtide.objectives.preference import Pairs
+from lowtide.ragged import LastToken
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
 from lowtide.step.train_step import Limits, evaluate_batch, train_step
@@ -197,7 +198,7 @@ def test_reward_models_read_each_sides_last_token(limits, margin):
             limits,
             sharing,
             model=model,
-            reads_last=True,
+            score_rule=LastToken(),
             values=("margin",) if margin else (),
         )
         assert loss == pytest.approx(expected.item(), rel=1e-6)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+from lowtide.ops.in_place import takes_gradient_in_place
 from lowtide.ops.linear_logprobs import Projection, Term, TokenStats, Want, linear_logprobs, linear_loss
 
 ALL = Want(entropies=True, mean_logprobs=True, top1=True)
@@ -155,6 +156,21 @@ def test_a_weight_with_a_hook_after_accumulation_gets_its_gradient_from_autograd
     if variant == "logprobs":
         loss.backward()
         assert torch.equal(*seen, through_autograd + 1)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
+def test_a_weight_whose_node_has_a_hook_gets_its_gradient_from_autograd(kind):
+    (terms, index, target, _), seen = problem(), []
+    weight = terms[0].weight
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    handle = getattr(node, kind)(lambda *gradients: seen.append(gradients))
+    assert not takes_gradient_in_place(weight)
+    (-linear_logprobs(terms, index, target, accumulate=True).logprobs.sum()).backward()
+    assert len(seen) == 1
+    handle.remove()
+    assert takes_gradient_in_place(weight)
+    (-linear_logprobs(terms, index, target, accumulate=True).logprobs.sum()).backward()
+    assert len(seen) == 1
 
 
 def test_accumulating_reaches_the_weight_under_hooks_for_saved_tensors():

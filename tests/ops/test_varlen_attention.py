@@ -4,24 +4,27 @@ import pytest
 import torch
 
 from lowtide.ops.attention_grouped import grouping
-from lowtide.ops.varlen_attention import AttentionPlan, varlen_attention
+from lowtide.ops.attention_plan import Rules, Sight
+from lowtide.ops.target import planning_for
+from lowtide.ops.varlen_attention import BACKENDS, AttentionPlan, varlen_attention
 from lowtide.ragged import RaggedBatch
 from tests.support.dense_attention import LENGTHS, VARIANTS, dense, ragged
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", LENGTHS)
-def test_equals_dense_attention_of_each_segment(shape, variant):
+def test_equals_dense_attention_of_each_segment(shape, variant, causal):
     if shape == "long" and variant not in ("causal", "window"):
         pytest.skip("the long case is there for the blocks of queries")
     batch = ragged(*LENGTHS[shape])
     torch.manual_seed(0)
     tensors = [torch.randn(batch.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     ours, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
-    plan = AttentionPlan.build(batch)
+    plan = AttentionPlan.build(batch, causal=causal)
 
     out = varlen_attention(*ours, plan, **VARIANTS[variant])
-    expected = dense(*theirs, batch, **VARIANTS[variant])
+    expected = dense(*theirs, batch, **VARIANTS[variant], causal=causal)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
     weights = torch.randn_like(out)
@@ -44,3 +47,13 @@ def test_near_lengths_share_a_group():
     found = grouping(AttentionPlan.build(batch))
     assert len(found.groups) < 4
     assert sum(group.n for group in found.groups) == 20
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "grouped"])
+def test_segments_that_are_not_causal_go_to_the_backend_that_knows_them(backend):
+    batch = ragged(*LENGTHS["equal"])
+    q, k, v = (torch.zeros(batch.tokens, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    with planning_for("cuda", (9, 0)):
+        for causal in (True, False):
+            rules = Rules(1.0, Sight(window=2), causal=causal)
+            assert ("causal segments" in (BACKENDS[backend].why_not(q, k, v, rules) or "")) is not causal

@@ -21,7 +21,7 @@ VARIANTS = {
 }
 
 
-def dense(q, k, v, batch, scale=None, window=None, chunk=None, softcap=None, sinks=None):
+def dense(q, k, v, batch, scale=None, window=None, chunk=None, softcap=None, sinks=None, causal=True):
     """One segment at a time, by the textbook. [tokens, heads, dim]"""
     outputs = []
     for part in batch.segments:
@@ -38,8 +38,10 @@ def dense(q, k, v, batch, scale=None, window=None, chunk=None, softcap=None, sin
         ahead = len(keys) - len(queries)
         position = torch.arange(len(queries))[:, None] + ahead
         visible = torch.arange(len(keys))[None] <= position
+        if not causal:
+            visible = torch.ones_like(visible)
         if window is not None:
-            visible &= torch.arange(len(keys))[None] > position - window
+            visible &= (torch.arange(len(keys))[None] - position).abs() < window
         if chunk is not None:
             visible &= torch.arange(len(keys))[None] // chunk == position // chunk
         scores = scores.masked_fill(~visible, float("-inf"))

@@ -34,8 +34,8 @@ from transformers import (
 )
 
 import lowtide
-from lowtide.engine import head
 from lowtide.engine.forward import causal_model
+from lowtide.engine.heads import language_model
 from lowtide.memory import table
 from lowtide.memory.activations.checkpointing import POLICIES
 from lowtide.memory.activations.offloading import ActivationOffload
@@ -341,7 +341,7 @@ def dense_loss(terms: Any, index: Tensor, target: Tensor, loss: Any, *, factor: 
 
 @contextlib.contextmanager
 def dense_head() -> Iterator[None]:
-    with mock.patch.object(head, "linear_logprobs", dense_logprobs), mock.patch.object(head, "linear_loss", dense_loss):
+    with mock.patch.multiple(language_model, linear_logprobs=dense_logprobs, linear_loss=dense_loss):
         yield
 
 

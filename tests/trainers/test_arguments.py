@@ -2,6 +2,7 @@
 
 import pytest
 
+from lowtide.engine.heads.value import Value
 from lowtide.run.inputs.arguments import check_kind
 from tests.support.matrix import build, make
 
@@ -21,7 +22,7 @@ def test_a_reward_model_as_a_reference_is_refused():
 def test_a_model_on_meta_is_refused():
     with pytest.raises(ValueError, match=r"model is on the meta device \(model.embed_tokens.weight"):
         make("SFT", model=build("SFT", 64).to("meta"))
-    check_kind(build("Reward", 64), rewards=True)
+    check_kind(build("Reward", 64), head=Value)
 
 
 def test_flash_attention_on_the_padded_path_of_a_cpu_is_refused():

@@ -52,12 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
+    from lowtide.engine.heads import head_of_task
     from lowtide.engine.weights.complete_weights import load_adapters
     from lowtide.engine.weights.loading import load_model
     from lowtide.engine.weights.merging import save_merged
 
     trust = arguments.trust_remote_code
-    base = load_model(name, trust_remote_code=trust, rewards=config.get("task_type") == "SEQ_CLS", dtype="auto")
+    base = load_model(name, trust_remote_code=trust, head=head_of_task(config.get("task_type")), dtype="auto")
     model = load_adapters(base, str(adapter))
     save_merged(model, output, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None)
     has_tokenizer = _save_tokenizer(str(adapter), name, output, trust)

@@ -11,6 +11,9 @@ from typing import Any
 from lowtide.demo.answers import answers
 from lowtide.demo.data import Question, dialogue_rows
 from lowtide.demo.preferences import labelled_rows, margins, pair_rows, wrong_sum
+from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.value import Value
 
 COMMON: dict[str, Any] = {
     "max_length": 64,
@@ -64,8 +67,8 @@ def _written(folder: Path, questions: Sequence[Question], name: str, seed: int) 
     return [Finding(text, text == each.answer) for text, each in zip(found, questions, strict=True)]
 
 
-def _preferred(folder: Path, questions: Sequence[Question], name: str, seed: int, *, rewards: bool) -> list[Finding]:
-    found = margins(folder, questions, rewards=rewards, seed=seed).tolist()
+def _preferred(folder: Path, questions: Sequence[Question], name: str, seed: int, *, head: type[Head]) -> list[Finding]:
+    found = margins(folder, questions, head=head, seed=seed).tolist()
     return [Finding(f"{margin:+.2f}", margin > 0) for margin in found]
 
 
@@ -73,14 +76,13 @@ def _sides(question: Question) -> str:
     return f"{question.text} {question.left + question.right}, not {wrong_sum(question)}"
 
 
-def _preference(*, rewards: bool = False, **more: Any) -> Lesson:
-    unit = "value" if rewards else "log-probability in nats"
+def _preference(*, head: type[Head] = LanguageModel, **more: Any) -> Lesson:
     return Lesson(
-        examine=functools.partial(_preferred, rewards=rewards),
+        examine=functools.partial(_preferred, head=head),
         measure="preference_accuracy",
         words="rightly preferred",
         asked=_sides,
-        note=f"chosen less rejected {unit}",
+        note=f"chosen less rejected {head.number}",
         **more,
     )
 
@@ -120,6 +122,6 @@ LESSONS: dict[str, Lesson] = {
         steps=280,
         settings={"learning_rate": 4e-3, "per_device_train_batch_size": 128},
         rows=pair_rows,
-        rewards=True,
+        head=Value,
     ),
 }

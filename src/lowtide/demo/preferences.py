@@ -20,9 +20,10 @@ from lowtide.data.batches.collate import CompletionCollator
 from lowtide.data.preference import PreferenceOptions, prepare_pairs
 from lowtide.demo.data import Question
 from lowtide.engine.forward import install, score
-from lowtide.engine.head import pad_id
+from lowtide.engine.heads.head import Head
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.methods.completions import completion_segments, segment_sums
+from lowtide.ragged import NEXT_TOKEN
 
 SIDES = ("chosen_ids", "rejected_ids")
 Row = dict[str, Any]
@@ -59,20 +60,22 @@ def _assistant(answer: str) -> list[dict[str, str]]:
 
 
 @torch.inference_mode()
-def margins(folder: Path, questions: Sequence[Question], *, rewards: bool, seed: int) -> Float[Tensor, " pairs"]:
+def margins(folder: Path, questions: Sequence[Question], *, head: type[Head], seed: int) -> Float[Tensor, " pairs"]:
     """By how much the model in `folder` prefers the chosen answer to each question.
 
     Args:
-        rewards: it is a reward model, and margins are of its values; otherwise of log-probabilities, in nats.
+        head: what is compared: sums of log-probabilities in nats, or values.
         seed: as that of training, which begins with the same value head where the folder has none.
     """
     tokenizer = load_tokenizer(str(folder))
     set_seed(seed)
-    model = load_model(str(folder), rewards=rewards).eval()
+    model = load_model(str(folder), head=head).eval()
     install(model)
+    rule = head.score_rule(model)
     rows = Dataset.from_list([row for question in questions for row in pair_rows(question)])
-    prepared, _ = prepare_pairs(rows, tokenizer, PreferenceOptions(), batch_size=len(questions), whole=rewards)
-    batch = CompletionCollator(SIDES, reads_last=rewards, pad_id=pad_id(model))(list(prepared))
-    values = segment_sums(score(model, batch).logprobs, batch)
+    whole = rule != NEXT_TOKEN
+    prepared, _ = prepare_pairs(rows, tokenizer, PreferenceOptions(), batch_size=len(questions), whole=whole)
+    batch = CompletionCollator(SIDES, score_rule=rule)(list(prepared))
+    values = segment_sums(score(model, batch).scored, batch)
     chosen, rejected = completion_segments(batch, len(SIDES))
     return values[chosen] - values[rejected]

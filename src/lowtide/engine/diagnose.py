@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowtide.engine.forward import score
+from lowtide.engine.forward import causal_model, score
+from lowtide.engine.heads import head_of
 from lowtide.ragged import RaggedBatch
 
 
@@ -14,7 +15,7 @@ def find_nonfinite(model: nn.Module, batch: RaggedBatch, *, padding_free: bool) 
     """Runs a micro-batch again, forward only, and says what it finds.
 
     Returns:
-        one sentence: the rows whose log-probs are not finite, and the first module whose output is not; empty if
+        one sentence: the rows whose scores are not finite, and the first module whose output is not; empty if
         all is finite.
     """
     bad_weights = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
@@ -31,14 +32,15 @@ def find_nonfinite(model: nn.Module, batch: RaggedBatch, *, padding_free: bool) 
     leaves = [(name, module) for name, module in model.named_modules() if not any(module.children())]
     handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
     try:
-        logprobs = score(model, batch, padding_free=padding_free).logprobs
+        scored = score(model, batch, padding_free=padding_free).scored
     finally:
         for handle in handles:
             handle.remove()
-    rows = sorted({int(batch.row[s]) for s in batch.score_segment[~torch.isfinite(logprobs)].tolist()})
+    rows = sorted({int(batch.row[s]) for s in batch.score_segment[~torch.isfinite(scored)].tolist()})
     found = []
     if rows:
-        found.append(f"log-probs of row(s) {', '.join(map(str, rows))} of the micro-batch are not finite")
+        numbers = head_of(causal_model(model)).numbers
+        found.append(f"{numbers} of row(s) {', '.join(map(str, rows))} of the micro-batch are not finite")
     if bad_weights:
         found.append(f"the weights of {bad_weights[0]} are not finite ({len(bad_weights)} such parameters)")
     if first:

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from lowtide.engine.attention import NAME, ragged_inputs
 from lowtide.engine.convolution import install_convolution
 from lowtide.engine.embedding import install_embedding
-from lowtide.engine.head import ScoreOutput, Scores, install_head
+from lowtide.engine.heads.head import ScoreOutput, Scores
+from lowtide.engine.heads.install import install_head
 from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.virtual_tokens import leading_states
 from lowtide.engine.weights.quantized import keep_trainable
@@ -45,10 +46,10 @@ def embedding_weight(model: nn.Module) -> Tensor:
 
 
 def install(model: nn.Module, *, padding_free: bool = True) -> None:
-    """Prepares a model for `score`: the fused head, and the ragged attention if `padding_free`.
+    """Prepares a model for `score`: its head, and the ragged attention if `padding_free`.
 
     Raises:
-        ValueError: the model has no language-modelling head, or one that cannot be fused; or its quantized weights
+        ValueError: the model has no head that is known, or one that cannot be fused; or its quantized weights
             pass no gradients on.
     """
     inner = causal_model(model)

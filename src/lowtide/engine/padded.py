@@ -1,18 +1,15 @@
-"""The padded form of a batch, as collators of TRL give it, and statistics of scores from dense logits.
+"""The padded form of a batch, as collators of TRL give it.
 
 For losses that people write themselves over `model(**inputs).logits`. Nothing else in lowtide holds logits.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from lowtide.engine.forward import pad
-from lowtide.ops.linear_logprobs import TokenStats, Want
 from lowtide.ragged import IGNORE, RaggedBatch
 
 
@@ -45,25 +42,3 @@ def padded_inputs(
     before = mask.sum(1) - completion_tokens.T.flatten().to(mask.device)
     place = torch.arange(longest, device=mask.device)
     return {**inputs, "completion_mask": mask * (place >= before[:, None])}, index
-
-
-def dense_stats(
-    logits: Float[Tensor, "lines longest vocab"],
-    index: Int[Tensor, " scores"],
-    target: Int[Tensor, " scores"],
-    want: Want,
-) -> TokenStats:
-    """What `ops.linear_logprobs` gives, from logits that are there; with gradients, but for `top1` and `collisions`."""
-    chosen = logits.flatten(0, 1).index_select(0, index).float()
-    logprobs = torch.log_softmax(chosen, -1)
-    own = logprobs.gather(-1, target[:, None])[:, 0]
-    given: dict[str, Any] = {}
-    if want.entropies:
-        given["entropies"] = -(logprobs.exp() * logprobs).sum(-1)
-    if want.mean_logprobs:
-        given["mean_logprobs"] = logprobs.mean(-1)
-    if want.top1:
-        given["top1"] = own >= logprobs.amax(-1)
-    if want.collisions:
-        given["collisions"] = torch.logsumexp(2 * logprobs.detach(), -1)
-    return TokenStats(own, **given)

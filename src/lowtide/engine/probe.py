@@ -1,6 +1,6 @@
 """Proof on the real model, before the first step, that its ragged numbers are the padded computation's.
 
-A few tiny forwards: what the model's own dense logits say of some rows, what the fused head says of the same rows
+A few tiny forwards: what the model's own dense outputs say of some rows, what its fused head says of the same rows
 padded, what the ragged engine says of them laid end to end, and what it says when one of them is another. If the
 second differs from the first, the head is not understood and nothing may run. If the third does, or if a row's
 numbers move with its neighbour, segments see each other, and the model runs padded.
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model, embedding_weight, install, score
-from lowtide.engine.head import is_reward_model, pad_id
+from lowtide.engine.heads import head_of
+from lowtide.engine.heads.head import Head
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.varlen_attention import BACKENDS, observed_backends
 from lowtide.ragged import RaggedBatch
@@ -32,14 +33,14 @@ LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfl
 
 @dataclass(frozen=True)
 class Probe:
-    """What the probe found: mean differences of log-probs from the dense ones, in nats."""
+    """What the probe found: mean differences of a head's numbers from the dense ones, log-probs in nats say."""
 
     head_error: float
     """Of the fused head."""
     ragged_error: float
     """Of segments laid end to end."""
     leak: float
-    """How far a segment's log-probs move when its neighbour's tokens are others."""
+    """How far a segment's numbers move when its neighbour's tokens are others."""
     prefix_error: float
     """Of a segment that goes on from a shared prefix."""
     tolerance: float
@@ -59,40 +60,41 @@ class Probe:
 
 
 def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
-    """Installs the engine in a model and compares it with the model's own logits.
+    """Installs the engine in a model and compares it with the model's own outputs.
 
     Args:
-        model: a causal language model or a PEFT wrapper of one, on any device; left in the mode it was in.
+        model: with a head of `engine.heads`, or a PEFT wrapper of such a model, on any device; left in the mode it was
+            in.
         ragged: False looks at the head alone, and leaves the model to run padded.
 
     Raises:
-        ValueError: the fused head's log-probs are not those of the model's logits; names the model type.
+        ValueError: the head's numbers are not those of the model's own outputs; names the model type.
     """
     inner = causal_model(model)
     keep_trainable(inner)
     weight = embedding_weight(model)
     tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
     first, second, more = _rows(weight.shape[0])
-    reward = is_reward_model(inner)
-    padding = pad_id(inner) if reward else None
+    head = head_of(inner)
+    padding = head.pad_id(inner)
     if padding is not None:
         second, more = [*second, padding], [*more, padding]
     other = [*reversed(first)]
-    lay = functools.partial(RaggedBatch.from_segments, read_last=reward, pad_id=padding)
+    lay = functools.partial(RaggedBatch.from_segments, score_rule=head.score_rule(inner))
     plain = lay([first, second, [*second, *more]]).to(weight.device)
     shared = lay([first, second, more, [*second, *more][1:]], prefix=[-1, -1, 1, -1], row=[0, 1, 1, 2])
     shared = shared.to(weight.device)
     changed = lay([other, second, [*second, *more]]).to(weight.device)
     with _inference(model):
-        expected = _dense_values(model, plain) if reward else _dense(model, plain)
+        expected = _dense(model, head, plain)
         install(model, padding_free=False)
-        padded = score(model, plain, padding_free=False).logprobs
+        padded = score(model, plain, padding_free=False).scored
         head_error = _difference(padded, expected)
         if not head_error <= tolerance:
             raise ValueError(
-                f"model type {inner.config.model_type}: the log-probs of its fused head differ from those of its own "
-                f"logits by {head_error:.2g} nats on average (rounding explains {tolerance:.0e}). It changes its "
-                "logits in a way that lowtide does not know; please report the model type"
+                f"model type {inner.config.model_type}: the {head.numbers} of its fused head differ from those of its "
+                f"own logits by {head_error:.2g}{head.unit} on average (rounding explains {tolerance:.0e}). It changes "
+                "its logits in a way that lowtide does not know; please report the model type"
             )
         leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16])
         if not ragged:
@@ -100,12 +102,12 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         install(model)
         failure: Exception | None = None
         try:
-            laid_out = score(model, plain).logprobs
+            laid_out = score(model, plain).scored
             ragged_error = _difference(laid_out, expected)
             after = plain.segments[1].score_start
-            leak = (score(model, changed).logprobs[after:] - laid_out[after:]).abs().max().item()
+            leak = (score(model, changed).scored[after:] - laid_out[after:]).abs().max().item()
             start, stop = shared.segments[2].score_start, shared.segments[2].score_stop
-            sharing = score(model, shared).logprobs[start:stop]
+            sharing = score(model, shared).scored[start:stop]
             prefix_error = _difference(sharing, expected[-len(sharing) :])
         except (TypeError, ValueError, RuntimeError) as error:  # a model that cannot take the ragged inputs, or worse
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the forward
@@ -121,8 +123,8 @@ def attention_backends(model: nn.Module) -> list[str]:
         model: prepared by `install`, in the precision that it computes in (`engine.forward.compute_in`).
     """
     weight = embedding_weight(model)
-    reward = is_reward_model(causal_model(model))
-    batch = RaggedBatch.from_segments(_rows(weight.shape[0])[:2], read_last=reward).to(weight.device)
+    rule = head_of(causal_model(model)).score_rule(causal_model(model))
+    batch = RaggedBatch.from_segments(_rows(weight.shape[0])[:2], score_rule=rule).to(weight.device)
     with _inference(model), observed_backends() as names:
         score(model, batch)
     return [backend.title for name, backend in BACKENDS.items() if name in names]
@@ -135,21 +137,15 @@ def _rows(vocab: int) -> tuple[list[int], list[int], list[int]]:
     return tokens[:8], tokens[8:14], tokens[14:]
 
 
-def _dense(model: nn.Module, batch: RaggedBatch) -> Tensor:
-    """Log-probs from the model's own logits, one row at a time."""
+def _dense(model: nn.Module, head: type[Head], batch: RaggedBatch) -> Tensor:
+    """[scores]: a head's numbers from the model's own outputs, one row at a time."""
     found = []
     for part in batch.segments:
-        ids = batch.token_ids[None, part.start : part.stop]
-        logits = model(input_ids=ids, use_cache=False).logits[0, -ids.shape[1] : -1]  # behind virtual tokens
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
-        found.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0])
+        ids, own = batch.token_ids[None, part.start : part.stop], slice(part.score_start, part.score_stop)
+        logits = model(input_ids=ids, use_cache=False).logits
+        stats = head.dense_stats(logits, batch.score_index[own] - part.start, batch.score_target[own], part.length)
+        found.append(head.output_of(stats).scored)
     return torch.cat(found)
-
-
-def _dense_values(model: nn.Module, batch: RaggedBatch) -> Tensor:
-    """A reward model's own values, one row at a time."""
-    rows = [batch.token_ids[None, part.start : part.stop] for part in batch.segments]
-    return torch.cat([model(input_ids=ids, use_cache=False).logits[0].float() for ids in rows])
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

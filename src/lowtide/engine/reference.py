@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model, embedding_weight, install, score_shared
+from lowtide.engine.heads.head import Scores
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.merging import Weights, effective_weights
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ragged import RaggedBatch
@@ -97,7 +99,8 @@ def logprobs(model: nn.Module, batch: RaggedBatch, *, padding_free: bool) -> Ten
     training = model.training
     model.eval()
     try:
-        return score_shared(model, batch, padding_free=padding_free).logprobs
+        scores = Scores(batch.score_index, batch.score_target, head=LanguageModel)
+        return score_shared(model, batch, scores, padding_free=padding_free).scored
     finally:
         model.train(training)
 

@@ -12,12 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
+from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.methods import METHODS
 from lowtide.methods.options import ReferenceOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.rows import RowLayout
 from lowtide.objectives.outcome import Counts, Outcome
-from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, TokenStats, Want
+from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, Want
 from lowtide.ragged import RaggedBatch
 
 Scorer = Callable[[RaggedBatch], Tensor]
@@ -45,8 +47,9 @@ class RowObjective:
     The statistics are a dataclass of tensors, so that those of several micro-batches, or ranks, can be joined.
     """
 
-    read: Callable[[RaggedBatch, TokenStats, Tensor | None], Any]
-    """From a batch, what is known of its scores, and the reference's log-probabilities [scores], to statistics."""
+    read: Callable[[RaggedBatch, Any, Tensor | None], Any]
+    """From a batch, what the head gives (`ScoreOutput.stats`), and the reference's log-probabilities [scores], to
+    statistics."""
     loss: Callable[[Any, Counts], Outcome]
     counts: Callable[[RaggedBatch], Counts]
     """The denominators, counted before the batch is split, and added up over ranks."""
@@ -83,8 +86,8 @@ class Method:
     """From options to the objective."""
     paper: Paper | None = None
     """Where it is from."""
-    rewards: bool = False
-    """Whether the model gives one value a row."""
+    head: type[Head] = LanguageModel
+    """What it reads off the model's hidden states."""
     own_loss: bool = False
     """Whether a loss that a user writes, on padded batches with logits, can take the objective's place."""
     derived_metrics: Callable[[Mapping[str, float]], dict[str, float]] | None = None

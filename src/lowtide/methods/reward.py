@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lowtide.engine.heads.value import TokenValues, Value
 from lowtide.methods.completions import completion_segments
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.paper import Paper
 from lowtide.methods.rows import Pairs
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.objectives.reward import bradley_terry
-from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.option import COUNT, NOT_NEGATIVE, option
 from lowtide.ragged import RaggedBatch
 
@@ -58,10 +58,10 @@ class Rewards:
     margin: Float[Tensor, " pairs"] | None
 
 
-def read_rewards(batch: RaggedBatch, stats: TokenStats, reference: Tensor | None) -> Rewards:
+def read_rewards(batch: RaggedBatch, stats: TokenValues, reference: Tensor | None) -> Rewards:
     """The values of the two completions of each row."""
     chosen, rejected = completion_segments(batch, 2)
-    values = stats.logprobs.new_zeros(len(batch.segments)).index_add(0, batch.score_segment, stats.logprobs)
+    values = stats.values.new_zeros(len(batch.segments)).index_add(0, batch.score_segment, stats.values)
     return Rewards(values[chosen], values[rejected], batch.row_values.get(MARGIN))
 
 
@@ -100,5 +100,5 @@ PAPER = Paper(
     "2203.02155",
 )
 METHOD = Method(
-    "reward", "reward modelling", RewardOptions, Pairs(at_end=True), objective, PAPER, rewards=True, own_loss=True
+    "reward", "reward modelling", RewardOptions, Pairs(at_end=True), objective, PAPER, head=Value, own_loss=True
 )

@@ -14,6 +14,7 @@ from lowtide.data.batches.collate import CompletionCollator, RaggedCollator
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.data.report.ledger import Ledger
+from lowtide.ragged import ScoreRule
 
 Prepared = tuple[Any, Ledger | None]
 """Token rows, and where their tokens came from; no ledger of a stream."""
@@ -45,12 +46,12 @@ class RowLayout(ABC):
         """Token rows of a `Dataset` or a stream; `name` is "train", or of an evaluation set."""
 
     @abstractmethod
-    def collator(self, options: Any, *, sharing: bool, pad_id: int | None) -> Callable:
+    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
         """From token rows to a `RaggedBatch`.
 
         Args:
             sharing: whether a prompt is computed once for the completions of its row.
-            pad_id: the token that a value is not read at.
+            score_rule: which positions of a completion are scored.
         """
 
     def columns(self, options: Any) -> tuple[str, ...]:
@@ -96,7 +97,7 @@ class Texts(RowLayout):
             }
         )
 
-    def collator(self, options: Any, *, sharing: bool, pad_id: int | None) -> Callable:
+    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
         return RaggedCollator()
 
     def bin_tokens(self, options: Any) -> int | None:
@@ -120,20 +121,14 @@ class _Completions(RowLayout):
             vocab_size=how.vocab_size,
         )
 
-    def collator(self, options: Any, *, sharing: bool, pad_id: int | None) -> Callable:
+    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
         return CompletionCollator(
             self.columns(options),
             sharing=sharing,
             scores_prompt=self.scores_prompt,
-            reads_last=self.reads_last,
-            pad_id=pad_id,
+            score_rule=score_rule,
             values=(*self.values(), "number"),
         )
-
-    @property
-    def reads_last(self) -> bool:
-        """Whether a completion has one score, at its end."""
-        return False
 
 
 @dataclass(frozen=True)
@@ -145,10 +140,6 @@ class Pairs(_Completions):
     may say by how much the chosen one is better."""
 
     completions = 2
-
-    @property
-    def reads_last(self) -> bool:
-        return self.at_end
 
     def columns(self, options: Any) -> tuple[str, ...]:
         return ("chosen_ids", "rejected_ids")

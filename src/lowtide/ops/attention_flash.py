@@ -63,6 +63,7 @@ def why_not(query: Tensor, value: Tensor, rules: Rules) -> str | None:
         "no sinks": rules.sinks is None,
         "no chunks": rules.sight.chunk is None,
         "no dropout": rules.dropout == 0.0,
+        "causal segments": rules.causal,
     }
     missing = next((reason for reason, met in reasons.items() if not met), None)
     if missing is None and target.capability < (8, 0):

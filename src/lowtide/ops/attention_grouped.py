@@ -1,8 +1,9 @@
 """Ragged attention on any device and for any rule, from batched dense attention.
 
 Segments of (nearly) equal length are batched together: under a causal mask, padding on the right changes no value on
-its left, so lengths may differ a little, and one `scaled_dot_product_attention` serves many segments. Soft-capping
-and sinks are computed in the open. It is the reference of the other backends.
+its left, so lengths may differ a little, and one `scaled_dot_product_attention` serves many segments. Without it, only
+segments of equal lengths are batched. Soft-capping and sinks are computed in the open. It is the reference of the other
+backends.
 
 Shapes: `n` segments of a group, `q` their queries (padded), `p` the tokens of their prefix, `k` keys.
 """
@@ -82,7 +83,8 @@ def _group(plan: AttentionPlan) -> Grouping:
     prefixes = [segments[part.prefix].length if part.prefix >= 0 else 0 for part in segments]
     groups: list[Group] = []
     queries, keys = Places(), Places()
-    for cluster in (*_alone(segments, prefixes), *_prefixed(segments, prefixes)):
+    close = (*_alone(segments, prefixes), *_prefixed(segments, prefixes)) if plan.causal else _equal(segments, prefixes)
+    for cluster in close:
         width = max(segments[number].length for number in cluster)
         prefix = max(prefixes[number] for number in cluster)
         leads = tuple(prefix - prefixes[number] for number in cluster)
@@ -109,6 +111,14 @@ def _alone(segments: Sequence[Segment], prefixes: Sequence[int]) -> list[list[in
         else:
             clusters.append([number])
     return clusters
+
+
+def _equal(segments: Sequence[Segment], prefixes: Sequence[int]) -> list[list[int]]:
+    """Segments of equal lengths after prefixes of equal lengths: padding among their keys would be seen."""
+    clusters: dict[tuple[int, int], list[int]] = {}
+    for number, part in enumerate(segments):
+        clusters.setdefault((prefixes[number], part.length), []).append(number)
+    return list(clusters.values())
 
 
 def _prefixed(segments: Sequence[Segment], prefixes: Sequence[int]) -> list[list[int]]:
@@ -169,14 +179,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: Group, 
     """One group, in blocks of queries wherever a mask has to be written down. [n, heads, q, dim]"""
     # No kernel of `scaled_dot_product_attention` knows what these do to the scores.
     in_the_open = rules.softcap is not None or rules.sinks is not None
-    if group.p == 0 and rules.sight == Sight() and not in_the_open:
+    if (group.p == 0 or not rules.causal) and rules.sight == Sight() and not in_the_open:
         return _sdpa(q, k, v, None, rules)
     attend = _open if in_the_open else _sdpa
     blocks = []
     for start in range(0, q.shape[2], QUERY_BLOCK):
         queries = range(start, min(start + QUERY_BLOCK, q.shape[2]))
         window = rules.sight.window
-        keys = range(0 if window is None else max(0, group.p + start - window + 1), group.p + queries.stop)
+        last = group.p + (queries.stop if rules.causal else group.q)
+        keys = range(0 if window is None else max(0, group.p + start - window + 1), last)
         mask = _mask(plan, queries, keys, group, rules.sight)
         seen = slice(keys.start, keys.stop)
         blocks.append(attend(q[:, :, queries.start : queries.stop], k[:, :, seen], v[:, :, seen], mask, rules))
@@ -192,9 +203,11 @@ def _mask(plan: AttentionPlan, q: range, k: range, group: Group, sight: Sight) -
         if group.leads:
             lead = torch.tensor(group.leads, device=plan.device)[:, None, None, None]
             position, seen = position - lead, seen - lead
-        mask = (seen <= position) & (seen >= 0)
+        mask = (seen <= position if plan.causal else position >= 0) & (seen >= 0)
         if sight.window is not None:
             mask &= seen > position - sight.window
+            if not plan.causal:
+                mask &= seen < position + sight.window
         if sight.chunk is not None:
             mask &= seen // sight.chunk == position // sight.chunk
         return mask
@@ -212,7 +225,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) ->
         v,
         attn_mask=mask,
         dropout_p=rules.dropout,
-        is_causal=mask is None,
+        is_causal=mask is None and rules.causal,
         scale=rules.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )

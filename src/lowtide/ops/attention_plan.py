@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class Sight(NamedTuple):
-    """What a query sees of the keys before it."""
+    """What a query sees of the keys before it; and of those after it in its segment, where that is not causal."""
 
     window: int | None = None
-    """So many keys, itself included; None for all."""
+    """So many keys on either side, itself included; None for all."""
     chunk: int | None = None
     """Only keys whose position lies in the same stretch of this length (Llama 4)."""
 
@@ -45,6 +45,8 @@ class Rules(NamedTuple):
     """A learned score for each head that takes its share of the softmax and gives nothing (gpt-oss)."""
     dropout: float = 0.0
     """Probability of dropping an attention weight."""
+    causal: bool = True
+    """Whether a query sees no key after it; otherwise it sees its whole segment, as in an encoder."""
 
 
 @dataclass
@@ -53,11 +55,13 @@ class AttentionPlan:
 
     segments: tuple[Segment, ...]
     positions: Int[Tensor, " tokens"]
+    causal: bool = True
+    """Whether tokens see none after them; see `Rules.causal`."""
     _memory: dict[Hashable, object] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, batch: RaggedBatch) -> AttentionPlan:
-        return cls(batch.segments, batch.position_ids)
+    def build(cls, batch: RaggedBatch, *, causal: bool = True) -> AttentionPlan:
+        return cls(batch.segments, batch.position_ids, causal)
 
     @property
     def tokens(self) -> int:

@@ -1,7 +1,8 @@
-"""Causal attention over segments of unequal length, some of which share a prefix.
+"""Attention over segments of unequal length, some of which share a prefix.
 
 Queries are the tokens of a segment; keys are the tokens of its prefix, if it has one, then its own. The mask is
-causal and aligned at the end, optionally with a sliding window. No mask of tokens x tokens exists anywhere, and no
+causal and aligned at the end, unless the plan says that segments are not causal, optionally with a sliding window. No
+mask of tokens x tokens exists anywhere, and no
 segment ever sees another one that is not its prefix.
 
 Several backends stand behind one function; the first of `BACKENDS` that can serve a call does.
@@ -85,12 +86,13 @@ def varlen_attention(
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> Float[Tensor, "tokens heads value_dim"]:
-    """Causal attention within segments and from segments to their prefix.
+    """Attention within segments and from segments to their prefix; causal within them if the plan is.
 
     Args:
         plan: of the batch that the tokens belong to.
         scale: factor of the attention scores; `dim ** -0.5` if None.
-        window: a query sees so many keys, itself included; None for all before it.
+        window: a query sees so many keys, itself included; None for all before it. Likewise on its other side where the
+            plan is not causal.
         chunk: a query sees only keys in the same stretch of so many positions (Llama 4); None for all.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: a learned score for each head that takes its share of the softmax and gives nothing (gpt-oss).
@@ -108,7 +110,7 @@ def varlen_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     sight = Sight(window, chunk).within(plan.longest)
-    rules = Rules(query.shape[-1] ** -0.5 if scale is None else scale, sight, softcap, sinks, dropout)
+    rules = Rules(query.shape[-1] ** -0.5 if scale is None else scale, sight, softcap, sinks, dropout, plan.causal)
     name = backend or _choose(query, key, value, rules)
     observed = _observed.get()
     if observed is not None:

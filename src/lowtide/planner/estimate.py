@@ -111,8 +111,7 @@ def estimate_run(
 
 
 def _packed(run: FakeRun) -> int:
-    text = run.described.get_text_config()
-    head = 0 if run.method.rewards else min(PACKED, 4 * text.vocab_size * text.hidden_size)
+    head = min(PACKED, 4 * run.method.head.packed_elements(run.described))
     return head + (PACKED if run.has_16_bits else 0)
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from lowtide.engine.forward import causal_model, compute_in, install
-from lowtide.engine.head import is_reward_model
+from lowtide.engine.heads import head_of
 from lowtide.engine.probe import Probe, attention_backends, probe
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
@@ -65,8 +65,9 @@ def _check_prompts(model: nn.Module, args: TrainingConfig) -> None:
     if prompt is None:
         return
     title = type(prompt).__name__
-    if is_reward_model(causal_model(model)):
-        raise ValueError(f"{title} puts virtual tokens before each row, which reward models are not trained with here")
+    head = head_of(causal_model(model))
+    if not head.virtual_tokens:
+        raise ValueError(f"{title} puts virtual tokens before each row, which {head.models} are not trained with here")
     if kind_of_prompt(prompt) in IN_LAYERS and args.gradient_checkpointing:
         if "gradient_checkpointing" in args.requested:
             raise ValueError(

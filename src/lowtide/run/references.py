@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.engine.weights.model_init import model_init
@@ -117,7 +118,7 @@ class ReferenceMaker:
             trusts = init["trust_remote_code"]
             _check_its_tokenizer(reference, tokenizer, trusts)
             reference = load_model(reference, trust_remote_code=trusts, dtype=embedding_weight(policy).dtype)
-        check_kind(reference, rewards=False, name="ref_model")
+        check_kind(reference, head=LanguageModel, name="ref_model")
         ours, theirs = embedding_weight(policy).shape[0], embedding_weight(reference).shape[0]
         if ours != theirs:
             raise ValueError(

@@ -19,12 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.forward import causal_model, embedding_weight
-from lowtide.engine.head import is_reward_model, pad_id
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective
 from lowtide.methods.rows import Preparation, Prepared
+from lowtide.ragged import LastToken, ScoreRule
 from lowtide.ranks.same_rows import check_same_rows
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import (
@@ -84,7 +85,8 @@ class TrainingRun:
         self.model, self.tokenizer = self._loaded()
         inputs.model = inputs.ref_model = None  # what holds them decides how long they live
         self.vocab_size = embedding_weight(self.model).shape[0]
-        self.pad_id = pad_id(causal_model(self.model)) if method.rewards else None
+        self.pad_id = method.head.pad_id(cast(Any, causal_model(self.model)))
+        """The token that the head passes over at the end of a row; None if none."""
 
     @out_of_memory_while("loading the model")
     def _loaded(self) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
@@ -96,18 +98,17 @@ class TrainingRun:
             inputs.processing_class,
             inputs.quantization_config,
             has_adapters=inputs.peft_config is not None,
-            rewards=method.rewards,
+            head=method.head,
             needs_tokenizer=inputs.needs_tokenizer and not self.skips_preparation,
         )
         if inputs.peft_config is not None:
             model = self._adapted(model, adapters_of(method, inputs.peft_config))
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
-        check_kind(model, rewards=method.rewards)
+        check_kind(model, head=method.head)
         check_attention(model, args)
-        if method.rewards:
-            _check_value_head(model)
-            set_padding(causal_model(model), tokenizer, args)
+        if isinstance(method.head.score_rule(cast(Any, causal_model(model))), LastToken):
+            set_padding(causal_model(model), tokenizer, args)  # what the head passes over
         return model, tokenizer
 
     @out_of_memory_while("making the adapters")
@@ -122,6 +123,11 @@ class TrainingRun:
         )
         check_unchanged(before, peft_config)
         return adapted
+
+    @property
+    def score_rule(self) -> ScoreRule:
+        """Which positions of a completion are scored."""
+        return self.method.head.score_rule(cast(Any, causal_model(self.model)))
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -163,7 +169,7 @@ class TrainingRun:
         args, inputs = self.args, self.inputs
         self.engine = install_engine(self.model, args)
         sharing = check_prefixes(self.engine, bool(getattr(args, "prefix_sharing", False)))
-        self.own_collator = self.method.rows.collator(args, sharing=sharing, pad_id=self.pad_id)
+        self.own_collator = self.method.rows.collator(args, sharing=sharing, score_rule=self.score_rule)
         self.collator = inputs.data_collator or self.own_collator
         self.active = ActiveTechniques(Site(args, self.model, args.device, args.world_size))
         self.active.prepare()
@@ -204,23 +210,12 @@ class TrainingRun:
 
 
 def adapters_of(method: Method, peft_config: Any) -> Any:
-    """The configuration of adapters as a method needs it: a value head is new, and nothing else would train it."""
+    """The configuration of adapters as a method needs it: a head that is new is trained whole, by nothing else."""
     task = getattr(peft_config, "task_type", None)
-    if not method.rewards or task not in (None, "CAUSAL_LM"):
+    if not method.head.may_be_new or task not in (None, LanguageModel.task_type):
         return peft_config
     if "score" in (getattr(peft_config, "modules_to_save", None) or []):
         return peft_config
     peft_config = copy.copy(peft_config)
-    peft_config.task_type = "SEQ_CLS"  # for which PEFT trains the head whole
+    peft_config.task_type = method.head.task_type  # for which PEFT trains the head whole
     return peft_config
-
-
-def _check_value_head(model: nn.Module) -> None:
-    inner: Any = causal_model(model)
-    if not is_reward_model(inner):
-        labels = getattr(inner.config, "num_labels", None)
-        found = f"{labels} labels" if hasattr(inner, "score") else "no `score` head"
-        raise ValueError(
-            f"{type(inner).__name__} has {found}; a reward model gives one value: load it with "
-            "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1), or pass its name"
-        )

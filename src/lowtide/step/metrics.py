@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.engine.head import ScoreOutput
+from lowtide.engine.heads.head import ScoreOutput
 from lowtide.objectives.outcome import Outcome
 from lowtide.ops.float64 import float64_device, to_float64
 from lowtide.ragged import RaggedBatch

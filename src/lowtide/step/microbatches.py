@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowtide.data.batches.values import REFERENCE
 from lowtide.engine.forward import score_shared
-from lowtide.engine.head import ScoreOutput, Scores
+from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ragged import RaggedBatch
@@ -106,7 +106,7 @@ class RowRun(MicrobatchRun):
         referred = self.models.referred(part, self.objective)  # first, while no activations are held
         output = self.models.forward(part, scores_of(part, self.objective, self.accumulate))
         if part.scores == 0:  # an empty micro-batch, so that all ranks run equally many
-            return output, output.logprobs.sum()
+            return output, output.scored.sum()
         outcome = self.outcome(self.objective.read(part, output.stats, referred))
         self.totals.take_outcome(outcome)
         return output, outcome.loss * self.ranks
@@ -139,7 +139,7 @@ class OwnRun(MicrobatchRun):
     def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
         if part.scores == 0:  # so that all ranks run equally many micro-batches
             output = self.models.forward(part, Scores(part.score_index, part.score_target))
-            return output, output.logprobs.sum()
+            return output, output.scored.sum()
         with self.models.around():
             output = self.objective.compute(self.models.policy, part, self.counts, self.totals)
         assert output.loss is not None
@@ -183,15 +183,14 @@ class WholeRun(MicrobatchRun):
             referred = self.models.referred(part, self.objective)
             with torch.no_grad():
                 output = self.models.forward(part, scores_of(part, self.objective, accumulate=False))
-            output.logprobs = output.logprobs.requires_grad_()
-            leaves.append(output.logprobs)
+            leaves.append(output.scored.requires_grad_())
             rows.append(self.objective.read(part, output.stats, referred))
 
     def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
         set_random_state(self.random[number], self.device)  # the dropout of the first pass
         output = self.models.forward(part, scores_of(part, self.objective, self.accumulate))
         slope = next(self.slopes) if part.scores else 0.0
-        return output, (output.logprobs * slope).sum() * self.ranks
+        return output, (output.scored * slope).sum() * self.ranks
 
     def reported(self, loss: Tensor) -> Tensor:
         return self.loss

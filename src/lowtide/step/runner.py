@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.diagnose import find_nonfinite
 from lowtide.engine.forward import causal_model
-from lowtide.engine.head import ScoreOutput, body
+from lowtide.engine.heads.head import ScoreOutput, body
 from lowtide.engine.noise import set_noise
 from lowtide.memory.table import ActiveTechniques
 from lowtide.methods.method import Objective, Scorer

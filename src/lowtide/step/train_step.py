@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.engine.head import ScoreOutput, Scores
+from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts
 from lowtide.ops.float64 import float64_device
@@ -228,7 +228,7 @@ def _baseline(
         return batch, {}
 
     def policy(part: RaggedBatch) -> Tensor:
-        return models.forward(part, Scores(part.score_index, part.score_target)).logprobs
+        return models.forward(part, Scores(part.score_index, part.score_target)).scored
 
     def reference(part: RaggedBatch) -> Tensor:
         referred = models.referred(part, objective)

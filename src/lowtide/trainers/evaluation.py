@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
-from lowtide.engine.head import ScoreOutput
+from lowtide.engine.heads.head import ScoreOutput
 from lowtide.ragged import IGNORE, RaggedBatch
 from lowtide.ranks.world import distributed
 
@@ -24,25 +24,25 @@ def real_rows(accelerator: Accelerator, rows: int, batch_size: int) -> int:
 
 
 class Predictions:
-    """Log-probs and targets of all scores, in host memory; for `compute_metrics` alone."""
+    """The numbers (log-probs, or values) and the targets of all scores, in host memory; for `compute_metrics` alone."""
 
     def __init__(self) -> None:
-        self.logprobs: list[np.ndarray] = []
+        self.scored: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
 
     def take_in(self, results: list[tuple[RaggedBatch, ScoreOutput]]) -> None:
         for batch, output in results:
-            self.logprobs.append(output.logprobs.float().cpu().numpy())
+            self.scored.append(output.scored.float().cpu().numpy())
             self.targets.append(batch.score_target.cpu().numpy())
 
     def gathered(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Those of all ranks, or None where nothing was taken in."""
-        logprobs, targets = self.logprobs, self.targets
+        scored, targets = self.scored, self.targets
         if distributed():
-            logprobs, targets = gather_object(logprobs), gather_object(targets)
-        if not logprobs:
+            scored, targets = gather_object(scored), gather_object(targets)
+        if not scored:
             return None, None
-        return np.concatenate(logprobs), np.concatenate(targets)
+        return np.concatenate(scored), np.concatenate(targets)
 
 
 class PaddedPredictions:

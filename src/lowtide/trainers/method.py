@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import title_of
+from lowtide.engine.heads.head import Head
 from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import Method, Objective
 from lowtide.methods.rows import Prepared
@@ -162,6 +163,11 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
     def techniques(self) -> list[Technique]:
         """The memory techniques that are on."""
         return self.training_run.active.techniques
+
+    @property
+    def head(self) -> type[Head]:  # type: ignore[override]
+        """What the method reads off the model's hidden states."""
+        return self.method.head
 
     @property
     def pad_id(self) -> int | None:  # type: ignore[override]

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Glm4MoeConfig, LlamaConfig
 
+from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.complete_weights import load_adapters
 from lowtide.engine.weights.loading import load_model
 
@@ -111,28 +112,28 @@ def test_weights_that_the_model_has_no_place_for_are_said(folder, caplog):
 
 
 def test_the_head_of_a_reward_model_may_be_new_and_its_body_not(folder, caplog):
-    model = load_model(str(folder("untied")), rewards=True)
+    model = load_model(str(folder("untied")), head=Value)
     assert model.num_labels == 1
     assert "score.weight is new: it begins with random values" in caplog.text
     assert "lm_head" not in caplog.text
     with pytest.raises(ValueError, match=f"hold no {UP}, which"):
-        load_model(str(folder("untied", UP)), rewards=True)
+        load_model(str(folder("untied", UP)), head=Value)
 
 
 def test_a_reward_model_that_lost_its_head_is_refused(saved, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(saved["tied"], num_labels=1).save_pretrained(tmp_path)
-    assert load_model(str(tmp_path), rewards=True)
+    assert load_model(str(tmp_path), head=Value)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["score.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"hold no score.weight, which"):
-        load_model(str(tmp_path), rewards=True)
+        load_model(str(tmp_path), head=Value)
 
 
 def test_a_classifier_of_several_labels_is_no_reward_model(saved, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(saved["tied"], num_labels=3).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"score.weight \(stored \(3, 16\), the model's \(1, 16\)\)"):
-        load_model(str(tmp_path), rewards=True)
+        load_model(str(tmp_path), head=Value)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.values import LENGTHS, OF_PROMPT, REFERENCE
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule
 
 Row = Mapping[str, Any]
 REFERENCE_COLUMN = "ref_logprobs"
@@ -54,10 +54,8 @@ class CompletionCollator:
     """False repeats the prompt in front of each completion; the scores are the same."""
     scores_prompt: bool = False
     """Also score the prompt, in the first completion's context."""
-    reads_last: bool = False
-    """One score a completion, read at its last token, as a reward is."""
-    pad_id: int | None = None
-    """A token that `reads_last` passes over at the end."""
+    score_rule: ScoreRule = NEXT_TOKEN
+    """Which positions of a completion are scored."""
     values: tuple[str, ...] = ()
     """Columns that become row values."""
 
@@ -98,8 +96,7 @@ class CompletionCollator:
             labels,
             prefix=prefix,
             row=owner,
-            read_last=self.reads_last,
-            pad_id=self.pad_id,
+            score_rule=self.score_rule,
             row_values={LENGTHS: lengths, **columns},
             score_values=score_values,
         )

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.quantized import check_torchao
@@ -23,11 +23,13 @@ from lowtide.engine.weights.quantized import check_torchao
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 
-def load_model(name: str, *, trust_remote_code: bool = False, rewards: bool = False, **init: Any) -> PreTrainedModel:
-    """A causal language model by hub name or path, in float32 unless `dtype` says otherwise.
+def load_model(
+    name: str, *, trust_remote_code: bool = False, head: type[Head] = LanguageModel, **init: Any
+) -> PreTrainedModel:
+    """A model by hub name or path, in float32 unless `dtype` says otherwise.
 
     Args:
-        rewards: a model of one value a row in its place, whose head is new where the weights have none.
+        head: what it is loaded with, and for; a value head is new where the weights have none.
 
     Raises:
         ValueError: the dtype is unknown, there is no such model, its files lack weights or cannot be read, or it
@@ -43,9 +45,8 @@ def load_model(name: str, *, trust_remote_code: bool = False, rewards: bool = Fa
         trial_dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         check_torchao(init["quantization_config"], trial_dtype, torch.device("cuda" if placed else "cpu"))
     try:
-        kind: Any = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
-        init = {"num_labels": 1, **init} if rewards else init
-        return load_complete(kind, name, new_head=rewards, dtype=dtype, trust_remote_code=trust_remote_code, **init)
+        init = {**head.config_values, "dtype": dtype, "trust_remote_code": trust_remote_code, **init}
+        return load_complete(head.auto_class, name, new_head=head.may_be_new, **init)
     except OSError as error:
         raise ValueError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
 

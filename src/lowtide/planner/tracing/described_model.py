@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import PretrainedConfig
 
+from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.loading import adapt
 from lowtide.planner.tracing.following import stack_of
 from lowtide.planner.tracing.four_bit import materialized, store_in_four_bits
@@ -36,8 +38,8 @@ class DescribedModel:
     config: PretrainedConfig
     dtype: torch.dtype
     """Of the weights."""
-    rewards: bool = False
-    """Whether it gives one value a row."""
+    head: type[Head] = LanguageModel
+    """What is read off its hidden states."""
     quantization_config: Any = None
     peft_config: Any = None
     """As the method puts it on the model; None without adapters."""
@@ -75,7 +77,7 @@ class DescribedModel:
             ValueError: the adapters find no place in the model.
         """
         adapters = None if self.peft_config is None else sorted(self.peft_config.to_dict().items())
-        key = repr((self.config.to_json_string(use_diff=False), self.dtype, self.rewards, adapters))
+        key = repr((self.config.to_json_string(use_diff=False), self.dtype, self.head.__name__, adapters))
         if key not in _known:
             _known[key] = self._found_alike()
         return _known[key]
@@ -101,10 +103,9 @@ class DescribedModel:
         for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
             if isinstance(getattr(text, name, None), list):
                 setattr(text, name, getattr(text, name)[:layers])
-        kind: Any = AutoModelForCausalLM
-        if self.rewards:
-            kind, config.num_labels = AutoModelForSequenceClassification, 1
-        model = kind.from_config(config, dtype=self.dtype)
+        for name, value in self.head.config_values.items():
+            setattr(config, name, value)
+        model = self.head.auto_class.from_config(config, dtype=self.dtype)
         if self.quantization_config is not None:
             store_in_four_bits(model, self.quantization_config)
         return model

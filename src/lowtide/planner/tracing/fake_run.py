@@ -138,7 +138,7 @@ class FakeRun:
     def model(self) -> DescribedModel:
         """What is trained."""
         adapters = None if self.peft_config is None else adapters_of(self.method, copy.deepcopy(self.peft_config))
-        return DescribedModel(self.described, self._dtype, self.method.rewards, self.quantization_config, adapters)
+        return DescribedModel(self.described, self._dtype, self.method.head, self.quantization_config, adapters)
 
     def assembled(self) -> TrainingRun:
         """The run with its rows prepared, of one layer, which no adapter is put on."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model
-from lowtide.engine.head import body
+from lowtide.engine.heads.head import body
 from lowtide.planner.tracing.trace import PHASES, PINNED, StorageTrace
 from lowtide.step.runner import StepRunner
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowtide.engine.forward import causal_model
-from lowtide.engine.head import body, is_reward_model
+from lowtide.engine.heads.head import Head
 from lowtide.option_values import shown
 
 
@@ -117,11 +117,11 @@ def check_dataset(dataset: Any, title: str) -> None:
         raise ValueError(f"{title} must be a datasets.Dataset or a stream of datasets, not of type {kind}{remedy}")
 
 
-def check_kind(model: nn.Module, *, rewards: bool, name: str = "model") -> None:
+def check_kind(model: nn.Module, *, head: type[Head], name: str = "model") -> None:
     """Refuses a model without weights, or without the head that a method reads.
 
     Args:
-        rewards: whether the method reads one value a row, in place of log-probabilities; `RewardTrainer` checks that.
+        head: the one that the method reads.
         name: the argument that the model came in.
 
     Raises:
@@ -135,11 +135,11 @@ def check_kind(model: nn.Module, *, rewards: bool, name: str = "model") -> None:
             f"{name} is on the meta device ({empty}, ...), which holds no weights: load it with from_pretrained, or "
             "fill it (to_empty, load_state_dict) before it is passed"
         )
-    headless = body(inner) is inner or inner.get_output_embeddings() is None
-    if not rewards and (headless or is_reward_model(inner)):
+    if reason := head.why_not(inner):
+        values = ", ".join(f"{key}={value}" for key, value in head.config_values.items())
+        call = f"{head.auto_class.__name__}.from_pretrained" + (f"(..., {values})" if values else "")
         raise ValueError(
-            f"{name} is of class {type(inner).__name__}, which has no language-modelling head, so that it gives no "
-            "log-probabilities: load it with AutoModelForCausalLM.from_pretrained, or pass its name"
+            f"{name} is of class {type(inner).__name__}, which {reason}: load it with {call}, or pass its name"
         )
 
 

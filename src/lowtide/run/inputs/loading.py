@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from lowtide.data.cache.cached_map import with_end_token
 from lowtide.data.encode.chat import adopt_chat_template
 from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.option_values import check_ranges
@@ -63,14 +65,14 @@ def load_inputs(
     quantization_config: Any,
     *,
     has_adapters: bool,
-    rewards: bool = False,
+    head: type[Head] = LanguageModel,
     needs_tokenizer: bool = True,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
     """The model and its tokenizer, loaded where they are given by name.
 
     Args:
         has_adapters: whether adapters will be put on the model, which leave its embeddings as they are.
-        rewards: whether the model is to give one value a row, in place of log-probabilities.
+        head: what is read off the model's hidden states.
         needs_tokenizer: whether rows are to be prepared.
 
     Raises:
@@ -97,7 +99,7 @@ def load_inputs(
             raise ValueError("a model without a name needs its tokenizer: pass it as `processing_class`")
         tokenizer = load_tokenizer(name, **config_init(init))
     if isinstance(model, str):
-        model = load_model(model, rewards=rewards, **init)
+        model = load_model(model, head=head, **init)
     if tokenizer is not None:
         tokenizer = cast(PreTrainedTokenizerBase, getattr(tokenizer, "tokenizer", tokenizer))  # a processor's
         end = getattr(args, "eos_token", None)

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.data.batches.values import LENGTHS
-from lowtide.engine.head import ScoreOutput
+from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.padded import padded_inputs
 from lowtide.objectives.outcome import Counts, Outcome
-from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.ragged import RaggedBatch
 
 
@@ -52,9 +51,3 @@ class MicroBatch:
         kept = [name for name in self.inputs if name in inputs]
         same = all(inputs[name] is self.inputs[name] for name in kept)
         return "input_ids" in kept and same and all(inputs[name]._version == self.versions[name] for name in kept)
-
-
-def detached(stats: TokenStats) -> dict[str, Tensor]:
-    """The statistics that there are, by name, without gradients."""
-    named = {name: getattr(stats, name) for name in ("logprobs", "entropies", "mean_logprobs", "top1", "collisions")}
-    return {name: each.detach() for name, each in named.items() if each is not None}

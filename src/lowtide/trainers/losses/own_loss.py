@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,20 +22,20 @@ from transformers import Trainer
 
 from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.engine.forward import causal_model, computing, score_shared
-from lowtide.engine.head import ScoreOutput
+from lowtide.engine.heads.head import Head, ScoreOutput
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.noise import noisy_embeddings
-from lowtide.engine.padded import dense_stats, padded_inputs
+from lowtide.engine.padded import padded_inputs
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.methods.method import Objective, TokenObjective
 from lowtide.objectives.outcome import Counts
-from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.ragged import RaggedBatch
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models, OwnLoss, scores_of
 from lowtide.step.rank_sync import random_state, set_random_state
 from lowtide.step.train_step import Limits
 from lowtide.trainers.evaluation import PaddedPredictions
-from lowtide.trainers.losses.micro_batch import MicroBatch, detached
+from lowtide.trainers.losses.micro_batch import MicroBatch
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +44,26 @@ NEVER_CALLED = ("_compute_loss", "concatenated_forward", "dpo_loss", "get_batch_
 """Methods of TRL's trainers that subclasses override, and that have no part in a step here."""
 
 
+@dataclass
+class OwnOutput(ScoreOutput):
+    """What is known of a micro-batch whose loss did not ask the model for scores."""
+
+    loss: Tensor | None = None
+    entropies: Tensor | None = None
+    top1: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
 class OwnLosses(Trainer):
     """`transformers.Trainer` whose `compute_loss` gives the method's loss of a padded micro-batch."""
 
     args: Any
     plain_completions: ClassVar[int | None] = None
     """Completions in the rows of padded inputs, 0 for texts with labels; None where a loss cannot be one's own."""
+    head: ClassVar[type[Head]] = LanguageModel
+    """What the method reads off the model's hidden states."""
     pad_id: int | None = None
+    """The token in the places of padded inputs that hold none; None for the tokenizer's."""
     _micro: MicroBatch | None = None
     _is_sum: bool | None = None
     """Whether a loss is divided by `num_items_in_batch`, as far as it is known."""
@@ -124,7 +138,7 @@ class OwnLosses(Trainer):
         loss = self._called(model, micro, items)
         if micro.outcome is not None:
             totals.take_outcome(micro.outcome)
-        output = micro.output or ScoreOutput(loss.new_empty(0))
+        output = micro.output or OwnOutput()
         output.loss = loss if self._is_sum else loss * micro.share
         self._micro = None
         return output
@@ -252,23 +266,20 @@ class OwnLosses(Trainer):
         micro.output.loss = loss.detach()
         return (loss, outputs) if return_outputs else loss
 
-    def _stats(self, model: nn.Module, micro: MicroBatch, with_logits: bool) -> tuple[Any, TokenStats, ScoreOutput]:
+    def _stats(self, model: nn.Module, micro: MicroBatch, with_logits: bool) -> tuple[Any, Any, ScoreOutput]:
         """(outputs with logits or None, statistics with gradients, the same without)."""
         objective, batch = self.inner_objective, micro.batch
         scores = scores_of(batch, objective, accumulate=False)
         if not with_logits:
             scores = type(scores)(scores.index, scores.target, objective.want, aux_loss=scores.aux_loss)
             found = score_shared(model, batch, scores, padding_free=self._models(model).padding_free)
-            return None, found.stats, ScoreOutput(**{**found, **detached(found.stats)})
+            return None, found.stats, self.head.output_of(detached(found.stats), aux_loss=found.aux_loss)
         more = {"output_router_logits": True} if scores.aux_loss else {}
         outputs = model(input_ids=micro.inputs["input_ids"], attention_mask=micro.inputs["attention_mask"], **more)
-        if self.pad_id is not None:  # a reward model's, one a line
-            line = micro.index // micro.inputs["input_ids"].shape[1]
-            stats = TokenStats(outputs.logits.squeeze(-1)[line].float())
-        else:
-            longest = micro.inputs["input_ids"].shape[1]  # behind virtual tokens
-            stats = dense_stats(outputs.logits[:, -longest:], micro.index, batch.score_target, objective.want)
-        return outputs, stats, ScoreOutput(**detached(stats), aux_loss=getattr(outputs, "aux_loss", None))
+        longest = micro.inputs["input_ids"].shape[1]
+        stats = self.head.dense_stats(outputs.logits, micro.index, batch.score_target, longest, objective.want)
+        found = self.head.output_of(detached(stats), aux_loss=getattr(outputs, "aux_loss", None))
+        return outputs, stats, found
 
     def _micro_of(self, inputs: Mapping[str, Any]) -> MicroBatch:
         micro = self._micro
@@ -293,3 +304,9 @@ class OwnLosses(Trainer):
 
     def _models(self, model: nn.Module) -> Models:
         return self.runner.models(model)  # type: ignore[attr-defined]
+
+
+def detached(stats: Any) -> Any:
+    """Statistics of scores, a dataclass of tensors, without gradients."""
+    given = {each.name: getattr(stats, each.name) for each in fields(stats)}
+    return replace(stats, **{name: value.detach() for name, value in given.items() if value is not None})

@@ -14,6 +14,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import Trainer
 
 if TYPE_CHECKING:
+    from lowtide.engine.heads.head import Head
     from lowtide.methods.method import Method
 
 SETTINGS = (
@@ -29,7 +30,7 @@ class ModelCards(Trainer):
     """`transformers.Trainer` whose `create_model_card` has TRL's arguments."""
 
     method: Method
-    rewards: bool
+    head: type[Head]
 
     def create_model_card(  # type: ignore[override]
         self,
@@ -57,7 +58,7 @@ class ModelCards(Trainer):
             base_model=_on_hub(self._base_model),
             datasets=_on_hub(dataset_name),
             library_name="peft" if self._is_adapter else "transformers",
-            pipeline_tag="text-classification" if self.method.rewards else "text-generation",
+            pipeline_tag=self.method.head.pipeline,
             tags=list(dict.fromkeys([*own, *given])),
             **metadata,
         )
@@ -90,18 +91,7 @@ class ModelCards(Trainer):
         return f"{what} {base}, trained with {method}{data} by lowtide."
 
     def _use(self, name: str) -> str:
-        where = self.hub_model_id or name
-        if self.method.rewards:
-            lines = [
-                f'scorer = pipeline("text-classification", model="{where}", function_to_apply="none")',
-                'print(scorer("The answer is 4.")[0]["score"])  # higher is better',
-            ]
-        else:
-            lines = [
-                f'writer = pipeline("text-generation", model="{where}")',
-                'talk = [{"role": "user", "content": "What is 2 + 2?"}]',
-                'print(writer(talk, max_new_tokens=128, return_full_text=False)[0]["generated_text"])',
-            ]
+        lines = self.method.head.usage(self.hub_model_id or name)
         return "\n".join(["```python", "from transformers import pipeline", "", *lines, "```"])
 
     def _training(self) -> list[str]:

@@ -1,0 +1,178 @@
+"""What a head is: how numbers are read off hidden states, and all that the layers above need to know of it.
+
+Each kind of head is a class of its own, in a file of its own, and one entry of `lowtide.engine.heads.HEADS`. Its
+methods are class methods: a head has no state, the weights are the model's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, Want
+from lowtide.ragged import NEXT_TOKEN, ScoreRule
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What to ask of a model's forward: which hidden states to read, by which head, and how."""
+
+    index: Tensor
+    """[scores]: place of the hidden state in the flattened batch."""
+    target: Tensor
+    """[scores]: what is predicted there; not read by a head without targets."""
+    want: Want = NOTHING_MORE
+    loss: ScoreLoss | None = None
+    """A loss that is known score by score: its gradients are formed in forward, and `ScoreOutput.loss` is set."""
+    factor: float = 1.0
+    """Factor of that loss."""
+    grad_scale: float = 1.0
+    """What `backward` multiplies the loss by (see `ops.linear_logprobs.linear_loss`)."""
+    accumulate: bool = False
+    """The head's weight takes its gradient straight into `.grad` (see `ops.linear_logprobs`)."""
+    aux_loss: bool = False
+    """Also the load-balancing loss of a mixture of experts."""
+    head: type[Head] | None = None
+    """The head that is asked; None for the one that `install_head` found on the model."""
+
+
+class ScoreOutput(ModelOutput):
+    """What the forward of a model returns when it is given scores; each head has a kind of its own."""
+
+    loss: Tensor | None
+    """[]: `factor` times the sum of the losses, where `Scores.loss` is known score by score."""
+    entropies: Tensor | None
+    """[scores], of a head that predicts a distribution and where it was asked for; likewise `top1`, bool."""
+    top1: Tensor | None
+    aux_loss: Tensor | None
+    """[]"""
+
+    @property
+    def scored(self) -> Tensor:
+        """[scores]: the one number of each score, with its gradient: a log-probability, or a value."""
+        raise NotImplementedError
+
+    @property
+    def stats(self) -> Any:
+        """All that is known of the scores, as an objective reads it."""
+        raise NotImplementedError
+
+
+class Head(ABC):
+    """A kind of head."""
+
+    numbers: ClassVar[str]
+    """What it gives, in words."""
+    number: ClassVar[str]
+    """One of them, in words, with its unit."""
+    unit: ClassVar[str] = ""
+    """Of these numbers, in words, with a space before it."""
+    models: ClassVar[str]
+    """What models with this head are called, in words."""
+    auto_class: ClassVar[Any]
+    """The class of transformers that loads such a model by name."""
+    config_values: ClassVar[Mapping[str, Any]] = {}
+    """What the model's config says beyond what is saved."""
+    may_be_new: ClassVar[bool] = False
+    """Whether the head may start from random weights where the saved ones have none."""
+    task_type: ClassVar[str]
+    """What PEFT calls the task."""
+    pipeline: ClassVar[str]
+    """What transformers calls the pipeline that uses such a model."""
+    virtual_tokens: ClassVar[bool] = True
+    """Whether adapters may put virtual tokens before each row."""
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, model: nn.Module) -> str | None:
+        """What keeps a model from having this head, as a part of a sentence ("has no ..."); None if it has it."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, model: PreTrainedModel) -> None:
+        """Refuses a model whose head, though of this kind, cannot be run.
+
+        Raises:
+            ValueError: names the head, and what to do.
+        """
+
+    @classmethod
+    @abstractmethod
+    def outputs(cls, model: PreTrainedModel, hidden: Float[Tensor, "tokens hidden"], scores: Scores) -> ScoreOutput:
+        """Reads the scores off the hidden states, within the head module's own call."""
+
+    @classmethod
+    @abstractmethod
+    def dense_stats(
+        cls,
+        logits: Float[Tensor, "lines *longest labels"],
+        index: Int[Tensor, " scores"],
+        target: Int[Tensor, " scores"],
+        longest: int,
+        want: Want = NOTHING_MORE,
+    ) -> Any:
+        """The `ScoreOutput.stats` of the scores, from what the model's own forward gives for a padded batch.
+
+        Args:
+            logits: of the model's own forward; with virtual tokens before each line, or without.
+            index: of each score, its place among `lines` x `longest`.
+            longest: tokens of a line, virtual ones left out.
+        """
+
+    @classmethod
+    @abstractmethod
+    def output_of(cls, stats: Any, **more: Tensor | None) -> ScoreOutput:
+        """The output that has these statistics, and further fields such as `aux_loss`."""
+
+    @classmethod
+    def pad_id(cls, model: PreTrainedModel) -> int | None:
+        """The token that the model's own forward passes over at the end of a row before it reads; None if none."""
+        return None
+
+    @classmethod
+    def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
+        """Where the model's own forward is read: the scores under which both give the same numbers."""
+        return NEXT_TOKEN
+
+    @classmethod
+    def chunk_rows(cls, config: PretrainedConfig, dtype: torch.dtype, device: str) -> int | None:
+        """Scores that the head works on at a time, on which its peak depends; None for all."""
+        return None
+
+    @classmethod
+    def packed_elements(cls, config: PretrainedConfig) -> int:
+        """Elements of the weight that a CPU's library packs for the head's products."""
+        return 0
+
+    @classmethod
+    @abstractmethod
+    def usage(cls, where: str) -> list[str]:
+        """Lines of Python that use a saved model by transformers' `pipeline`, for a model card."""
+
+
+def body(model: PreTrainedModel) -> nn.Module:
+    """All of the model but its head; Llama 4 names a prefix that it has no attribute for."""
+    return model.base_model if model.base_model is not model else getattr(model, "model", model)
+
+
+def own_call(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function of `args` as a module's own call, in place of its forward.
+
+    All that is hung on the call of a module happens around it, such as hooks that gather a sharded weight.
+    """
+    before = vars(module).get("forward")
+    module.forward = function
+    try:
+        return module(*args)
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before

@@ -1,0 +1,66 @@
+"""A model's own forward, which returns what its head reads when it is given scores.
+
+Wrappers such as DDP see one ordinary forward call; nothing outside has to reach into the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowtide.engine.heads import head_of
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body
+
+
+def install_head(model: PreTrainedModel) -> None:
+    """Lets `model(..., scores=Scores(...))` return a `ScoreOutput`; without scores nothing changes.
+
+    Args:
+        model: of one of `engine.heads.HEADS`, not wrapped by PEFT or others (adapters inside are fine).
+
+    Raises:
+        ValueError: the model has no head to speak of, or one that cannot be fused; names the model type.
+    """
+    head = head_of(model)
+    head.check(model)
+    if "scores" not in getattr(model.forward, "__lowtide__", ()):
+        inner = model.forward
+        # Unbound, so that a copy of the model calls its own.
+        plain = inner.__func__ if getattr(inner, "__self__", None) is model else lambda _, *a, **k: inner(*a, **k)
+
+        @functools.wraps(inner)
+        def forward(self: PreTrainedModel, *args: Any, scores: Scores | None = None, **kwargs: Any) -> Any:
+            return plain(self, *args, **kwargs) if scores is None else _forward_scores(self, head, scores, args, kwargs)
+
+        forward.__lowtide__ = ("scores",)  # type: ignore[attr-defined]
+        model.forward = types.MethodType(forward, model)
+
+
+def _forward_scores(
+    model: PreTrainedModel, own: type[Head], scores: Scores, args: tuple, kwargs: dict[str, Any]
+) -> ScoreOutput:
+    head = scores.head or own
+    if head is not own and (reason := head.why_not(model)):
+        raise ValueError(f"{head.numbers} were asked of a {type(model).__name__}, which {reason}")
+    if scores.aux_loss:
+        kwargs["output_router_logits"] = True
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
+    outputs = body(model)(*args, **kwargs, use_cache=False)
+    found = head.outputs(model, outputs[0].flatten(0, -2), scores)
+    if scores.aux_loss:
+        found.aux_loss = _load_balancing_loss(model, outputs, kwargs.get("attention_mask"))
+    return found
+
+
+def _load_balancing_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
+    """The model family's own auxiliary loss, over the real tokens of this forward."""
+    family = sys.modules[type(model).__module__]
+    config = model.config.get_text_config()
+    experts = getattr(model, "num_experts", None) or getattr(config, "num_experts", None) or config.num_local_experts
+    chosen = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
+    return family.load_balancing_loss_func(outputs.router_logits, experts, chosen, attention_mask)

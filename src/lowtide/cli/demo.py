@@ -6,12 +6,13 @@ import argparse
 from pathlib import Path
 
 from lowtide.cli.main import main
+from lowtide.compat.argparse import Subparsers
 
 METHODS = ("sft", "dpo", "kto", "reward")
 """Those of `lowtide.demo.lessons`, which is not imported for a line of help."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Add the subcommand to `lowtide`'s parser."""
     parser = subparsers.add_parser(
         "demo",

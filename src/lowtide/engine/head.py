@@ -8,7 +8,6 @@ modules here, and proved against the model's own logits by `engine.probe`.
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from lowtide.compat.transformers import load_balancing_loss
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ops.linear_logprobs import (
     NOTHING_MORE,
@@ -194,8 +194,7 @@ def _head_terms(model: PreTrainedModel, hidden: Tensor | None) -> tuple[list[Ter
 
 def _load_balancing_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
     """The model family's own auxiliary loss, over the real tokens of this forward."""
-    family = sys.modules[type(model).__module__]
     config = model.config.get_text_config()
     experts = getattr(model, "num_experts", None) or getattr(config, "num_experts", None) or config.num_local_experts
     chosen = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
-    return family.load_balancing_loss_func(outputs.router_logits, experts, chosen, attention_mask)
+    return load_balancing_loss(model, outputs.router_logits, experts, chosen, attention_mask)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lowtide.compat.torch import has_gradient_hooks
+
 
 def takes_gradient_in_place(weight: Tensor) -> bool:
     """Whether a weight is a leaf that needs a gradient, and nobody waits for autograd to bring it."""
-    hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return weight.requires_grad and weight.is_leaf and not hooked
+    return weight.requires_grad and weight.is_leaf and not has_gradient_hooks(weight)

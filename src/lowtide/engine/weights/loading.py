@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lowtide.compat.transformers import has_loaded_adapters
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.quantized import check_torchao
@@ -129,7 +130,7 @@ def check_adapters(*configs: Any) -> None:
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether there are adapters on a model: of PEFT, or of transformers, which reads a folder of them as a model."""
-    return hasattr(model, "disable_adapter") or bool(getattr(model, "_hf_peft_config_loaded", False))
+    return hasattr(model, "disable_adapter") or has_loaded_adapters(model)
 
 
 def release_file(model: nn.Module) -> None:

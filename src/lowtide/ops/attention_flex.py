@@ -22,8 +22,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from lowtide.compat.torch import compiler_options
 from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
-from lowtide.ops.logit_rows import has_triton
-from lowtide.ops.target import target_of
+from lowtide.ops.target import has_triton, target_of
 
 BLOCK = 128
 """Queries, and keys, of a block of the mask; what flex attention's kernels are tuned for."""

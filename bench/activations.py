@@ -13,10 +13,9 @@ import sys
 import torch
 from rich.console import Console
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bench.shapes import SHAPES
+from lowtide.compat.torch import TorchDispatchMode, tree_leaves
 
 LAYERS = (2, 4)
 TOKENS = (128, 256)

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from lowtide.compat.trl import packed_block
 from lowtide.data.batches.packing import pack
 
 BLOCK = 1000  # rows; the batch size of datasets' `map`, hence TRL's block
@@ -44,20 +44,13 @@ def ours(lengths: np.ndarray, capacity: int, strategy: str) -> tuple[float, floa
 
 def trls(lengths: np.ndarray, capacity: int, strategy: str) -> tuple[float, float]:
     """Seconds and fill of TRL's packing, block by block."""
-    from trl import data_utils
-
-    packers: dict[str, Callable[[pa.Table], pa.Table]] = {
-        "bfd": lambda table: data_utils._pack_bfd(table, capacity, "truncate"),
-        "bfd_split": lambda table: data_utils._pack_bfd(table, capacity, "split"),
-        "wrapped": lambda table: data_utils._pack_wrapped(table, capacity),
-    }
     seconds, tokens, bins = 0.0, 0, 0
     for at in track(range(0, len(lengths), BLOCK), description=f"trl {strategy}", transient=True):
         offsets = np.concatenate([[0], np.cumsum(lengths[at : at + BLOCK])]).astype(np.int32)
         column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.zeros(offsets[-1], np.int8)))
         table = pa.table({"input_ids": column})
         start = time.perf_counter()
-        packed = packers[strategy](table)
+        packed = packed_block(table, capacity, strategy)
         seconds += time.perf_counter() - start
         tokens += len(packed["input_ids"].combine_chunks().flatten())
         bins += len(packed)

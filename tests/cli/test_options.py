@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import pytest
+from lowtide.trainers.sft import SFTConfig
 
 from lowtide.cli.main import UsageError
 from lowtide.cli.options import add_options, read_options
 from lowtide.option_values import options_of
-from lowtide.trainers.sft import SFTConfig
 
 
 class Pace(Enum):

@@ -2,12 +2,12 @@
 
 import pytest
 import yaml
+from lowtide.trainers.sft import SFTConfig
 
 from lowtide.cli.main import UsageError
 from lowtide.cli.run_file import read_run_file, write_run_file
 from lowtide.cli.train import RunOptions
 from lowtide.option_values import options_of
-from lowtide.trainers.sft import SFTConfig
 
 OPTIONS = options_of(SFTConfig) | options_of(RunOptions)
 

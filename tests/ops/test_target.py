@@ -8,7 +8,8 @@ from lowtide.ops import attention_grouped
 from lowtide.ops.attention_flash import why_not_varlen
 from lowtide.ops.attention_flex import why_not_flex
 from lowtide.ops.attention_plan import Rules, Sight
-from lowtide.ops.logit_rows import Projection, Slopes, TorchRows, Want, rows_of
+from lowtide.ops.logit_rows import Projection, Slopes, TorchRows, Want
+from lowtide.ops.rows_of import rows_of
 from lowtide.ops.target import Target, planning_for, target_of
 from lowtide.ops.triton_rows import TritonRows
 

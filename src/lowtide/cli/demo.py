@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 
 from lowtide.cli.main import main
+from lowtide.compat.argparse import Subparsers
 from lowtide.demo.lessons import LESSONS
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Add the subcommand to `lowtide`'s parser."""
     parser = subparsers.add_parser(
         "demo",

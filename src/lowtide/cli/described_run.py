@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.cli import train
 from lowtide.cli.options import read_options
 from lowtide.cli.run_file import read_run_file
+from lowtide.compat.argparse import ArgumentGroup, Subparsers
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -55,8 +56,8 @@ class DescribedRun:
 
 
 def add_description(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: str, method: str | None, description: str
-) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup | None]:
+    subparsers: Subparsers, command: str, method: str | None, description: str
+) -> tuple[argparse.ArgumentParser, ArgumentGroup | None]:
     """Add a command that describes a run, with a group for its own options where a method follows it."""
     own, group = train.add_command(subparsers, command, method, description)
     if group is not None:
@@ -85,8 +86,8 @@ def described_run(arguments: argparse.Namespace) -> DescribedRun:
     values |= read_options(arguments, options)
     with tempfile.TemporaryDirectory() as folder:  # nothing is written where the run would write
         run = train.read_run(arguments, output_dir=folder)
-    config = train._config(run.method)
-    given = {name: value for name, value in values.items() if name in train._names(config)}
+    config = train.config_of(run.method)
+    given = {name: value for name, value in values.items() if name in train.option_names(config)}
     if run.what.model_init():
         given["model_init_kwargs"] = run.what.model_init()
     return DescribedRun(run, values, given)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
+from lowtide.compat.argparse import Subparsers
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -15,9 +16,7 @@ if TYPE_CHECKING:
     from lowtide.planner.estimate import Estimate
 
 
-def add_parser(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
-) -> argparse.ArgumentParser:
+def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentParser:
     """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
     description = (
         "Predict the peak memory of a run, by phase and by what holds it, before any weight is loaded. "

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lowtide.compat.argparse import Subparsers
+
 if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Int
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from lowtide.data.report.lengths import LengthReport
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Add the subcommand to `lowtide`'s parser."""
     parser = subparsers.add_parser(
         "lengths",

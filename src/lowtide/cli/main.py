@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import lowtide
 from lowtide.cli.endings import INTERRUPTED, USER_ERROR, status_of
+from lowtide.compat.argparse import options_of
 from lowtide.memory.allocators.settings import expand_segments, without_thread_cache
 from lowtide.methods import METHODS
 from lowtide.renamed import replaced
@@ -142,7 +143,7 @@ def _underscored(word: str) -> str:
 
 def _refuse_unknown(words: Sequence[str], command: str | None, *parsers: argparse.ArgumentParser) -> None:
     """Name an option that no parser has, before argparse complains of what may be missing because of it."""
-    known = {option for parser in parsers for option in parser._option_string_actions}
+    known = {option for parser in parsers for option in options_of(parser)}
     for option in (word.split("=")[0] for word in words if word.startswith("--")):
         if option not in known:
             trains = command in METHODS or command in OF_A_METHOD

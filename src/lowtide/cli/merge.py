@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.cli.main import UsageError
+from lowtide.compat.argparse import Subparsers
 
 ADAPTER_FILE = "adapter_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Add the subcommand to `lowtide`'s parser."""
     parser = subparsers.add_parser(
         "merge",

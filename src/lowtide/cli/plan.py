@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
+from lowtide.compat.argparse import Subparsers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
     from lowtide.planner.plan import Plan
 
 
-def add_parser(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
-) -> argparse.ArgumentParser:
+def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentParser:
     """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
     description = (
         "Choose the fastest settings of a run that fit a memory budget, before any weight is loaded. "

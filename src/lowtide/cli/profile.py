@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowtide.cli import train
 from lowtide.cli.adapters import AdapterOptions
+from lowtide.compat.argparse import Subparsers
 
 if TYPE_CHECKING:
     from lowtide.planner.profiling.profile import Profile
@@ -51,9 +52,7 @@ class Prediction(NamedTuple):
         return max(sum(sizes.values()) for sizes in self.phases.values())
 
 
-def add_parser(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str | None
-) -> argparse.ArgumentParser:
+def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentParser:
     """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
     description = (
         "Run a few steps of a method, which takes the options that `lowtide METHOD` takes, and write what "

@@ -22,6 +22,7 @@ from lowtide.cli.layout import LAYOUT
 from lowtide.cli.main import COMMANDS, UsageError
 from lowtide.cli.options import add_options, read_options
 from lowtide.cli.run_file import read_run_file, write_run_file
+from lowtide.compat.argparse import ArgumentGroup, Subparsers
 from lowtide.methods import METHODS
 from lowtide.methods.options import ReferenceOptions
 from lowtide.option import option
@@ -143,11 +144,9 @@ class ReferenceModel:
     )
 
 
-def add_parser(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], method: str, *, command: str = "lowtide"
-) -> argparse.ArgumentParser:
+def add_parser(subparsers: Subparsers, method: str, *, command: str = "lowtide") -> argparse.ArgumentParser:
     """Add a method's subcommand to a parser: that of `command`."""
-    config: Any = _config(method)
+    config: Any = config_of(method)
     summary = METHODS.rows[method].summary
     options = _options(config)
     parser = subparsers.add_parser(
@@ -190,8 +189,10 @@ class TrainingCommand:
 
     def config(self, **changes: Any) -> TrainingArguments:
         """The method's config, with some options changed."""
-        config_class: Any = _config(self.method)
-        chosen = {name: value for name, value in {**self.values, **changes}.items() if name in _names(config_class)}
+        config_class: Any = config_of(self.method)
+        chosen = {
+            name: value for name, value in {**self.values, **changes}.items() if name in option_names(config_class)
+        }
         return config_class(**chosen | {"model_init_kwargs": self.what.model_init()})
 
     def trainer(self, config: TrainingArguments) -> Any:
@@ -209,13 +210,13 @@ class TrainingCommand:
             eval_dataset=eval_rows,
             peft_config=self.adapters.peft_config(),
             quantization_config=self.adapters.quantization_config(bf16=bool(config.bf16)),
-            **{name: self.values[name] for name in _names(ReferenceModel) & self.values.keys()},
+            **{name: self.values[name] for name in option_names(ReferenceModel) & self.values.keys()},
         )
 
 
 def add_command(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: str, method: str | None, description: str
-) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup | None]:
+    subparsers: Subparsers, command: str, method: str | None, description: str
+) -> tuple[argparse.ArgumentParser, ArgumentGroup | None]:
     """Add a command that a method follows, whose options it takes.
 
     Returns:
@@ -313,7 +314,7 @@ def _checkpoint(wanted: str | None, output: Path) -> str | bool | None:
     return wanted
 
 
-def _config(method: str) -> type[TrainingConfig]:
+def config_of(method: str) -> type[TrainingConfig]:
     from lowtide.run.options.configs import config_class
 
     return config_class(METHODS[method])
@@ -325,13 +326,13 @@ def _options(config: type) -> dict[str, Option]:
     return {name: each for source in sources for name, each in options_of(source).items()}
 
 
-def _names(config: type) -> set[str]:
+def option_names(config: type) -> set[str]:
     return {field.name for field in dataclasses.fields(config) if field.init}
 
 
 def _only(config: type[T], values: Mapping[str, Any]) -> T:
     """An options class from those of the values that are its own."""
-    return config(**{name: value for name, value in values.items() if name in _names(config)})
+    return config(**{name: value for name, value in values.items() if name in option_names(config)})
 
 
 def _on_processes(config: TrainingArguments) -> list[str]:

@@ -18,6 +18,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.cache.cached_map import Preparer, map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, combine, rows_fingerprint
 from lowtide.data.encode.kl_completions import KL_FEATURE, add_kl_completions, add_kl_to_stream
@@ -171,7 +172,7 @@ def prepare_unpaired(
         padding_avoided=padding_share(lengths, batch_size),
         read_as=row_format.title,
     )
-    fingerprint = combine(VERSION, prepared._fingerprint, "kl", kl_block)
+    fingerprint = combine(VERSION, fingerprint_of(prepared), "kl", kl_block)
     chosen = prepared if numbers is None else prepared.select(numbers)
     _warn_of_labels(chosen, source)
     chosen = chosen.select_columns(wanted)

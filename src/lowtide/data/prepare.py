@@ -17,6 +17,7 @@ from datasets import Dataset, IterableDataset
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.batches.packed import PACKED_FEATURES, RowReader, drop_unscored, write_packed
 from lowtide.data.batches.packing import pack
 from lowtide.data.cache.cached_map import map_cached, reading, warn_merged, with_end_token
@@ -158,7 +159,7 @@ def _pack_cached(
     capacity = options.max_length
     assert capacity is not None
     order = options.seed if options.shuffle else None
-    path = cache_file(combine(VERSION, prepared._fingerprint, capacity, options.packing_strategy, order))
+    path = cache_file(combine(VERSION, fingerprint_of(prepared), capacity, options.packing_strategy, order))
     if not (os.path.exists(path) and datasets.is_caching_enabled()):
         plan = pack(lengths, capacity, options.packing_strategy)
         assert plan.tokens_cut == 0, "rows longer than a bin are cut before, or split"

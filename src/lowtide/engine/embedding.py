@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
+from lowtide.compat.torch import FakeTensor
 from lowtide.ops.embedding import embed_tokens
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.compat.peft import adapters_switched_off
+
 EMBEDDED, IN_LAYERS = ("PROMPT_TUNING", "P_TUNING"), ("PREFIX_TUNING",)
 """Kinds whose virtual tokens have hidden states, and those whose have none."""
 
@@ -26,7 +28,7 @@ def prompt_config(model: nn.Module) -> Any:
     """The configuration of a model's virtual tokens; None where it has none, or where they are switched off."""
     while not hasattr(model, "peft_config") and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module  # type: ignore[assignment]
-    if not hasattr(model, "active_peft_config") or getattr(model, "_adapters_disabled", False):
+    if not hasattr(model, "active_peft_config") or adapters_switched_off(model):
         return None
     config: Any = model.active_peft_config
     return config if kind_of_prompt(config) else None

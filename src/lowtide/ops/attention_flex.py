@@ -20,9 +20,9 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from lowtide.compat.torch import compiler_options
 from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
-from lowtide.ops.logit_rows import has_triton
-from lowtide.ops.target import target_of
+from lowtide.ops.target import has_triton, target_of
 
 BLOCK = 128
 """Queries, and keys, of a block of the mask; what flex attention's kernels are tuned for."""
@@ -59,7 +59,7 @@ def flex_ragged_attention(query: Tensor, key: Tensor, value: Tensor, plan: Atten
     """As `varlen_attention`. On a CPU it is not compiled, which only serves to test it."""
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     attend = _compiled() if query.is_cuda else flex_attention
-    with torch._dynamo.config.patch(COMPILATION):
+    with compiler_options(COMPILATION):
         out, more = attend(
             q,
             k,

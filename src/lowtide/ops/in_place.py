@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from lowtide.compat.torch import has_gradient_hooks
+
 
 def takes_gradient_in_place(weight: Tensor) -> bool:
     """Whether a weight is a leaf that needs a gradient, and nobody waits for autograd to bring it."""
     if torch.is_inference_mode_enabled() or not (weight.requires_grad and weight.is_leaf):
         return False
-    hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return not (hooked or _node_is_hooked(weight))
+    return not (has_gradient_hooks(weight) or _node_is_hooked(weight))
 
 
 def _node_is_hooked(weight: Tensor) -> bool:

@@ -26,7 +26,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lowtide.ops.in_place import takes_gradient_in_place
-from lowtide.ops.logit_rows import Projection, Rows, RowStats, Slopes, Want, rows_of
+from lowtide.ops.logit_rows import Projection, RowStats, Slopes, Want
+from lowtide.ops.rows_of import Rows, rows_of
 from lowtide.ops.target import target_of
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}

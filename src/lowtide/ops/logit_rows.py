@@ -2,22 +2,15 @@
 
 The two passes that `linear_logprobs` makes over a chunk of logits while it is there. `TorchRows` is plain torch, for
 any device and float dtype, and the reference; `TritonRows` does the same on CUDA without a float32 copy of the rows
-and without a pass for each operation. `rows_of` chooses.
+and without a pass for each operation. `ops.rows_of` chooses.
 """
 
 from __future__ import annotations
 
-import functools
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from lowtide.ops.target import target_of
-
-if TYPE_CHECKING:
-    from lowtide.ops.triton_rows import TritonRows
 
 
 class Projection(NamedTuple):
@@ -148,22 +141,3 @@ class TorchRows:
             self.x.mul_(factor)
         if self.x is not self.place:
             self.place.copy_(self.x)
-
-
-Rows: TypeAlias = "TorchRows | TritonRows"
-
-
-def rows_of(logits: Tensor, target: Tensor, projection: Projection, want: Want, scratch: Tensor | None = None) -> Rows:
-    """The rows of `logits` [rows, vocab], on the kernels where they can serve: CUDA, at most float32, Triton there."""
-    target_device = target_of(logits)
-    there = target_device.kind == "cuda" and (target_device.planned or has_triton())
-    if there and logits.dtype != torch.float64 and not want.collisions:
-        from lowtide.ops.triton_rows import TritonRows
-
-        return TritonRows(logits, target, projection)
-    return TorchRows(logits, target, projection, scratch)
-
-
-@functools.cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None

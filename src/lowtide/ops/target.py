@@ -8,8 +8,10 @@ as it would on the device that is planned for.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -54,3 +56,9 @@ def target_of(tensor: Tensor) -> Target:
     if tensor.is_cuda:
         return Target("cuda", torch.cuda.get_device_capability(tensor.device))
     return Target(tensor.device.type)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed, which comes with the CUDA builds of torch."""
+    return find_spec("triton") is not None

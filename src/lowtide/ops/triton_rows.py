@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.compat.torch import FakeTensor
 from lowtide.ops.logit_rows import Projection, RowStats, Slopes, Want
 
 BLOCK = 4096
@@ -41,7 +41,7 @@ class TritonRows:
             column(),
             column(False),
         )
-        self._launch("stats", (rows,), *stats[:5], ENTROPY=want.entropies, MEAN=want.mean_logprobs, TOP1=want.top1)
+        self.launch("stats", (rows,), *stats[:5], ENTROPY=want.entropies, MEAN=want.mean_logprobs, TOP1=want.top1)
         self.lse = stats.lse
         return stats._replace(top1=stats.top1.view(torch.bool))
 
@@ -51,7 +51,7 @@ class TritonRows:
 
     def gradient(self, slopes: Slopes, entropies: Tensor) -> None:
         """Overwrites the logits with the gradient at the raw ones; `entropies` are those that `stats` gave."""
-        self._launch(
+        self.launch(
             "gradient",
             (self.logits.shape[0], -(-self.logits.shape[1] // self._block)),
             self.lse,
@@ -65,7 +65,7 @@ class TritonRows:
     def _block(self) -> int:
         return min(BLOCK, 1 << (self.logits.shape[1] - 1).bit_length())  # a power of two
 
-    def _launch(self, kernel: str, grid: tuple[int, ...], *columns: Tensor, **flags: bool) -> None:
+    def launch(self, kernel: str, grid: tuple[int, ...], *columns: Tensor, **flags: bool) -> None:
         if isinstance(self.logits, FakeTensor):
             return  # a plan of memory: what was allocated is all there is to see
         from lowtide.ops import triton_kernels

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
+from lowtide.compat.torch import cpu_has_bf16
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.table import TECHNIQUES
 from lowtide.planner.search import Axis, Choice, Sizes
@@ -171,7 +170,7 @@ def _precision(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     if setting.requested.get("fp16"):
         return found
     if setting.device_kind == "cpu":
-        helped = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        helped = cpu_has_bf16()
         found.append((_technique("bfloat16 mixed precision", 0.7 if helped else 1.5), {"bf16": True}))
     pure = Choice("bfloat16 weights", slower=0.9, changes=PURE_BFLOAT16, last_resort=True)
     return [*found, (pure, {"dtype": "bfloat16"})]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lowtide.compat.torch import GROUPED_PRODUCT, changed_arguments, changes_arguments, packet_of, storage_id
 from lowtide.planner.devices import Device
 
 PRODUCT_EFFICIENCY = 0.7
@@ -132,8 +133,8 @@ def cost_of(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) ->
         return None
     inputs, outputs = list(_tensors(args)), list(_tensors((out,)))
     inputs += _tensors(value for key, value in kwargs.items() if key != "out")
-    known = {tensor.untyped_storage()._cdata for tensor in inputs}
-    if not func._schema.is_mutable and all(tensor.untyped_storage()._cdata in known for tensor in outputs):
+    known = {storage_id(tensor.untyped_storage()) for tensor in inputs}
+    if not changes_arguments(func) and all(storage_id(tensor.untyped_storage()) in known for tensor in outputs):
         return None  # a view, or nothing but a question about a tensor
     formula = ATTENTION.get(name)
     flops = formula(*args, **kwargs) if formula else _flops(func, args, out, kwargs)
@@ -159,19 +160,14 @@ def _bytes(func: Any, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Se
     """What is read and written."""
     written = outputs
     if not outputs:  # such as an optimizer's step, which changes its arguments and returns nothing
-        changed = [
-            value
-            for value, argument in zip(args, func._schema.arguments, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        written = list(_tensors(changed))
+        written = list(_tensors(changed_arguments(func, args)))
     return sum(map(_size, inputs)) + sum(map(_size, written))
 
 
 def _flops(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> int:
-    if func is aten._grouped_mm.default:
+    if func is GROUPED_PRODUCT:
         return _grouped_product(*args[:2])
-    formula = flop_registry.get(IN_PLACE.get(func._overloadpacket, func._overloadpacket))
+    formula = flop_registry.get(IN_PLACE.get(packet_of(func), packet_of(func)))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lowtide.compat.torch import default_store
 from lowtide.ranks.world import distributed
 
 T = TypeVar("T")
@@ -152,7 +153,7 @@ def _lines() -> dict[int, str]:
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+    return default_store()
 
 
 def _within_patience(ask: Callable[[], T]) -> T | None:

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
+from lowtide.compat.torch import FakeTensor
+from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.forward import causal_model, compute_in, install
 from lowtide.engine.heads import head_of
 from lowtide.engine.probe import Probe, attention_backends, probe
@@ -97,7 +98,7 @@ def _other_attention(model: nn.Module, args: TrainingConfig, engine: Engine) -> 
 
 
 def _implementation(model: nn.Module) -> str:
-    return causal_model(model).config._attn_implementation or "eager"
+    return attention_implementation(causal_model(model).config) or "eager"
 
 
 def _check_rows_alone(adapters: Iterable[Any]) -> None:

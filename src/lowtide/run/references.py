@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.compat.torch import FakeTensor
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import AdapterOff, FrozenModel

@@ -11,6 +11,7 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from pyarrow import compute
 
+from lowtide.compat.datasets import stream_format
 from lowtide.data.batches.packing import Packing, pack
 from lowtide.data.sources.mixtures import load_mixture
 from lowtide.scripts.arguments import DatasetMixtureConfig
@@ -138,7 +139,7 @@ def _mapped(
         shown |= shown.pop("format_kwargs", {})
         shown["columns"] = [*shown["columns"], *added]
     else:
-        shown = {"type": None if first._formatting is None else first._formatting.format_type}
+        shown = {"type": stream_format(first)}
     changed: Any = dataset.with_format("arrow").map(change, batched=True, **(map_kwargs or {}))  # type: ignore[arg-type]
     return changed.with_format(**shown)
 

@@ -10,15 +10,16 @@ from types import NoneType
 from typing import Any, get_args
 
 import yaml
-from transformers import HfArgumentParser
 
+from lowtide.compat.argparse import actions_of, options_of, parsers_beneath
+from lowtide.compat.transformers import FieldParser
 from lowtide.environment import set_environment
 
 FOR_ARGPARSE = ("help", "choices", "aliases", "metavar")
 """What of a field's metadata argparse knows."""
 
 
-class TrlParser(HfArgumentParser):
+class TrlParser(FieldParser):
     """TRL's parser of this name: `transformers.HfArgumentParser`, and a file of options.
 
     `--config run.yaml` gives the defaults that the command line overrides. `none` and `null` are None where an option
@@ -40,8 +41,7 @@ class TrlParser(HfArgumentParser):
                 raise ValueError(f"{each.__name__} has a field `config`, which names the YAML file: rename the field")
         super().__init__(types, **kwargs)
 
-    @staticmethod
-    def _parse_dataclass_field(parser: Any, field: Any) -> None:
+    def add_field(self, parser: Any, field: Any) -> None:
         known = {name: value for name, value in field.metadata.items() if name in FOR_ARGPARSE}
         names = known.get("aliases", ())
         if names:
@@ -52,8 +52,8 @@ class TrlParser(HfArgumentParser):
         kinds = set(get_args(field.type))
         plain = dataclasses.field(default=field.default, default_factory=field.default_factory, metadata=known)
         plain.name, plain.type = field.name, field.type
-        HfArgumentParser._parse_dataclass_field(parser, plain)
-        action = parser._option_string_actions[f"--{field.name}"]
+        super().add_field(parser, plain)
+        action = options_of(parser)[f"--{field.name}"]
         if kinds == {bool, NoneType} and action.nargs is None:
             action.nargs, action.const = "?", True  # `--bf16` alone, as any other switch
         if NoneType in kinds and not kinds & {str, list} and action.choices is None:
@@ -102,11 +102,10 @@ class TrlParser(HfArgumentParser):
 
 def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> set[str]:
     used: set[str] = set()
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for each in action.choices.values():
-                used |= _set_defaults(each, values)
-        elif action.dest in values:
+    for action in actions_of(parser):
+        for each in parsers_beneath(action):
+            used |= _set_defaults(each, values)
+        if action.dest in values:
             action.default, action.required = values[action.dest], False
             used.add(action.dest)
     return used

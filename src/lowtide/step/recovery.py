@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide.compat.torch import version_of
 from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
 from lowtide.methods.method import Objective
 from lowtide.ragged import RaggedBatch
@@ -174,6 +175,6 @@ def _counts(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], float]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             own = optimizer.state.get(parameter, {}).get("step", 0)
-            found[id(parameter), "written"] = parameter._version
-            found[id(parameter), "stepped"] = own._version if isinstance(own, Tensor) else own
+            found[id(parameter), "written"] = version_of(parameter)
+            found[id(parameter), "stepped"] = version_of(own) if isinstance(own, Tensor) else own
     return found

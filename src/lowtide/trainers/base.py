@@ -14,12 +14,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
+from lowtide.compat.accelerate import leave_models_unwrapped
 from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
@@ -182,18 +182,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         """As the Trainer's; ranks that hold the same weights are not wrapped (see `lowtide.ranks.replicas`), and a
         model's forward stays its own: `engine.forward` has autocast around it."""
         super().create_accelerator_and_postprocess()
-        accelerator: Any = self.accelerator
-        prepare_model = accelerator.prepare_model
-
-        def prepared(model: nn.Module, **options: Any) -> nn.Module:
-            mixed, accelerator.native_amp = accelerator.native_amp, False
-            try:
-                return prepare_model(model, **{**options, "evaluation_mode": True})
-            finally:
-                accelerator.native_amp = mixed
-
-        accelerator.prepare_model = prepared
-        accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # layers are compiled, not the model
+        leave_models_unwrapped(self.accelerator)
 
     def _begin_steps(self, model: nn.Module) -> None:
         """What precedes the first step, and a rehearsal of the heaviest micro-batch."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from lowtide.compat.accelerate import leave_states_in_place
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.run.optimizers import (
@@ -64,14 +65,7 @@ class OwnOptimizers(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; accelerate would move states to the device that belong elsewhere."""
         super().create_accelerator_and_postprocess()
-        accelerator: Any = self.accelerator
-        prepare = accelerator.prepare_optimizer
-
-        def prepared(optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-            at_home = hasattr(unwrap_optimizer(optimizer), "host_states")
-            return prepare(optimizer, device_placement=False if at_home else device_placement)
-
-        accelerator.prepare_optimizer = prepared
+        leave_states_in_place(self.accelerator, lambda optimizer: hasattr(unwrap_optimizer(optimizer), "host_states"))
 
     def _made_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """As the Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""

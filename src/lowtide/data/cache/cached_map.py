@@ -17,6 +17,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, is_caching_enabled
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.cache.fingerprint import cache_file, combine
 from lowtide.data.cache.mapped import mapped_files, release_pages
 from lowtide.data.sources.sampling import sampled_rows
@@ -71,7 +72,7 @@ def map_cached(
     chosen = None if there else sampled_rows(rows)
     if chosen is not None:
         rows, prepare = rows.select(chosen), _Numbered(prepare, chosen)
-        fingerprint = combine(fingerprint, rows._fingerprint)
+        fingerprint = combine(fingerprint, fingerprint_of(rows))
     batch_rows = _rows_in_a_batch(rows)
     return rows.map(
         _ReleasingPages(prepare, mapped_files(rows)),

@@ -23,6 +23,7 @@ from datasets.fingerprint import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.options import TokenOptions
 
@@ -49,7 +50,7 @@ def rows_fingerprint(
     return combine(
         VERSION,
         transformers.__version__,
-        dataset._fingerprint,
+        fingerprint_of(dataset),
         tokenizer_fingerprint(tokenizer),
         json.dumps(values, sort_keys=True),
         function_fingerprint(getattr(options, "formatting_func", None)),

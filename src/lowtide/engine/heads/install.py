@@ -6,13 +6,13 @@ Wrappers such as DDP see one ordinary forward call; nothing outside has to reach
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lowtide.compat.transformers import load_balancing_loss
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body
 
@@ -59,8 +59,7 @@ def _forward_scores(
 
 def _load_balancing_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
     """The model family's own auxiliary loss, over the real tokens of this forward."""
-    family = sys.modules[type(model).__module__]
     config = model.config.get_text_config()
     experts = getattr(model, "num_experts", None) or getattr(config, "num_experts", None) or config.num_local_experts
     chosen = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
-    return family.load_balancing_loss_func(outputs.router_logits, experts, chosen, attention_mask)
+    return load_balancing_loss(model, outputs.router_logits, experts, chosen, attention_mask)

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lowtide.compat.transformers import has_loaded_adapters
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
@@ -130,7 +131,7 @@ def check_adapters(*configs: Any) -> None:
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether there are adapters on a model: of PEFT, or of transformers, which reads a folder of them as a model."""
-    return hasattr(model, "disable_adapter") or bool(getattr(model, "_hf_peft_config_loaded", False))
+    return hasattr(model, "disable_adapter") or has_loaded_adapters(model)
 
 
 def release_file(model: nn.Module) -> None:

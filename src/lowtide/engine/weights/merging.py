@@ -22,6 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowtide.compat.peft import caches_kept
+from lowtide.compat.torch import saved_buffers, with_parameters
+from lowtide.compat.transformers import names_not_saved
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.weights.quantized import is_quantized
 
@@ -64,7 +67,7 @@ def save_merged(
 
     folder.mkdir(parents=True, exist_ok=True)
     _save_configs(base, folder, dense, untied=tied != same)
-    left_out = same | set(base._keys_to_ignore_on_save or ())
+    left_out = same | names_not_saved(base)
     _write_shards(_checkpoint_weights(base, parts, left_out), folder, max_shard_bytes)
 
 
@@ -133,8 +136,7 @@ def _check_biases(tuners: list[Any], module: nn.Module, prefix: str) -> None:
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
     """A module's parameters and the buffers that are saved, without those below it."""
-    kept = {n: b for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set}
-    return {**dict(module.named_parameters(recurse=False)), **kept}
+    return {**dict(module.named_parameters(recurse=False)), **saved_buffers(module)}
 
 
 def _adapters(tuner: Any) -> set[str]:
@@ -174,8 +176,7 @@ def _merged(tuners: list[Any], module: nn.Module) -> dict[str, Tensor]:
         stack.callback(setattr, innermost, "base_layer", module)
         for tuner in tuners:
             stack.callback(setattr, tuner, "merged_adapters", list(tuner.merged_adapters))
-            if hasattr(tuner, "_caches"):
-                stack.callback(setattr, tuner, "_caches", dict(tuner._caches))
+            stack.enter_context(caches_kept(tuner))
             # The merge of a quantized layer's own tuner would quantize the sum again.
             merge = type(tuner).merge if dense is module else Linear.merge
             merge(tuner)
@@ -184,12 +185,11 @@ def _merged(tuners: list[Any], module: nn.Module) -> dict[str, Tensor]:
 
 def _in_float32(module: nn.Module) -> nn.Module:
     """A copy of a module, its own weights in float32 at least."""
-    twin = copy.copy(module)
-    twin._parameters = dict(module._parameters)
+    wide = {}
     for name, p in module.named_parameters(recurse=False):
-        wide = torch.promote_types(p.dtype, torch.float32)
-        twin._parameters[name] = nn.Parameter(p.detach().to(wide, copy=True), requires_grad=False)
-    return twin
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        wide[name] = nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
+    return with_parameters(module, wide)
 
 
 # -- as files ----------------------------------------------------------------------------------------------------

@@ -22,21 +22,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from lowtide.compat.torch import (
+    FUSED_ATTENTION,
+    VARLEN_ATTENTION,
+    LayerMode,
+    TreeSpec,
+    seeing_changes_in_place,
+    tree_flatten,
+    tree_unflatten,
+)
+from lowtide.compat.transformers import checkpoint_by, checkpointed_layers
 from lowtide.memory.activations.offloading import Held, hold
 from lowtide.memory.activations.tiled_mlp import computing_tiles
 
-ATTENTION = frozenset(
+ATTENTION = FUSED_ATTENTION | frozenset(
     {
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "torch_attn::_varlen_attn",
+        VARLEN_ATTENTION,
         "flash_attn::_flash_attn_forward",
         "flash_attn::_flash_attn_varlen_forward",
         "flash_attn_3::fwd",
@@ -77,8 +80,6 @@ def set_checkpointing(
         ValueError: an unknown policy; one that reentrant checkpointing cannot follow; a model without layers that
             transformers can checkpoint.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     options = {"use_reentrant": False, **(kwargs or {})}
     if policy not in POLICIES:
         raise ValueError(f"unknown checkpointing policy {policy!r}: choose one of {', '.join(POLICIES)}")
@@ -89,7 +90,7 @@ def set_checkpointing(
             f"the checkpointing policy {policy!r} keeps some results, which reentrant checkpointing cannot: set "
             "`use_reentrant` to False in `gradient_checkpointing_kwargs`, or use the policy 'full'"
         )
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = checkpointed_layers(model)
     if not layers:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ValueError(
@@ -100,7 +101,7 @@ def set_checkpointing(
         options["context_fn"] = functools.partial(_contexts, POLICIES[policy])
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every == 0
-        layer._gradient_checkpointing_func = functools.partial(checkpoint, **options)
+        checkpoint_by(layer, functools.partial(checkpoint, **options))
     return len(range(0, len(layers), every))
 
 
@@ -114,18 +115,12 @@ Results = defaultdict[Any, deque[tuple[list[Any], TreeSpec]]]
 """By operation, what its calls gave, one after the other."""
 
 
-class _Watching(TorchDispatchMode):
+class _Watching(LayerMode):
     """Sees a layer's operations, around compiled graphs too."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, kept: frozenset[str], results: Results) -> None:
         super().__init__()
         self.kept, self.results = kept, results
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def _is_kept(self, operation: Any) -> bool:
         # Tiles are computed again by their own backward, which asks for none of their products.
@@ -139,7 +134,7 @@ class _Keeping(_Watching):
         out = func(*args, **(kwargs or {}))
         if self._is_kept(func):
             leaves, tree = tree_flatten(out)
-            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            with seeing_changes_in_place():
                 held = [hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # sees changes in place
             self.results[func].append((held, tree))
         return out

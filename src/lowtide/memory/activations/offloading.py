@@ -30,10 +30,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowtide.compat.torch import (
+    FakeTensor,
+    base_of,
+    is_in_backward,
+    is_traceable_wrapper_subclass,
+    storage_id,
+    version_of,
+)
 from lowtide.memory.activations.spill_file import SpillFile
 from lowtide.memory.allocators.host_heap import trim_heap
 from lowtide.memory.allocators.pinned_host import PinnedHost
@@ -125,8 +131,8 @@ class ActivationOffload:
             self.store = SpillFile(folder) if device.type == "cpu" else PinnedHost(device)
         self._away: weakref.WeakValueDictionary[tuple[int, int], _Offloaded] = weakref.WeakValueDictionary()
         """By storage and version. An entry keeps its storage's address from being reused, and dies with the graph."""
-        self._unwanted: deque[Any] = deque()
-        """Copies that nobody wants. Whichever thread frees a graph adds to it; `_settle` takes them out."""
+        self.unwanted: deque[Any] = deque()
+        """Copies that nobody wants. Whichever thread frees a graph adds to it; `settle` takes them out."""
         self._held: frozenset[int] = frozenset()
         self._bytes = self._peak = 0
 
@@ -152,7 +158,7 @@ class ActivationOffload:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that are away now."""
-        self._settle()
+        self.settle()
         return self._bytes
 
     @property
@@ -163,23 +169,22 @@ class ActivationOffload:
     def _is_worth_it(self, tensor: Tensor) -> bool:
         if type(tensor) not in (Tensor, FakeTensor) or tensor.device != self.device or tensor.layout != torch.strided:
             return False
-        base = tensor if tensor._base is None else tensor._base
+        base = base_of(tensor)
         if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
             return False
         if not (tensor.dtype.is_floating_point or tensor.dtype in (torch.bool, torch.uint8)) or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()
-        in_backward = torch._C._current_graph_task_id() != -1
-        return storage.nbytes() >= self.min_bytes and storage._cdata not in self._held and not in_backward
+        return storage.nbytes() >= self.min_bytes and storage_id(storage) not in self._held and not is_in_backward()
 
     def _offloaded(self, tensor: Tensor) -> _Offloaded | None:
         """The tensor's storage, moved away unless it is already; None if there is no room."""
         storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version
+        key = storage_id(storage), version_of(tensor)
         known = self._away.get(key)
         if known is not None:
             return known
-        self._settle()
+        self.settle()
         if self.max_host_bytes is not None and self._bytes + self.store.needs(storage.nbytes()) > self.max_host_bytes:
             return None
         offloaded = self._away[key] = _Offloaded(self, tensor)
@@ -187,9 +192,9 @@ class ActivationOffload:
         self._peak = max(self._peak, self._bytes)
         return offloaded
 
-    def _settle(self) -> None:
-        while self._unwanted:
-            stored = self._unwanted.popleft()
+    def settle(self) -> None:
+        while self.unwanted:
+            stored = self.unwanted.popleft()
             self._bytes -= stored.bytes
             self.store.free(stored)
 
@@ -209,12 +214,12 @@ class _Offloaded:
         if self.back is None:
             self.back = self.owner.store.get(self.stored)
             self._forget()
-            self.owner._settle()
+            self.owner.settle()
         return self.back
 
     def _forget(self) -> None:
         if self.stored is not None:
-            self.owner._unwanted.append(self.stored)
+            self.owner.unwanted.append(self.stored)
             self.stored = None
 
     __del__ = _forget
@@ -246,14 +251,14 @@ class Stayed(NamedTuple):
 
     @classmethod
     def as_it_is(cls, tensor: Tensor) -> Stayed:
-        return cls(tensor.detach(), tensor._version)
+        return cls(tensor.detach(), version_of(tensor))
 
     def tensor(self) -> Tensor:
         """It, unless it was changed."""
-        if self.detached._version != self.version:
+        if version_of(self.detached) != self.version:
             raise RuntimeError(
                 f"a tensor {list(self.detached.shape)} that backward needs was changed in place after forward "
-                f"(version {self.detached._version} instead of {self.version})"
+                f"(version {version_of(self.detached)} instead of {self.version})"
             )
         return self.detached
 
@@ -271,4 +276,4 @@ def _storages(tensor: Tensor) -> Iterator[int]:
         for name in tensor.__tensor_flatten__()[0]:
             yield from _storages(getattr(tensor, name))
     elif tensor.layout == torch.strided:
-        yield tensor.untyped_storage()._cdata
+        yield storage_id(tensor.untyped_storage())

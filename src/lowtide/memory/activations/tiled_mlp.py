@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lowtide.compat.torch import FakeTensor
 
 NAMES = ("mlp", "feed_forward", "feedforward", "ffn")
 """What transformers' models call the MLP of a layer."""
@@ -299,7 +300,7 @@ class _Surroundings:
         kind = x.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.host_state = torch.get_rng_state() if random else None
-        started = kind != "cpu" and getattr(torch.get_device_module(x.device), "_initialized", False)
+        started = kind != "cpu" and getattr(torch.get_device_module(x.device), "is_initialized", lambda: False)()
         self.devices, self.states = get_device_states(x) if random and started else ([], [])
 
     @contextlib.contextmanager

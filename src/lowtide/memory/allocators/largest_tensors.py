@@ -18,8 +18,8 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.compat.torch import FakeTensor, storage_id
 from lowtide.memory.allocators.measure import bytes_text
 
 KINDS = ("weight", "gradient", "tensor")
@@ -72,10 +72,11 @@ class LargestTensors:
 
     def _name(self, tensor: Tensor, kind: int) -> None:
         storage = tensor.untyped_storage()
-        known = self._found.get(storage._cdata)
+        key = storage_id(storage)
+        known = self._found.get(key)
         if known is None or kind < known[0]:
             shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            self._found[storage._cdata] = kind, storage.nbytes(), shape
+            self._found[key] = kind, storage.nbytes(), shape
 
 
 def _tensors_in(values: Iterable[object], depth: int) -> Iterator[Tensor]:

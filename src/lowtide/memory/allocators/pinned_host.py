@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from lowtide.compat.torch import version_of
+
 IN_FLIGHT = 2
 """Storages that may be on their way out while the computation goes on."""
 AHEAD = 2
@@ -78,7 +80,7 @@ class PinnedHost:
         with self.cuda.stream(self.out):
             stored.host.copy_(content, non_blocking=True)
             stored.left = self.out.record_event()
-        self._leaving.append((stored, tensor.detach(), tensor._version))
+        self._leaving.append((stored, tensor.detach(), version_of(tensor)))
         while len(self._leaving) > IN_FLIGHT:
             self._let_go()
         self._waiting[stored.number] = stored
@@ -116,7 +118,7 @@ class PinnedHost:
     def _let_go(self) -> None:
         stored, tensor, version = self._leaving.popleft()
         self.cuda.current_stream(self.device).wait_event(stored.left)
-        stored.changed = tensor._version != version
+        stored.changed = version_of(tensor) != version
 
     def _set_out(self, stored: Pinned) -> None:
         if stored.back is not None:

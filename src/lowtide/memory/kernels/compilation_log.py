@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from lowtide.compat.torch import watch_compilations
+
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """The environment variable of torch that names the folder of compiled graphs."""
 
@@ -33,21 +35,16 @@ class CompilationLog:
     """
 
     def __init__(self, model: nn.Module, what: str, *, quiet: bool = False) -> None:
-        from torch._dynamo.callback import callback_handler
-
         self.what, self.quiet = what, quiet
         self.graphs, self.seconds, self.pending, self.began = 0, 0.0, False, 0.0
         self.compiled_since = False
-        self.handler = callback_handler
-        self.handler.register_start_callback(self._begins)
-        self.handler.register_end_callback(self._ends)
+        self.end_watch = watch_compilations(self._begins, self._ends)
         self.hook = model.register_forward_pre_hook(lambda *_: self._look())
 
     def remove(self) -> None:
         """Ends the watch."""
         self.hook.remove()
-        self.handler.remove_start_callback(self._begins)
-        self.handler.remove_end_callback(self._ends)
+        self.end_watch()
         self._finish()
 
     def _begins(self, _: Any) -> None:

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.compat.torch import is_left_out_of_graphs
+from lowtide.compat.transformers import attention_implementation, plain_forward, run_checkpointed
+
 
 def compile_layers(model: nn.Module, *, backend: str = "inductor", mode: str | None = None) -> int:
     """Has the layers of a model compiled when they first run.
@@ -43,7 +46,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor", mode: str | N
         raise ValueError(f"transformers knows no layers of this model (model type {kind}): leave torch_compile off")
     _leave_attention_out(model)
     for layer in layers:
-        plain = _plain(layer)
+        plain = plain_forward(layer)
         compiled = torch.compile(plain, backend=backend, mode=mode, dynamic=True)
         # Older versions of transformers checkpoint around the call of a layer, newer ones inside of its forward.
         inside = plain is not type(layer).forward
@@ -59,21 +62,13 @@ def remove_compilation(model: nn.Module) -> None:
             del module.forward
 
 
-def _plain(layer: nn.Module) -> Callable[..., Any]:
-    """The forward of a layer without the checkpointing that transformers wraps around it."""
-    forward = type(layer).forward
-    while forward.__code__.co_name == "forward_with_checkpointing":
-        forward = forward.__wrapped__  # type: ignore[attr-defined]
-    return forward
-
-
 def _checkpointed(compiled: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     """A layer's forward. No graph can break inside of a checkpoint, so the compiled one is what is checkpointed."""
     if not (layer.gradient_checkpointing and layer.training):
         return compiled(layer, *args, **kwargs)
     if kwargs.get("past_key_values") is not None:
         return type(layer).forward(layer, *args, **kwargs)  # which knows what to do with a cache
-    return layer._gradient_checkpointing_func(functools.partial(compiled, layer, **kwargs), *args)
+    return run_checkpointed(layer, functools.partial(compiled, layer, **kwargs), *args)
 
 
 def _leave_attention_out(model: nn.Module) -> None:
@@ -82,8 +77,8 @@ def _leave_attention_out(model: nn.Module) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for inner in model.modules():
-        name: Any = getattr(getattr(inner, "config", None), "_attn_implementation", None)
+        name: Any = attention_implementation(getattr(inner, "config", None))
         if isinstance(inner, PreTrainedModel) and name in ALL_ATTENTION_FUNCTIONS:
             function = ALL_ATTENTION_FUNCTIONS[name]
-            if not getattr(function, "_torchdynamo_disable", False):
+            if not is_left_out_of_graphs(function):
                 AttentionInterface.register(name, torch.compiler.disable(function))

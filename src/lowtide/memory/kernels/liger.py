@@ -11,7 +11,6 @@ which runs the MLPs that it finds.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
+
+from lowtide.compat.liger import kernels_of, patch_model, patches
+from lowtide.compat.torch import children_of
 
 LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 """Options of Liger's patches that are switched off; which kernels a model type can have is in their defaults."""
@@ -45,33 +47,29 @@ def liger_kernels(model: nn.Module) -> LigerKernels:
     reason = _not_installed() or why_no_kernels(model) or _elsewhere(model)
     if reason is not None:
         return LigerKernels((), f"no Liger kernels: {reason}", lambda: None)
-    from liger_kernel.transformers import monkey_patch
-
     inner = _of_transformers(model)
     kind = inner.config.model_type
-    known = inspect.signature(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[kind]).parameters
+    known = kernels_of(kind)
     undo = _remember(inner)
     forward = inner.forward
     try:
-        monkey_patch._apply_liger_kernel_to_instance(model=inner, **LOSSES)
+        patch_model(inner, **LOSSES)
         if inner.forward != forward:
             raise RuntimeError(f"Liger replaced the forward of {type(inner).__name__}, although asked for no loss")
     except BaseException:
         undo()
         raise
-    applied = tuple(name for name, each in known.items() if each.default is True and name not in LOSSES)
+    applied = tuple(name for name, default in known.items() if default and name not in LOSSES)
     return LigerKernels(applied, f"Liger kernels: {', '.join(applied)}", undo)
 
 
 def why_no_kernels(model: nn.Module) -> str | None:
     """Why Liger, where it is installed, has no kernels for a model; None if it has."""
-    from liger_kernel.transformers import monkey_patch
-
     inner = _of_transformers(model)
     if inner is None:
         return f"liger-kernel patches models of transformers, and this is a {type(model).__name__}"
     kind = inner.config.model_type
-    if kind in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+    if kind in patches():
         return None
     return f"liger-kernel has none for model type {kind}: leave it out, or take torch_compile=True in its place"
 
@@ -101,7 +99,7 @@ def _remember(model: nn.Module) -> Callable[[], None]:
     files = [sys.modules[name] for name in {kind.__module__ for kind in kinds}]
     owners: list[Any] = [*modules, *kinds, *files]
     before = [(owner, dict(vars(owner))) for owner in owners]
-    children = [(module, dict(module._modules)) for module in modules]
+    children = [(module, dict(children_of(module))) for module in modules]
 
     def undo() -> None:
         for owner, attributes in before:
@@ -112,8 +110,8 @@ def _remember(model: nn.Module) -> Callable[[], None]:
                 if now.get(name) is not value:
                     _set(owner, name, value)
         for module, own in children:
-            module._modules.clear()
-            module._modules.update(own)
+            children_of(module).clear()
+            children_of(module).update(own)
 
     return undo
 

@@ -25,10 +25,10 @@ from typing import Any, cast
 import torch
 from jaxtyping import BFloat16, Float32, Int16
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lowtide.compat.torch import FakeTensor
 from lowtide.memory.optimizers.eight_bit import EightBitMoment, moment_blocks, zeros_8bit
 from lowtide.ops.target import target_of
 

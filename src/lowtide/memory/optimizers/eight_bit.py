@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.compat.torch import without_modes
 
 SCALED = 256
 """Numbers that share a scale."""
@@ -81,7 +82,7 @@ def dequantize(
 @functools.cache
 def _levels(signed: bool, device: torch.device) -> Float32[Tensor, 256]:
     """What the codes stand for, in ascending order."""
-    with _disable_current_modes():  # what is kept has values, even if it is a trace that asks first
+    with without_modes():  # what is kept has values, even if it is a trace that asks first
         found = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
         for power in range(POWERS):
             edges = torch.linspace(0.1, 1, 2 ** (POWERS - 1 - power + (not signed)) + 1, dtype=torch.float32)
@@ -94,7 +95,7 @@ def _levels(signed: bool, device: torch.device) -> Float32[Tensor, 256]:
 def _nearest(signed: bool, device: torch.device) -> UInt8[Tensor, 65536]:
     """The code of the nearest level to each bfloat16 number, in the order of their bits as signed integers."""
     levels = _levels(signed, torch.device("cpu"))
-    with _disable_current_modes():
+    with without_modes():
         numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).float()
         return torch.bucketize(numbers, (levels[1:] + levels[:-1]) / 2).to(device, torch.uint8)
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer
+
+from lowtide.compat.torch import FakeTensor, drop_step_hooks, has_step_hooks
 
 ROUNDS = 2
 """Steps of a trial: the second finds what the first has left behind."""
@@ -102,7 +103,7 @@ def check_separable(optimizer: Optimizer) -> None:
 
 
 def _obstacle(optimizer: Optimizer) -> str | None:
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         return "it has step hooks, which would be called for each parameter"
     for group in optimizer.param_groups:
         if group["params"] and not isinstance(group["params"][0], FakeTensor):  # which has no values to compare
@@ -153,5 +154,5 @@ def _stateless_copy(optimizer: Optimizer) -> Optimizer:
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.state, twin.param_groups = defaultdict(dict), []
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    drop_step_hooks(twin)
     return twin

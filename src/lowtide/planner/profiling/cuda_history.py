@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lowtide.compat.torch import cuda_history, end_cuda_history, record_cuda_history
 from lowtide.planner.profiling.recording import BORN_IN, Block, Recording, is_internal, short_file
 from lowtide.step.phases import BETWEEN
 
@@ -92,20 +93,17 @@ class CudaHistory:
     def finished(self) -> Recording:
         """What was recorded."""
         number = torch.cuda.current_device() if self.device.index is None else self.device.index
-        snapshot: Any = torch.cuda.memory._snapshot()
-        history = snapshot["device_traces"][number]
-        torch.cuda.memory._record_memory_history(enabled=None)
+        history = cuda_history(number)
+        end_cuda_history()
         return recording_of(history, self._notes, self._named)
 
     def __enter__(self) -> Self:
-        torch.cuda.memory._record_memory_history(
-            "all", context="alloc", stacks="python", max_entries=MAX_ENTRIES, clear_history=True
-        )
+        record_cuda_history(MAX_ENTRIES)
         return self
 
     def __exit__(self, *error: Any) -> None:
         if error[0] is not None:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            end_cuda_history()
 
 
 def recording_of(history: Sequence[Mapping[str, Any]], notes: Sequence[Note], named: Sequence[Named]) -> Recording:

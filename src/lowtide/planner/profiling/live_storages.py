@@ -7,17 +7,15 @@ for it, which lives as long as it does. What a kernel takes and gives back insid
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
-import torch
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.compat.torch import BACKWARD, TorchDispatchMode, backward_sequence_number, next_sequence_number, storage_id
 from lowtide.planner.profiling.recording import BORN_IN, Block, Recording, is_internal, short_file
 from lowtide.planner.tracing.trace import parts_of
 from lowtide.step.phases import BETWEEN
@@ -87,7 +85,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, made: str, line: str) -> Block:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_id(storage), storage.nbytes()
         if key not in self._living:
             number = len(self.recording.blocks)
             category = self._owner or BORN_IN.get(self._phase, "other")
@@ -115,13 +113,15 @@ class LiveStorages(TorchDispatchMode):
 
         Autograd numbers the nodes of a thread, and a node is made before its operation runs.
         """
-        frame = sys._getframe(2)
-        while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        frame = inspect.currentframe()
+        for _ in range(2):  # this one, and that of the dispatch
+            frame = frame and frame.f_back
+        while frame is not None and frame.f_code.co_name != BACKWARD:
             if not is_internal(frame.f_code.co_filename):
                 code = frame.f_code
                 line = f"{short_file(code.co_filename)}:{frame.f_lineno} in {code.co_qualname}"
-                return self._lines.setdefault(_get_sequence_nr() - 1, line) and line
+                return self._lines.setdefault(next_sequence_number() - 1, line) and line
             frame = frame.f_back
-        node = torch._C._current_autograd_node()
-        forward = self._lines.get(node._sequence_nr()) if node is not None else None
+        number = backward_sequence_number()
+        forward = None if number is None else self._lines.get(number)
         return f"backward of {forward}" if forward else ""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from lowtide.compat.torch import EFFICIENT_ATTENTION, FLASH_ATTENTION, OPEN_ATTENTION
 from lowtide.ops.attention_flex import BLOCK
 from lowtide.ops.attention_plan import AttentionPlan, Rules
 from lowtide.planner.tracing.cuda_autocast import HALF
@@ -91,20 +92,16 @@ def sdpa(
     if torch.is_autocast_enabled("cpu") and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    aten, ampere = torch.ops.aten, capability >= (8, 0)
+    ampere = capability >= (8, 0)
     dim, one_width = query.shape[-1], query.shape[-1] == value.shape[-1]
     grouped = query.shape[1] != key.shape[1]
     if attn_mask is None and query.dtype in HALF and ampere and one_width and dim % 8 == 0 and dim <= 256:
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return FLASH_ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
     known = query.dtype in (torch.float16, torch.float32) or (query.dtype == torch.bfloat16 and ampere)
     if known and not grouped:
         bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
         training = torch.is_grad_enabled()
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, training, dropout_p, is_causal, scale=scale
-        )[0]
-    return aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
+        return EFFICIENT_ATTENTION(query, key, value, bias, training, dropout_p, is_causal, scale=scale)[0]
+    return OPEN_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
+
+from lowtide.compat.torch import beneath_autocast, own_kernels
 
 HALF = (torch.float16, torch.bfloat16)
 CAST_TO_FLOAT32 = (
@@ -28,7 +30,7 @@ GIVEN_IN_FLOAT32 = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
     """While it lasts, autocast of a CPU has CUDA's rules, in every thread, and wherever layers run again."""
-    with library._scoped_library("aten", "IMPL") as kernels:
+    with own_kernels("aten") as kernels:
         for names, kernel in ((CAST_TO_FLOAT32, _cast), (GIVEN_IN_FLOAT32, _given)):
             for name in names:
                 packet, _, overload = name.partition(".")
@@ -38,20 +40,15 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def _cast(op: Any, *args: Any, **kwargs: Any) -> Any:
-    with _beneath_autocast():
+    with beneath_autocast():
         return op(*map(_in_float32, args), **{name: _in_float32(each) for name, each in kwargs.items()})
 
 
 def _given(op: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if _is_half(tensor) and kwargs.get("dtype") is None and not any(isinstance(each, torch.dtype) for each in args):
         kwargs["dtype"] = torch.float32
-    with _beneath_autocast():
+    with beneath_autocast():
         return op(tensor, *args, **kwargs)
-
-
-def _beneath_autocast() -> Any:
-    key: Any = torch._C.DispatchKey
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key.AutocastCPU))
 
 
 def _is_half(value: Any) -> bool:

@@ -16,10 +16,10 @@ from unittest.mock import patch
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig
 
+from lowtide.compat.torch import FakeTensorMode, without_modes
+from lowtide.compat.transformers import place_on
 from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model
 from lowtide.engine.weights.model_init import model_init
@@ -126,7 +126,7 @@ class FakeRun:
         if self.precomputed:
             self.config.precompute_ref_log_probs = False
         self.config.use_cpu = True  # where fake tensors lie, on a machine with a GPU too
-        vars(self.config)["_setup_devices"] = torch.device("cpu")
+        place_on(self.config, torch.device("cpu"))
 
     def of(self, described: PretrainedConfig) -> FakeRun:
         """The same run of another model."""
@@ -209,7 +209,7 @@ class FakeRun:
             inner: Any = causal_model(run.model)
             newer = getattr(inner, "activation_checkpointing_enable", None)  # older transformers have the other name
             (newer or inner.gradient_checkpointing_enable)(self.config.gradient_checkpointing_kwargs)
-        with _disable_current_modes():
+        with without_modes():
             rows = self._heaviest(run, run.args.per_device_train_batch_size)
             whole = cast(RaggedBatch, run.collator(rows))
             micro_batches = -(-rows_in_a_step(run.args) // len(rows))
@@ -254,11 +254,11 @@ class FakeRun:
         )
         run = TrainingRun(self.method, args, inputs)
         run.check()
-        with _disable_current_modes():
+        with without_modes():
             if not self.prepared:
                 self._prepare(lambda: run.prepared(self.dataset, "train")[0])
         run.install()
-        with _disable_current_modes():
+        with without_modes():
             run.check_rows("train", self.dataset)
         return run
 

@@ -7,53 +7,38 @@ import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
+
+from lowtide.compat.accelerate import shared_state_kept
+from lowtide.compat.torch import (
+    NUMBER_READ,
+    UNTRACEABLE,
     FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
+    TorchDispatchMode,
+    copied_without_memory,
+    models_stay,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 NOT_OF_THE_RUN = (
     "Accessing the data pointer of FakeTensor",  # to log the size of the embeddings that bitsandbytes leaves in 32 bits
     "Paged optimizers are not supported on CPU",  # where fake tensors lie, whatever the device
 )
 """How warnings begin that come of tensors without values, and are not true of the run."""
-UNTRACEABLE = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-    NotImplementedError,
-)
-"""How an operation says that it has no shape without values."""
 
 
 @contextlib.contextmanager
 def _process_left_alone() -> Iterator[None]:
     """What a trainer sets for the whole process is put back: random numbers, which it seeds, and the one device that
     accelerate remembers, which is that of the last trainer."""
-    kinds = (PartialState, AcceleratorState, GradientState)
-    before = [dict(kind._shared_state) for kind in kinds]
     python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), shared_state_kept():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(of_numpy)
-        for kind, state in zip(kinds, before, strict=True):
-            kind._shared_state.clear()
-            kind._shared_state.update(state)
 
 
 @contextlib.contextmanager
@@ -68,8 +53,8 @@ def faked() -> Iterator[FakeTensorMode]:
             _process_left_alone(),
             FakeTensorMode(allow_non_fake_inputs=True) as fake,
             _NumbersRead(),
-            patch.object(nn.Module, "to", _stay),
-            patch.object(FakeTensor, "__deepcopy__", _copied, create=True),
+            models_stay(),
+            copied_without_memory(),
             warnings.catch_warnings(),
         ):
             for message in NOT_OF_THE_RUN:
@@ -88,19 +73,6 @@ class _NumbersRead(TorchDispatchMode):
     others read a norm or a count in their step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is NUMBER_READ:
             return 1.0
         return func(*args, **(kwargs or {}))
-
-
-def _copied(tensor: FakeTensor, memo: dict) -> Tensor:
-    """A copy of a tensor without memory. torch's own asks for its address, copies what it takes to be there, and so
-    writes into memory that is another's: a second trace with a copied reference crashed."""
-    clone = tensor.detach().clone()
-    memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
-    return memo[id(tensor)]
-
-
-def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """There is nothing to move."""
-    return module

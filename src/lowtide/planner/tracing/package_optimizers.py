@@ -8,16 +8,16 @@ stand-in makes the buffers that the compiled one was seen to make.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.compat.bitsandbytes import PYTHON_KERNELS, paged_states_by
+from lowtide.compat.torch import run_python_kernel, without_modes
+from lowtide.compat.torchao import make_code_tables, parameter_step_by
 from lowtide.planner.devices import Device
 from lowtide.planner.tracing.trace import Mode
 
@@ -30,7 +30,6 @@ UNTRACED = {"galore_adamw_8bit": "it steps weights in another shape than their o
 """Optimizers that fake tensors cannot run, and why."""
 OF_BITSANDBYTES = ("8bit", "bnb", "paged", "lion", "rmsprop", "ademamix")
 """What the names of its optimizers have in them."""
-IN_PYTHON = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
 
 
 @contextlib.contextmanager
@@ -53,25 +52,16 @@ def as_stepped(optimizer: str, device: Device) -> Iterator[None]:
         )
     with contextlib.ExitStack() as stack:
         if optimizer in COMPILED and find_spec("torchao") is not None:  # without it the trainer says what it needs
-            _make_tables()
+            with without_modes():  # tables have values, even if it is a trace that asks first
+                make_code_tables()
             step = _CompiledStep(COMPILED[optimizer])
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(patch.object(importlib.import_module("torchao.optim.adam"), "single_param_adam", step))
+            stack.enter_context(parameter_step_by(step))
         if optimizer in PAGED and device.kind == "cuda" and find_spec("bitsandbytes") is not None:
-            functional = importlib.import_module("bitsandbytes.functional")
-            stack.enter_context(patch.multiple(functional, get_paged=_unpaged, fill=Tensor.fill_))
+            stack.enter_context(paged_states_by(_unpaged))
         if device.kind == "cpu" and any(part in optimizer for part in OF_BITSANDBYTES):
             stack.enter_context(_PythonKernels())
         yield
-
-
-def _make_tables() -> None:
-    """torchao keeps the tables of its codes for the whole process: they are made with values, before a trace asks."""
-    with _disable_current_modes():
-        for name, kind in (("subclass_8bit", "OptimState8bit"), ("subclass_4bit", "OptimState4bit")):
-            state = getattr(importlib.import_module(f"torchao.optim.{name}"), kind)
-            for signed in (True, False):
-                state.zeros((4096,), signed=signed)
 
 
 class _CompiledStep:
@@ -95,6 +85,6 @@ class _PythonKernels(Mode):
     """Runs the CPU's own form of an operation, of which fake tensors would show the results alone."""
 
     def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func.name() in IN_PYTHON:
-            return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+        if func.name() in PYTHON_KERNELS:
+            return run_python_kernel(func, *args, **kwargs)
         return func(*args, **kwargs)

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 
+from lowtide.compat.torch import attention_by, foreach_by_default, grouped_products_by
 from lowtide.ops.attention_flex import why_not_flex
 from lowtide.ops.target import planning_for
 from lowtide.ops.triton_rows import TritonRows
@@ -43,18 +42,18 @@ def as_on(device: Device) -> Iterator[None]:
     To be entered last, within the fake mode and the trace, so that the trace sees what is allocated here.
     """
     if device.kind != "cuda":
-        with _grouped_products():
+        with grouped_products_by(_grouped_product):
             yield
         return
     capability = device.capability or (0, 0)
     with (
-        _grouped_products(),
+        grouped_products_by(_grouped_product),
         planning_for("cuda", capability),
         _attention_backends(),
-        _replaced(F, "scaled_dot_product_attention", functools.partial(sdpa, capability)),
-        _replaced(TritonRows, "_launch", _pass_over_rows),
+        attention_by(functools.partial(sdpa, capability)),
+        _replaced(TritonRows, "launch", _pass_over_rows),
         cuda_autocast(),
-        _foreach_by_default(),
+        foreach_by_default(),
         _Workspaces(),
     ):
         yield
@@ -135,15 +134,6 @@ class _Workspaces(Mode):
 # -- experts ------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _grouped_products() -> Iterator[None]:
-    """Products of groups of tokens with their experts' weights have a shape in any dtype, in which they are computed;
-    torch describes them for fake tensors in bfloat16 alone."""
-    with library._scoped_library("aten", "IMPL") as kernels:
-        kernels.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
-        yield
-
-
 def _grouped_product(
     one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -155,24 +145,7 @@ def _grouped_product(
     return one.new_empty(shape, dtype=out_dtype)
 
 
-# -- optimizers ---------------------------------------------------------------------------------------------------
-
-CHOICE = "_default_to_fused_or_foreach"
-"""The name under which the modules of `torch.optim` know the function that chooses an implementation."""
-
-
-@contextlib.contextmanager
-def _foreach_by_default() -> Iterator[None]:
-    modules = [each for name, each in sys.modules.items() if name.startswith("torch.optim.") and hasattr(each, CHOICE)]
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(_replaced(module, CHOICE, _foreach_or_fused))
-        yield
-
-
-def _foreach_or_fused(params: object, differentiable: bool, use_fused: bool = False) -> tuple[bool, bool]:
-    """(fused, foreach)"""
-    return (use_fused, not use_fused)
+# -- what is replaced -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

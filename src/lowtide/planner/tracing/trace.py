@@ -12,14 +12,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
+
+from lowtide.compat.torch import (
+    PlainMode,
+    asks_for_place,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
+    place_of,
+    storage_id,
 )
 
 PHASES = ("loading", "forward", "head", "backward", "optimizer", "evaluation", "saving")
@@ -39,24 +41,11 @@ FOR_ALL = ("aten::_foreach", "aten::_fused_ad", "aten::_fused_sgd")
 """How the names of an optimizer's operations begin that are given lists of all parameters."""
 
 
-DEVICE = torch.ops.prim.device.default
-"""How torch asks a tensor without memory where it lies: more often than all that it computes."""
-
-
-def _place(tensor: Tensor) -> torch.device:
-    """Where a tensor lies, without a call of torch's for one that has no memory."""
-    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-
-
-class Mode(TorchDispatchMode):
+class Mode(PlainMode):
     """A mode of a trace: it says at once where a tensor lies, and pays nothing to hide from the compiler."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+        if asks_for_place(func, args):
             return args[0].fake_device
         return self.seen(func, types, args, kwargs or {})
 
@@ -140,7 +129,7 @@ class StorageTrace(Mode):
     def belongs(self, tensors: Iterable[Tensor], category: str | None = None, layer: int | None = None) -> None:
         """Says what some tensors are, or of which layer."""
         for tensor in (part for each in tensors for part in parts_of(each)):
-            block = self._blocks.get(tensor.untyped_storage()._cdata)
+            block = self._blocks.get(storage_id(tensor.untyped_storage()))
             if block is not None:
                 if block.category not in ON_HOST:
                     block.category = category or block.category
@@ -171,7 +160,7 @@ class StorageTrace(Mode):
 
     def layer_of(self, tensor: Tensor) -> int | None:
         """The layer that a tensor is of."""
-        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        block = self._blocks.get(storage_id(tensor.untyped_storage()))
         return None if block is None else block.layer
 
     def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -194,8 +183,8 @@ class StorageTrace(Mode):
 
     def _see(self, tensor: Tensor, layer: int | None) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._blocks or _place(tensor).type == "meta":
+        key = storage_id(storage)
+        if key in self._blocks or place_of(tensor).type == "meta":
             return
         block = Block(storage.nbytes(), self._owner or BORN_IN[self.phase], layer)
         self._blocks[key] = block

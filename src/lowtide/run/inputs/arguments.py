@@ -10,10 +10,11 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from lowtide.compat.torch import FakeTensor
+from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import Head
 from lowtide.option_values import shown
@@ -149,6 +150,6 @@ def check_attention(model: nn.Module, args: Any) -> None:
     Raises:
         ValueError: naming the implementation.
     """
-    asked = str(causal_model(model).config._attn_implementation)
+    asked = str(attention_implementation(causal_model(model).config))
     if "flash_attention" in asked and not args.padding_free and args.device.type == "cpu":
         raise ValueError(f"attn_implementation={asked!r} needs a GPU, and this run is on a CPU: take 'sdpa'")

@@ -55,7 +55,7 @@ def _of_another_kind(kind: type[Config], args: TrainingArguments) -> Config:
 
 def model_name(model: Any) -> str:
     """A model's hub name or path; empty if it has none."""
-    return model if isinstance(model, str) else getattr(causal_model(model).config, "_name_or_path", "")
+    return model if isinstance(model, str) else causal_model(model).config.name_or_path or ""
 
 
 def load_inputs(

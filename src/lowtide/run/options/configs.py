@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lowtide.compat.transformers import dict_fields
 from lowtide.methods import METHODS
 from lowtide.methods.method import Method
 from lowtide.run.options.training import TrainingConfig
@@ -49,7 +50,7 @@ def config_class(method: Method) -> type[TrainingConfig]:
             "__module__": "lowtide",  # where it is found again, by pickle too
             "method": method,
             "_VALID_DICT_FIELDS": [
-                *TrainingConfig._VALID_DICT_FIELDS,
+                *dict_fields(TrainingConfig),
                 *(each.name for each in own if "dict" in str(each.type)),
             ],
             "without_effect": {n: why for n, why in TrainingConfig.without_effect.items() if n not in named},

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from lowtide.compat.transformers import dict_fields
 from lowtide.engine.attention import NAME
 from lowtide.memory.options import MemoryOptions
 from lowtide.methods import METHODS
@@ -48,7 +49,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         ValueError: at construction, where an option cannot work: the cause, the option, the way out.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*dict_fields(TrainingArguments), "model_init_kwargs"]
 
     refused: ClassVar[dict[str, str]] = REFUSED
     """Options that this config has from `TrainingArguments` and refuses, and why."""
@@ -233,8 +234,3 @@ def whose(name: str) -> str:
 def has_bf16(use_cpu: bool) -> bool:
     """Whether bfloat16 mixed precision is the default: on a GPU that multiplies in it. A CPU stays exact."""
     return not use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def cpu_has_bf16() -> bool:
-    """Whether this CPU has bfloat16 instructions, so that asking for them would pay."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.trainer_utils import has_length
 
+from lowtide.compat.transformers import made_own_schedule
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, SCHEDULER
 
 LAYOUT = ("amsgrad", "momentum", "centered", "rank", "proj_type", "remainder", "moment_bits", "block_size")
@@ -57,7 +58,7 @@ def optimizer_layout(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def scheduler_name(trainer: Any) -> str:
     """The learning-rate schedule: a name of transformers, or the class of one that was passed."""
     given = trainer.lr_scheduler
-    if given is not None and not trainer._created_lr_scheduler:
+    if given is not None and not made_own_schedule(trainer):
         return type(given).__name__
     return str(getattr(trainer.args.lr_scheduler_type, "value", trainer.args.lr_scheduler_type))
 

@@ -67,6 +67,12 @@ class StopRequest:
             thread.join()
             self._close()
 
+    def forget(self) -> None:
+        """In a forked process: signals are handled as before, and the pipe is the parent's alone."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, self._earlier)
+        self._close()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if callable(self._earlier):
             self._earlier(number, frame)
@@ -94,9 +100,7 @@ class StopRequest:
 def _forget_in_child() -> None:
     """A forked process (a worker of a data loader) is not this run: signals to it are its own."""
     for request in _received:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, request._earlier)
-        request._close()
+        request.forget()
     _received.clear()
 
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowtide.compat.transformers import names_not_saved
 from lowtide.trainers.checkpoints.soundness import load_states
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -49,7 +50,7 @@ def saved_form(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and shapes as a checkpoint of the model has them, which may split or join those of the model."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    unsaved = names_not_saved(model)
     own = {name: value.to("meta") for name, value in model.state_dict().items() if name not in unsaved}
     saved = revert_weight_conversion(model, own) if isinstance(model, PreTrainedModel) else own
     return {name: tuple(value.shape) for name, value in saved.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lowtide.compat.torch import version_of
 from lowtide.data.batches.values import LENGTHS
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.padded import padded_inputs
@@ -38,7 +39,7 @@ class MicroBatch:
         lengths = batch.row_values[LENGTHS] if with_completions else None
         inputs, index = padded_inputs(batch, pad_id=pad_id, completion_tokens=lengths)
         inputs |= {name: each for name, each in batch.row_values.items() if name not in ("number", LENGTHS)}
-        return cls(batch, inputs, index, counts, {name: each._version for name, each in inputs.items()})
+        return cls(batch, inputs, index, counts, {name: version_of(each) for name, each in inputs.items()})
 
     @property
     def share(self) -> float:
@@ -50,4 +51,4 @@ class MicroBatch:
         """Whether the tokens and labels of `inputs` are those that were handed out."""
         kept = [name for name in self.inputs if name in inputs]
         same = all(inputs[name] is self.inputs[name] for name in kept)
-        return "input_ids" in kept and same and all(inputs[name]._version == self.versions[name] for name in kept)
+        return "input_ids" in kept and same and all(version_of(inputs[name]) == self.versions[name] for name in kept)

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
+from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.batches.collate import REFERENCE_COLUMN
 from lowtide.data.cache.fingerprint import cache_file, combine, function_fingerprint
 from lowtide.data.sources.titles import title_of
@@ -88,7 +89,7 @@ def with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: str
     order = (args.seed, args.data_seed, args.world_size, args.gradient_accumulation_steps, args.train_batch_size)
     precision = (args.bf16, args.fp16, trainer.padding_free, str(args.device), torch.__version__, LAYOUT)
     collator = function_fingerprint(trainer.data_collator)
-    path = cache_file(combine(weights, dataset._fingerprint, limits, training and order, precision, collator))
+    path = cache_file(combine(weights, fingerprint_of(dataset), limits, training and order, precision, collator))
     path = _of_first_on_node(path, args)
     known = Path(path).exists() and is_caching_enabled()
     if worst_of_ranks(not known, args.device):  # all compute where one has to

@@ -68,7 +68,7 @@ class ModelCards(Trainer):
     @property
     def _base_model(self) -> str | None:
         model: Any = self.model
-        return getattr(model.config, "_name_or_path", None) or None
+        return model.config.name_or_path or None
 
     @property
     def _is_adapter(self) -> bool:

@@ -13,11 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import TrainerCallback
 
+from lowtide.compat.torch import cpu_has_bf16
 from lowtide.engine.forward import causal_model
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
 from lowtide.run.engine import Engine
-from lowtide.run.options.training import cpu_has_bf16
 from lowtide.run.options.without_effect import without_effect
 
 if TYPE_CHECKING:

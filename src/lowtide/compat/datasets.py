@@ -1,0 +1,15 @@
+"""What the project takes from the inside of datasets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def fingerprint_of(dataset: Any) -> str:
+    """What names a dataset's rows and all that was done to them: the key of what is cached."""
+    return dataset._fingerprint
+
+
+def stream_format(dataset: Any) -> str | None:
+    """The format of an `IterableDataset`, which has no public `format`; None for plain Python objects."""
+    return None if dataset._formatting is None else dataset._formatting.format_type

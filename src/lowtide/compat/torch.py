@@ -1,0 +1,377 @@
+"""What the project takes from the inside of torch, and what it replaces there.
+
+The sections: tensors and storages, autograd, dispatch modes, fake tensors, operations, modules and optimizers, the
+compiler, processes and devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor, UntypedStorage, library, nn
+from torch._C._autograd import _get_sequence_nr
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "is_traceable_wrapper_subclass",
+    "is_traceable_wrapper_subclass_type",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_unflatten",
+]
+"""Names that are imported from here as torch has them: the modules that they come from are private."""
+
+# -- tensors and storages -----------------------------------------------------------------------------------------
+
+
+def storage_id(storage: UntypedStorage) -> int:
+    """Tells a storage from every other one alive, those of fake tensors and of the meta device included.
+
+    `data_ptr` is 0 or an error for storages without memory, and `id` is that of one of several Python objects.
+    """
+    return storage._cdata
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to. Autograd compares it too, but not where hooks take saved tensors over."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that a view is of; the tensor itself if it is none. A view of a parameter is no `Parameter`."""
+    return tensor if tensor._base is None else tensor._base
+
+
+# -- autograd -----------------------------------------------------------------------------------------------------
+
+BACKWARD = "_engine_run_backward"
+"""The function of torch that runs the engine: frames beyond it are those of whoever called `backward`."""
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether a leaf has a hook on its gradient or after its accumulation.
+
+    Hooks on its `AccumulateGrad` node, which DistributedDataParallel registers, cannot be seen from Python.
+    """
+    hooks: Any = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+    return bool(hooks)
+
+
+def is_in_backward() -> bool:
+    """Whether autograd's engine runs in this thread, so that what an operation saves is wanted at once."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread gets."""
+    return _get_sequence_nr()
+
+
+def backward_sequence_number() -> int | None:
+    """The number of the node whose backward runs in this thread; None outside of one."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def seeing_changes_in_place() -> contextlib.AbstractContextManager:
+    """Inside a dispatch mode: what is detached shares its version counter, so that a change in place shows later.
+
+    A mode runs beneath the key that keeps these counters.
+    """
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+# -- dispatch modes -----------------------------------------------------------------------------------------------
+
+
+class LayerMode(TorchDispatchMode):
+    """A mode that sees the operations of a layer, around compiled graphs and higher-order operators too.
+
+    Without the two, torch refuses to compile beneath a mode, and refuses flex attention within one.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class PlainMode(TorchDispatchMode):
+    """A mode whose handler is not wrapped to hide it from the compiler, which costs more than most of its calls."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def without_modes() -> contextlib.AbstractContextManager:
+    """While it lasts, tensors have values and no mode sees them, even inside of a trace."""
+    return _disable_current_modes()
+
+
+# -- fake tensors -------------------------------------------------------------------------------------------------
+
+UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+"""How an operation says that it has no shape without values."""
+
+
+def place_of(tensor: Tensor) -> torch.device:
+    """Where a tensor lies. `device` of a fake one is a call through every mode; this is not."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+DEVICE = torch.ops.prim.device.default
+"""How torch asks a fake tensor where it lies: more often than all that it computes."""
+
+
+def asks_for_place(func: Any, args: Any) -> bool:
+    """Whether an operation is that question, outside of a kernel, which would ask for the meta device."""
+    return func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation
+
+
+@contextlib.contextmanager
+def copied_without_memory() -> Iterator[None]:
+    """While it lasts, `copy.deepcopy` of a fake tensor makes a fake one.
+
+    torch's own asks for its address and copies what it takes to be there, and so writes into memory that is another's:
+    a second trace with a copied reference crashed.
+    """
+    with patch.object(FakeTensor, "__deepcopy__", _copied, create=True):
+        yield
+
+
+def _copied(tensor: FakeTensor, memo: dict) -> Tensor:
+    clone = tensor.detach().clone()
+    memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
+    return memo[id(tensor)]
+
+
+@contextlib.contextmanager
+def models_stay() -> Iterator[None]:
+    """While it lasts, `Module.to` moves nothing: fake tensors all lie on a CPU, whatever the device of the run."""
+    with patch.object(nn.Module, "to", lambda module, *args, **kwargs: module):
+        yield
+
+
+# -- operations ---------------------------------------------------------------------------------------------------
+
+aten: Any = torch.ops.aten
+NUMBER_READ = aten._local_scalar_dense.default
+"""A number that is read off a tensor (`item`)."""
+GROUPED_PRODUCT = aten._grouped_mm.default
+"""Products of groups of tokens with their experts' weights; torch's table of floating-point operations lacks it."""
+FLASH_ATTENTION = aten._scaled_dot_product_flash_attention
+EFFICIENT_ATTENTION = aten._scaled_dot_product_efficient_attention
+OPEN_ATTENTION = aten._scaled_dot_product_attention_math
+"""The kernels among which `scaled_dot_product_attention` chooses on CUDA. From CPU tensors it would choose others."""
+FUSED_ATTENTION = frozenset(
+    f"aten::_scaled_dot_product_{name}"
+    for name in (
+        *("flash_attention", "efficient_attention", "cudnn_attention"),
+        *("flash_attention_for_cpu", "fused_attention_overrideable"),
+    )
+)
+"""What `scaled_dot_product_attention` becomes: the names of its fused kernels, whose results are dear to make again."""
+VARLEN_ATTENTION = "torch_attn::_varlen_attn"
+"""The name of the operation of `torch.nn.attention.varlen`, whose results are dear too."""
+
+
+def changes_arguments(func: Any) -> bool:
+    """Whether an operation writes to one of its arguments."""
+    return func._schema.is_mutable
+
+
+def changed_arguments(func: Any, args: Any) -> list[Any]:
+    """Those of the arguments by position that an operation writes to."""
+    return [
+        value
+        for value, argument in zip(args, func._schema.arguments, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def packet_of(func: Any) -> Any:
+    """All overloads of an operation, by which torch's table of floating-point operations is kept."""
+    return func._overloadpacket
+
+
+def run_python_kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operation by its kernel for CPUs, whatever the tensors, so that modes see what it does inside."""
+    return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+
+
+def own_kernels(namespace: str) -> Any:
+    """A context with a library, whose kernels take the place of torch's for as long as it lasts.
+
+    The public `library.Library` keeps its kernels until it is collected.
+    """
+    return library._scoped_library(namespace, "IMPL")
+
+
+def beneath_autocast() -> Any:
+    """While it lasts, operations on a CPU are not cast: for a kernel that has cast its arguments itself."""
+    keys: Any = torch._C
+    return keys._ExcludeDispatchKeyGuard(keys.DispatchKeySet(keys.DispatchKey.AutocastCPU))
+
+
+@contextlib.contextmanager
+def grouped_products_by(shape_of: Callable[..., Tensor]) -> Iterator[None]:
+    """While it lasts, a function makes the results of grouped products without values.
+
+    torch describes them in bfloat16 alone, and a CPU computes them in any dtype.
+    """
+    with own_kernels("aten") as kernels:
+        kernels.impl("_grouped_mm", shape_of, "Meta", allow_override=True)
+        yield
+
+
+@contextlib.contextmanager
+def attention_by(function: Callable[..., Tensor]) -> Iterator[None]:
+    """While it lasts, a function stands for `scaled_dot_product_attention`, which would choose a CPU's kernels."""
+    with patch.object(F, "scaled_dot_product_attention", function):
+        yield
+
+
+# -- modules and optimizers ---------------------------------------------------------------------------------------
+
+CHOICE = "_default_to_fused_or_foreach"
+"""The name under which the modules of `torch.optim` know the function that chooses an implementation."""
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own buffers that are saved with it, as its `state_dict` has them, without copies or hooks."""
+    unsaved = module._non_persistent_buffers_set
+    return {name: each for name, each in module.named_buffers(recurse=False) if name not in unsaved}
+
+
+def with_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A copy of a module that shares all with it but its own parameters, for which these take the place.
+
+    `copy.copy` alone shares the dictionary of parameters, so that both would change.
+    """
+    twin = copy.copy(module)
+    twin._parameters = {**module._parameters, **parameters}
+    return twin
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dictionary in which a module keeps its children, to be put back as it was after others have patched it."""
+    return module._modules
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody is called before or after each step of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def drop_step_hooks(optimizer: Optimizer) -> None:
+    """Gives a shallow copy of an optimizer hooks of its own: none."""
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+
+@contextlib.contextmanager
+def foreach_by_default() -> Iterator[None]:
+    """While it lasts, optimizers prefer their `foreach` form, as they do for parameters on CUDA."""
+    modules = [each for name, each in sys.modules.items() if name.startswith("torch.optim.") and hasattr(each, CHOICE)]
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch.object(module, CHOICE, _foreach_or_fused))
+        yield
+
+
+def _foreach_or_fused(params: object, differentiable: bool, use_fused: bool = False) -> tuple[bool, bool]:
+    """(fused, foreach)"""
+    return use_fused, not use_fused
+
+
+# -- the compiler -------------------------------------------------------------------------------------------------
+
+
+def compiler_options(options: dict[str, Any]) -> contextlib.AbstractContextManager:
+    """While it lasts, the compiler has these options of `torch._dynamo.config`."""
+    return torch._dynamo.config.patch(options)
+
+
+def watch_compilations(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> Callable[[], None]:
+    """Has functions called as each compilation begins and ends; gives what ends the watch."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(begins)
+    callback_handler.register_end_callback(ends)
+
+    def remove() -> None:
+        callback_handler.remove_start_callback(begins)
+        callback_handler.remove_end_callback(ends)
+
+    return remove
+
+
+def is_left_out_of_graphs(function: Callable[..., Any]) -> bool:
+    """Whether `torch.compiler.disable` made a function, which would wrap it a second time."""
+    return bool(getattr(function, "_torchdynamo_disable", False))
+
+
+# -- processes and devices ----------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """The store of the default process group, which answers after a collective has failed."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has bfloat16 instructions, so that computing in it pays."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def record_cuda_history(max_entries: int) -> None:
+    """Has torch's caching allocator note each block, with the lines of Python that asked for it."""
+    torch.cuda.memory._record_memory_history(
+        "all", context="alloc", stacks="python", max_entries=max_entries, clear_history=True
+    )
+
+
+def end_cuda_history() -> None:
+    """Ends the notes."""
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def cuda_history(device: int) -> list[dict[str, Any]]:
+    """The entries of a device, in the order of time; their format is that of `torch.cuda.memory._snapshot`."""
+    snapshot: Any = torch.cuda.memory._snapshot()
+    return snapshot["device_traces"][device]

@@ -1,0 +1,208 @@
+"""What the project takes from the inside of transformers, and which hooks of its Trainer `lowtide.trainers` overrides.
+
+Overridden methods stay with the subclasses of `Trainer`; `HOOKS` and `USED` list them, so that
+`tests/compat/test_transformers.py` can tell when transformers moves one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import HfArgumentParser
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+# -- models and their configs -------------------------------------------------------------------------------------
+
+
+def attention_implementation(config: Any) -> str | None:
+    """The name of the attention function that a model's layers look up. There is no public reader of it."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def names_not_saved(model: nn.Module) -> set[str]:
+    """The names of a model's `state_dict` that `save_pretrained` leaves out."""
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def has_loaded_adapters(model: nn.Module) -> bool:
+    """Whether `from_pretrained` put adapters into a model because its folder has some."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def load_balancing_loss(model: nn.Module, router_logits: Any, experts: int, chosen: int, mask: Any) -> Tensor:
+    """The auxiliary loss of a mixture of experts, by the function of the model's own file, which is no part of an API.
+
+    Args:
+        router_logits: of each layer, [tokens, experts].
+        experts: of a layer.
+        chosen: experts for each token.
+        mask: [rows, longest], or None where all tokens are real.
+    """
+    return sys.modules[type(model).__module__].load_balancing_loss_func(router_logits, experts, chosen, mask)  # type: ignore[attr-defined]
+
+
+# -- gradient checkpointing ---------------------------------------------------------------------------------------
+
+
+def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers that transformers can checkpoint, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def checkpoint_by(layer: Any, function: Callable[..., Any]) -> None:
+    """Sets the function that runs a layer's forward where it is checkpointed.
+
+    `gradient_checkpointing_enable` sets one for all layers, and knows neither policies nor every second layer.
+    """
+    layer._gradient_checkpointing_func = function
+
+
+def run_checkpointed(layer: Any, forward: Callable[..., Any], *args: Any) -> Any:
+    """Runs a forward by the function that checkpoints a layer: for one that is compiled."""
+    return layer._gradient_checkpointing_func(forward, *args)
+
+
+WRAPPER = "forward_with_checkpointing"
+"""What transformers calls the function that it wraps around the forward of a layer that can be checkpointed."""
+
+
+def plain_forward(layer: nn.Module) -> Callable[..., Any]:
+    """The forward of a layer's class without that wrapper, which no graph of the compiler could pass."""
+    forward = type(layer).forward
+    while forward.__code__.co_name == WRAPPER:
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    return forward
+
+
+# -- options ------------------------------------------------------------------------------------------------------
+
+
+def dict_fields(config: Any) -> list[str]:
+    """The options of a class of `TrainingArguments` that may be given as JSON: a subclass extends them in its own
+    `_VALID_DICT_FIELDS`."""
+    return config._VALID_DICT_FIELDS
+
+
+def place_on(config: Any, device: torch.device) -> None:
+    """Has `TrainingArguments` say that they are on a device, without starting accelerate's state for it."""
+    vars(config)["_setup_devices"] = device
+
+
+class FieldParser(HfArgumentParser):
+    """`HfArgumentParser`, whose subclass may change how a field becomes an option: `add_field`.
+
+    The parser has no public place for that; it calls a private method for each field.
+    """
+
+    def _parse_dataclass_field(self, parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:  # type: ignore[override]
+        self.add_field(parser, field)
+
+    def add_field(self, parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
+        """Adds the option of a field to a parser."""
+        super()._parse_dataclass_field(parser, field)
+
+
+# -- the Trainer --------------------------------------------------------------------------------------------------
+
+
+class Hook(NamedTuple):
+    """A method of `transformers.Trainer` that a class of `lowtide.trainers` overrides."""
+
+    name: str
+    parameters: tuple[str, ...] | None
+    """As the Trainer has them, without `self`; None where ours takes any."""
+    called_by: str
+    """The method of the Trainer that calls it at the place where ours is needed."""
+    reason: str
+
+
+HOOKS = (
+    Hook("_set_signature_columns_if_needed", (), "_remove_unused_columns", "rows are token ids, not text columns"),
+    Hook("get_batch_samples", ("epoch_iterator", "num_batches", "device"), "_run_epoch", "a step is one batch"),
+    Hook("training_step", ("model", "inputs", "num_items_in_batch"), "_run_epoch", "the step is lowtide's"),
+    Hook("_clip_grad_norm", ("model",), "_run_epoch", "gradients are checked before they are clipped"),
+    Hook("_get_grad_norm", ("model", "grad_norm"), "_run_epoch", "gradients may be gone before they are all there"),
+    Hook("_track_num_input_tokens", ("inputs",), "_run_epoch", "ragged batches have no padded shape to count"),
+    Hook("floating_point_ops", ("inputs",), "_run_epoch", "ragged batches have no padded shape to count"),
+    Hook(
+        "_run_epoch",
+        (
+            *("model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial"),
+            *("ignore_keys_for_eval", "start_time", "resume_from_checkpoint", "epochs_trained"),
+            "steps_trained_in_current_epoch",
+        ),
+        "_inner_training_loop",
+        "an epoch's order is set in every sampler, skipped batches included",
+    ),
+    Hook(
+        "_init_training_state",
+        (
+            *("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint"),
+            "trial",
+        ),
+        "_inner_training_loop",
+        "a run that is complete does not train on",
+    ),
+    Hook("_get_train_sampler", ("train_dataset",), "get_train_dataloader", "the order is repeatable on any ranks"),
+    Hook("create_accelerator_and_postprocess", (), "__init__", "accelerate wraps and moves less than usual"),
+    Hook("create_optimizer", ("model",), "create_optimizer_and_scheduler", "optimizers of lowtide's own"),
+    Hook("get_optimizer_cls_and_kwargs", ("args", "model"), "create_optimizer", "optimizers of lowtide's own"),
+    Hook("compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch"), "prediction_step", "own losses"),
+    Hook(
+        "prediction_step",
+        ("model", "inputs", "prediction_loss_only", "ignore_keys"),
+        "evaluation_loop",
+        "own losses",
+    ),
+    Hook(
+        "evaluation_loop",
+        ("dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
+        "evaluate",
+        "evaluation never builds logits",
+    ),
+    Hook("log", ("logs", "start_time"), "_maybe_log_save_evaluate", "metrics since the last log"),
+    Hook(
+        "_maybe_log_save_evaluate",
+        (
+            *("tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time"),
+            "learning_rate",
+        ),
+        "_run_epoch",
+        "a run that was told to stop saves and ends after a step",
+    ),
+    Hook(
+        "_save_checkpoint", ("model", "trial"), "_maybe_log_save_evaluate", "a checkpoint appears whole or not at all"
+    ),
+    Hook("_push_from_checkpoint", ("checkpoint_folder",), "_save_checkpoint", "pushed once the folder has its name"),
+    Hook("save_model", ("output_dir", "_internal_call"), "_save_checkpoint", "errors of writing are said plainly"),
+    Hook("_save_optimizer_and_scheduler", ("output_dir",), "_save_checkpoint", "a reference that is kept is saved"),
+    Hook("_load_optimizer_and_scheduler", ("checkpoint",), "_prepare_for_training", "states are checked first"),
+    Hook("_load_from_checkpoint", ("resume_from_checkpoint", "model"), "train", "loads converted names as well"),
+    Hook("_load_best_model", (), "_finalize_training", "the best checkpoint is checked first"),
+    Hook("_load_rng_state", ("checkpoint",), "_run_epoch", "a checkpoint may lack a rank's random state"),
+    Hook("create_model_card", None, "push_to_hub", "the model card is lowtide's"),
+)
+"""Every method of the Trainer that `lowtide.trainers` overrides, but its public entry points `train`, `evaluate` and
+`predict`."""
+
+
+USED = {
+    "_wrap_model": "an evaluation outside of training gets the model as the Trainer's would",
+    "_get_output_dir": "a checkpoint is written under another name, and then gets its own",
+    "_get_collator_with_removed_columns": "extra columns are left to the collator that was passed",
+    "_signature_columns": "the columns that are kept, which the Trainer reads off the model's forward",
+    "_train_batch_size": "rows for each device, which automatic batch sizes change",
+    "_created_lr_scheduler": "tells a schedule that was passed from the Trainer's own",
+}
+"""Private names of the Trainer that `lowtide.trainers` reads, calls or sets on itself, and why."""
+
+
+def made_own_schedule(trainer: Any) -> bool:
+    """Whether the Trainer made the learning-rate schedule, and it was not passed."""
+    return trainer._created_lr_scheduler

@@ -1,0 +1,23 @@
+"""Which form of the rows of logits serves a call: plain torch, or the Triton kernels."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.logit_rows import Projection, TorchRows, Want
+from lowtide.ops.target import has_triton, target_of
+from lowtide.ops.triton_rows import TritonRows
+
+Rows: TypeAlias = TorchRows | TritonRows
+
+
+def rows_of(logits: Tensor, target: Tensor, projection: Projection, want: Want, scratch: Tensor | None = None) -> Rows:
+    """The rows of `logits` [rows, vocab], on the kernels where they can serve: CUDA, at most float32, Triton there."""
+    target_device = target_of(logits)
+    there = target_device.kind == "cuda" and (target_device.planned or has_triton())
+    if there and logits.dtype != torch.float64 and not want.collisions:
+        return TritonRows(logits, target, projection)
+    return TorchRows(logits, target, projection, scratch)

@@ -1,0 +1,19 @@
+"""What `lowtide.compat.datasets` takes from the inside of datasets is there."""
+
+from datasets import Dataset
+
+from lowtide.compat.datasets import fingerprint_of, stream_format
+
+
+def test_a_fingerprint_names_rows_and_what_was_done_to_them():
+    dataset = Dataset.from_dict({"a": [1, 2, 3]})
+    one, same, other = dataset.select([0, 1]), dataset.select([0, 1]), dataset.select([1, 2])
+    assert fingerprint_of(one) == fingerprint_of(same), "Dataset._fingerprint differs for the same rows"
+    assert fingerprint_of(one) != fingerprint_of(other), "Dataset._fingerprint is equal for other rows"
+
+
+def test_a_stream_says_its_format():
+    stream = Dataset.from_dict({"a": [1]}).to_iterable_dataset()
+    assert stream_format(stream) is None, "IterableDataset._formatting is set for plain objects"
+    found = stream_format(stream.with_format("numpy"))
+    assert found == "numpy", "IterableDataset._formatting.format_type is no longer the name of a format"

@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.planner.tracing.trace import Mode
 
 NOT_OF_THE_RUN = (
     "Accessing the data pointer of FakeTensor",  # to log the size of the embeddings that bitsandbytes leaves in 32 bits
@@ -57,8 +58,11 @@ def _process_left_alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def faked() -> Iterator[FakeTensorMode]:
+def faked(fake: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
     """Tensors have no values: models stay where they are, and copies touch no memory.
+
+    Args:
+        fake: the mode that they are of; by default one of its own.
 
     Raises:
         ValueError: an operation has no form without values; with its name.
@@ -66,7 +70,7 @@ def faked() -> Iterator[FakeTensorMode]:
     try:
         with (
             _process_left_alone(),
-            FakeTensorMode(allow_non_fake_inputs=True) as fake,
+            fake or FakeTensorMode(allow_non_fake_inputs=True) as fake,
             _NumbersRead(),
             patch.object(nn.Module, "to", _stay),
             patch.object(FakeTensor, "__deepcopy__", _copied, create=True),
@@ -83,14 +87,14 @@ def faked() -> Iterator[FakeTensorMode]:
         ) from error
 
 
-class _NumbersRead(TorchDispatchMode):
+class _NumbersRead(Mode):
     """A number that is read off a tensor without values is 1: bitsandbytes reads its tables as it makes an optimizer,
     others read a norm or a count in their step."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _copied(tensor: FakeTensor, memo: dict) -> Tensor:

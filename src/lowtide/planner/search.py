@@ -1,13 +1,15 @@
 """The fastest of all combinations of settings that fits: best first, with few traces.
 
-A trace of a run takes a second or two, and there are thousands of combinations. So each choice is traced by itself,
-when a combination with it comes up: what it does to each category of each phase is a factor, and the factors of
-several choices multiply. In between two sizes of a micro-batch bytes are linear in its tokens. What is chosen so is
-traced itself before it is believed; what turns out not to fit goes back with fewer tokens, or is dropped.
+A trace of a run takes a second, and there are thousands of combinations. So each choice is traced by itself in one
+micro-batch, when a combination with it comes up: what it does to each category of each phase is a factor, and the
+factors of several choices multiply. In between two sizes of a micro-batch bytes are linear in its tokens. What the
+smaller size does is first taken from the plain settings, which is rough; it is traced for what may be chosen. What is
+chosen so is traced itself before it is believed; what turns out not to fit goes back with fewer tokens, or is dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -20,6 +22,8 @@ MICRO_BATCH_TOKENS = 128
 assumed."""
 DOUBT = 1.05
 """A combination that is predicted to be this much above the budget is worth a trace all the same."""
+ROUGH = 1.1
+"""What is predicted roughly is hoped to fit if it is this much above the budget."""
 TRIES = 5
 """Traces of one combination, each with fewer tokens than the one before."""
 ROUND = 16
@@ -145,6 +149,12 @@ class Search:
         while waiting and len(found) <= runners_up:
             _, _, stage, candidate, tries = heapq.heappop(waiting)
             if stage == "hoped":
+                predicted = self._predicted(candidate.combination, ROUGH)
+                if predicted is not None:
+                    wait("rough", predicted)
+            elif stage == "rough":
+                if not found:
+                    self._refine(candidate)
                 predicted = self._predicted(candidate.combination)
                 if predicted is not None:
                     wait("predicted", predicted)
@@ -223,20 +233,29 @@ class Search:
     def _only(self, axis: int, number: int) -> Combination:
         return tuple(number if each == axis else 0 for each in range(len(self.axes)))
 
-    def _predicted(self, combination: Combination) -> Candidate | None:
-        """With as many tokens as fit; None where one row does not."""
+    def _predicted(self, combination: Combination, slack: float = 1.0) -> Candidate | None:
+        """With as many tokens as fit into the room, times a slack; None where one row does not."""
         try:
             if self._states(combination) > self.room * DOUBT:
                 return None
             whole = _peak(self._bytes(combination, None))
             if whole <= self.room * DOUBT:
                 return Candidate(combination, None, whole, self.cost(combination, None), None)
-            if self._cannot_be_cut(combination) or (tokens := self._most_tokens(combination)) is None:
+            if self._cannot_be_cut(combination):
+                return None
+            tokens = self._most_tokens(combination, self.room * slack)
+            if tokens is None:
                 return None
             peak = _peak(self._bytes(combination, tokens))
         except Refused:
             return None
         return Candidate(combination, tokens, peak, self.cost(combination, tokens), None)
+
+    def _refine(self, candidate: Candidate) -> None:
+        """Traces the smaller size, where a candidate is to be cut."""
+        if candidate.tokens is not None:
+            with contextlib.suppress(Refused):
+                self.traced(self._scaling(candidate.combination), self._less)
 
     def _states(self, combination: Combination) -> float:
         """The most that is held whatever the tokens and whatever becomes of activations. Where that is too much, the
@@ -245,12 +264,12 @@ class Search:
         phases = self._bytes(others, None)
         return max(sum(sizes.get(name, 0) for name in STATES) for sizes in phases.values())
 
-    def _most_tokens(self, combination: Combination) -> int | None:
+    def _most_tokens(self, combination: Combination, room: float) -> int | None:
         low = self.sizes.longest
-        if _peak(self._bytes(combination, low)) > self.room * DOUBT:
+        if _peak(self._bytes(combination, low)) > room * DOUBT:
             return None
         steps = range(low, self.sizes.whole, ROUND)
-        fitting = _last(steps, lambda tokens: _peak(self._bytes(combination, tokens)) <= self.room)
+        fitting = _last(steps, lambda tokens: _peak(self._bytes(combination, tokens)) <= room)
         return low if fitting is None else fitting // ROUND * ROUND if fitting // ROUND * ROUND >= low else low
 
     def _fewer(self, traced: Candidate) -> Candidate | None:
@@ -278,33 +297,51 @@ class Search:
         return candidate._replace(peak=measured.peak, cost=cost, measured=measured)
 
     def _bytes(self, combination: Combination, tokens: int | None) -> Bytes:
-        """The line of what scales with the tokens, times what the other choices do."""
-        scaling = tuple(number if axis.scales else 0 for axis, number in zip(self.axes, combination, strict=True))
-        found = self._line(scaling, tokens)
-        size = None if tokens is None else self._less
+        """The line of what scales with the tokens, times what the other choices do in one micro-batch."""
+        found = self._line(self._scaling(combination), tokens)
         for axis, number in enumerate(combination):
             if number and not self.axes[axis].scales:
-                alone, plain = self.traced(self._only(axis, number), size), self.traced(self.plain, size)
+                alone, plain = self.traced(self._only(axis, number), None), self.traced(self.plain, None)
                 found = _changed(found, plain.phases, alone.phases)
         return found
 
+    def _scaling(self, combination: Combination) -> Combination:
+        """Its choice of the axis that scales, by itself."""
+        return tuple(number if axis.scales else 0 for axis, number in zip(self.axes, combination, strict=True))
+
     def _line(self, combination: Combination, tokens: int | None) -> Bytes:
         """Gradients wait where a batch is cut, however little: they are of the smaller size."""
-        whole = self.traced(combination, None).phases if tokens is None else None
-        if whole is not None:
-            return whole
-        assert tokens is not None
-        low = self.traced(combination, self._less).phases
-        if tokens == self._less:
-            return low
         high = self.traced(combination, None).phases
-        share = (tokens - self.sizes.longest) / (self.sizes.whole - self.sizes.longest)
+        if tokens is None:
+            return high
+        low = self._at_low(combination)
+        share = (tokens - self.sizes.longest) / max(self.sizes.whole - self.sizes.longest, 1)
         return {
             phase: {
                 name: size if name == "gradients" else size + share * (high.get(phase, {}).get(name, 0) - size)
                 for name, size in {**dict.fromkeys(high.get(phase, ()), 0), **sizes}.items()
             }
             for phase, sizes in low.items()
+        }
+
+    def _at_low(self, combination: Combination) -> Bytes:
+        """The smaller size: as traced, else as the plain settings shrink to it."""
+        known = self._known.get((combination, self._less))
+        if known is not None:
+            return known.phases
+        low, plain = self.traced(self.plain, self._less).phases, self.traced(self.plain, None).phases
+        if combination == self.plain:
+            return low
+        whole, tokens = self.traced(combination, None).phases, self.sizes.longest / self.sizes.whole
+
+        def one(phase: str, name: str) -> float:
+            least, most = low[phase].get(name, 0), plain.get(phase, {}).get(name, 0)
+            if name in STATES:
+                return least
+            return whole.get(phase, {}).get(name, 0) * (least / most if most else tokens)
+
+        return {
+            phase: {name: one(phase, name) for name in {*sizes, *whole.get(phase, ())}} for phase, sizes in low.items()
         }
 
     # -- speed ---------------------------------------------------------------------------------------------------
@@ -357,10 +394,15 @@ def _peak(phases: Bytes) -> float:
 
 
 def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
-    """What was found, times what one choice by itself did to plain settings; added where there was nothing."""
+    """What was found, times what one choice by itself did to plain settings; added where there was nothing.
+
+    What gradients and states become in a phase without any is what the most of them become.
+    """
 
     def one(phase: str, name: str, size: float) -> float:
         before, after = plain.get(phase, {}).get(name, 0), alone.get(phase, {}).get(name, 0)
+        if not before and not after and name in STATES:
+            before, after = _most(plain, name), _most(alone, name)
         return size * after / before if before else size + after
 
     return {
@@ -370,6 +412,11 @@ def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
         }
         for phase, sizes in found.items()
     }
+
+
+def _most(phases: Bytes, name: str) -> float:
+    """The most bytes of a category."""
+    return max((sizes.get(name, 0) for sizes in phases.values()), default=0)
 
 
 def _last(steps: range, holds: Callable[[int], bool]) -> int | None:

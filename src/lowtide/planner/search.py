@@ -22,8 +22,6 @@ MICRO_BATCH_TOKENS = 128
 assumed."""
 DOUBT = 1.05
 """A combination that is predicted to be this much above the budget is worth a trace all the same."""
-ROUGH = 1.1
-"""What is predicted roughly is hoped to fit if it is this much above the budget."""
 TRIES = 5
 """Traces of one combination, each with fewer tokens than the one before."""
 ROUND = 16
@@ -149,13 +147,11 @@ class Search:
         while waiting and len(found) <= runners_up:
             _, _, stage, candidate, tries = heapq.heappop(waiting)
             if stage == "hoped":
-                predicted = self._predicted(candidate.combination, ROUGH)
+                predicted = self._predicted(candidate.combination)
                 if predicted is not None:
                     wait("rough", predicted)
             elif stage == "rough":
-                if not found:
-                    self._refine(candidate)
-                predicted = self._predicted(candidate.combination)
+                predicted = candidate if found else self._refined(candidate)
                 if predicted is not None:
                     wait("predicted", predicted)
             elif stage == "traced" or found:
@@ -233,29 +229,31 @@ class Search:
     def _only(self, axis: int, number: int) -> Combination:
         return tuple(number if each == axis else 0 for each in range(len(self.axes)))
 
-    def _predicted(self, combination: Combination, slack: float = 1.0) -> Candidate | None:
-        """With as many tokens as fit into the room, times a slack; None where one row does not."""
+    def _predicted(self, combination: Combination) -> Candidate | None:
+        """With as many tokens as fit; None where one row does not."""
         try:
             if self._states(combination) > self.room * DOUBT:
                 return None
             whole = _peak(self._bytes(combination, None))
             if whole <= self.room * DOUBT:
                 return Candidate(combination, None, whole, self.cost(combination, None), None)
-            if self._cannot_be_cut(combination):
-                return None
-            tokens = self._most_tokens(combination, self.room * slack)
-            if tokens is None:
+            if self._cannot_be_cut(combination) or (tokens := self._most_tokens(combination)) is None:
                 return None
             peak = _peak(self._bytes(combination, tokens))
         except Refused:
             return None
         return Candidate(combination, tokens, peak, self.cost(combination, tokens), None)
 
-    def _refine(self, candidate: Candidate) -> None:
-        """Traces the smaller size, where a candidate is to be cut."""
-        if candidate.tokens is not None:
-            with contextlib.suppress(Refused):
-                self.traced(self._scaling(candidate.combination), self._less)
+    def _refined(self, candidate: Candidate) -> Candidate | None:
+        """The same, once the smaller size is traced; a candidate of that size is as well traced itself."""
+        if candidate.tokens is None or candidate.tokens == self._less:
+            return candidate
+        self._trace_less(candidate.combination)
+        return self._predicted(candidate.combination)
+
+    def _trace_less(self, combination: Combination) -> None:
+        with contextlib.suppress(Refused):
+            self.traced(self._scaling(combination), self._less)
 
     def _states(self, combination: Combination) -> float:
         """The most that is held whatever the tokens and whatever becomes of activations. Where that is too much, the
@@ -264,27 +262,33 @@ class Search:
         phases = self._bytes(others, None)
         return max(sum(sizes.get(name, 0) for name in STATES) for sizes in phases.values())
 
-    def _most_tokens(self, combination: Combination, room: float) -> int | None:
+    def _most_tokens(self, combination: Combination) -> int | None:
         low = self.sizes.longest
-        if _peak(self._bytes(combination, low)) > room * DOUBT:
+        if _peak(self._bytes(combination, low)) > self.room * DOUBT:
             return None
         steps = range(low, self.sizes.whole, ROUND)
-        fitting = _last(steps, lambda tokens: _peak(self._bytes(combination, tokens)) <= room)
+        fitting = _last(steps, lambda tokens: _peak(self._bytes(combination, tokens)) <= self.room)
         return low if fitting is None else fitting // ROUND * ROUND if fitting // ROUND * ROUND >= low else low
 
     def _fewer(self, traced: Candidate) -> Candidate | None:
         """The same with fewer tokens, as many fewer as a trace was above the room."""
         if self._cannot_be_cut(traced.combination) or traced.tokens == self._less:
             return None
-        low = self.sizes.longest
-        now = traced.tokens or self.sizes.whole
         try:
-            least = _peak(self._bytes(traced.combination, low))
+            tokens = self._tokens_below(traced)
+            if tokens > self.sizes.longest:
+                self._trace_less(traced.combination)
+                tokens = self._tokens_below(traced)
         except Refused:
             return None
-        share = (self.room - least) / max(traced.peak - least, 1.0)
-        tokens = max(low, min(int(low + (now - low) * share), now - ROUND) // ROUND * ROUND)
         return traced._replace(tokens=tokens, measured=None, cost=self.cost(traced.combination, tokens))
+
+    def _tokens_below(self, traced: Candidate) -> int:
+        """Where the line from a trace to the smaller size meets the room."""
+        low, now = self.sizes.longest, traced.tokens or self.sizes.whole
+        least = _peak(self._bytes(traced.combination, low))
+        share = (self.room - least) / max(traced.peak - least, 1.0)
+        return max(low, min(int(low + (now - low) * share), now - ROUND) // ROUND * ROUND)
 
     def _proved(self, candidate: Candidate) -> Candidate | None:
         try:

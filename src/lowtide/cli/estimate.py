@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
+from lowtide.deferred_imports import defer_imports
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: something that the user can mend; OSError likewise.
     """
+    defer_imports()
     described = described_run(arguments)
     from rich.console import Console
 

@@ -177,3 +177,19 @@ def test_nothing_is_cut_where_the_sizes_are_one():
     table = Table()
     search(table, 4600, sizes=Sizes(100, 100)).best()
     assert {tokens for _, tokens in table.asked} == {None}
+
+
+def test_the_smaller_size_is_traced_only_of_what_is_cut():
+    """Where checkpointing is chosen for a whole micro-batch, no smaller one is traced with it."""
+    table = Table()
+    (best,) = search(table, 2500).best()
+    assert best.tokens is None
+    assert [options for options, tokens in table.asked if tokens is not None] == [{}]
+
+
+def test_gradients_that_wait_shrink_as_those_of_a_step_do():
+    """Adapters have few gradients: the head's phase has them where a batch is cut, and none in one micro-batch."""
+    table = Table()
+    (best,) = search(table, 1180, ACTIVATIONS, ADAPTERS).best()
+    assert (best.combination, best.tokens) == ((2, 1), 64)
+    assert ({"lora": True}, 20) not in table.asked

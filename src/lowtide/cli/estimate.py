@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
 from lowtide.compat.argparse import Subparsers
+from lowtide.deferred_imports import defer_imports
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: something that the user can mend; OSError likewise.
     """
+    defer_imports()
     described = described_run(arguments)
     from rich.console import Console
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
 from lowtide.compat.argparse import Subparsers
+from lowtide.deferred_imports import defer_imports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: nothing fits, or something that the user can mend; OSError likewise.
     """
+    defer_imports()
     described = described_run(arguments)
     from rich.console import Console
 

@@ -1,13 +1,15 @@
 """The fastest of all combinations of settings that fits: best first, with few traces.
 
-A trace of a run takes a second or two, and there are thousands of combinations. So each choice is traced by itself,
-when a combination with it comes up: what it does to each category of each phase is a factor, and the factors of
-several choices multiply. In between two sizes of a micro-batch bytes are linear in its tokens. What is chosen so is
-traced itself before it is believed; what turns out not to fit goes back with fewer tokens, or is dropped.
+A trace of a run takes a second, and there are thousands of combinations. So each choice is traced by itself in one
+micro-batch, when a combination with it comes up: what it does to each category of each phase is a factor, and the
+factors of several choices multiply. In between two sizes of a micro-batch bytes are linear in its tokens. What the
+smaller size does is first taken from the plain settings, which is rough; it is traced for what may be chosen. What is
+chosen so is traced itself before it is believed; what turns out not to fit goes back with fewer tokens, or is dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -147,6 +149,10 @@ class Search:
             if stage == "hoped":
                 predicted = self._predicted(candidate.combination)
                 if predicted is not None:
+                    wait("rough", predicted)
+            elif stage == "rough":
+                predicted = candidate if found else self._refined(candidate)
+                if predicted is not None:
                     wait("predicted", predicted)
             elif stage == "traced" or found:
                 found += [candidate] * (stage == "traced" or candidate.peak <= self.room)
@@ -238,6 +244,17 @@ class Search:
             return None
         return Candidate(combination, tokens, peak, self.cost(combination, tokens), None)
 
+    def _refined(self, candidate: Candidate) -> Candidate | None:
+        """The same, once the smaller size is traced; a candidate of that size is as well traced itself."""
+        if candidate.tokens is None or candidate.tokens == self._less:
+            return candidate
+        self._trace_less(candidate.combination)
+        return self._predicted(candidate.combination)
+
+    def _trace_less(self, combination: Combination) -> None:
+        with contextlib.suppress(Refused):
+            self.traced(self._scaling(combination), self._less)
+
     def _states(self, combination: Combination) -> float:
         """The most that is held whatever the tokens and whatever becomes of activations. Where that is too much, the
         choices of the axis that scales need no traces."""
@@ -257,15 +274,21 @@ class Search:
         """The same with fewer tokens, as many fewer as a trace was above the room."""
         if self._cannot_be_cut(traced.combination) or traced.tokens == self._less:
             return None
-        low = self.sizes.longest
-        now = traced.tokens or self.sizes.whole
         try:
-            least = _peak(self._bytes(traced.combination, low))
+            tokens = self._tokens_below(traced)
+            if tokens > self.sizes.longest:
+                self._trace_less(traced.combination)
+                tokens = self._tokens_below(traced)
         except Refused:
             return None
-        share = (self.room - least) / max(traced.peak - least, 1.0)
-        tokens = max(low, min(int(low + (now - low) * share), now - ROUND) // ROUND * ROUND)
         return traced._replace(tokens=tokens, measured=None, cost=self.cost(traced.combination, tokens))
+
+    def _tokens_below(self, traced: Candidate) -> int:
+        """Where the line from a trace to the smaller size meets the room."""
+        low, now = self.sizes.longest, traced.tokens or self.sizes.whole
+        least = _peak(self._bytes(traced.combination, low))
+        share = (self.room - least) / max(traced.peak - least, 1.0)
+        return max(low, min(int(low + (now - low) * share), now - ROUND) // ROUND * ROUND)
 
     def _proved(self, candidate: Candidate) -> Candidate | None:
         try:
@@ -278,33 +301,51 @@ class Search:
         return candidate._replace(peak=measured.peak, cost=cost, measured=measured)
 
     def _bytes(self, combination: Combination, tokens: int | None) -> Bytes:
-        """The line of what scales with the tokens, times what the other choices do."""
-        scaling = tuple(number if axis.scales else 0 for axis, number in zip(self.axes, combination, strict=True))
-        found = self._line(scaling, tokens)
-        size = None if tokens is None else self._less
+        """The line of what scales with the tokens, times what the other choices do in one micro-batch."""
+        found = self._line(self._scaling(combination), tokens)
         for axis, number in enumerate(combination):
             if number and not self.axes[axis].scales:
-                alone, plain = self.traced(self._only(axis, number), size), self.traced(self.plain, size)
+                alone, plain = self.traced(self._only(axis, number), None), self.traced(self.plain, None)
                 found = _changed(found, plain.phases, alone.phases)
         return found
 
+    def _scaling(self, combination: Combination) -> Combination:
+        """Its choice of the axis that scales, by itself."""
+        return tuple(number if axis.scales else 0 for axis, number in zip(self.axes, combination, strict=True))
+
     def _line(self, combination: Combination, tokens: int | None) -> Bytes:
         """Gradients wait where a batch is cut, however little: they are of the smaller size."""
-        whole = self.traced(combination, None).phases if tokens is None else None
-        if whole is not None:
-            return whole
-        assert tokens is not None
-        low = self.traced(combination, self._less).phases
-        if tokens == self._less:
-            return low
         high = self.traced(combination, None).phases
-        share = (tokens - self.sizes.longest) / (self.sizes.whole - self.sizes.longest)
+        if tokens is None:
+            return high
+        low = self._at_low(combination)
+        share = (tokens - self.sizes.longest) / max(self.sizes.whole - self.sizes.longest, 1)
         return {
             phase: {
                 name: size if name == "gradients" else size + share * (high.get(phase, {}).get(name, 0) - size)
                 for name, size in {**dict.fromkeys(high.get(phase, ()), 0), **sizes}.items()
             }
             for phase, sizes in low.items()
+        }
+
+    def _at_low(self, combination: Combination) -> Bytes:
+        """The smaller size: as traced, else as the plain settings shrink to it."""
+        known = self._known.get((combination, self._less))
+        if known is not None:
+            return known.phases
+        low, plain = self.traced(self.plain, self._less).phases, self.traced(self.plain, None).phases
+        if combination == self.plain:
+            return low
+        whole, tokens = self.traced(combination, None).phases, self.sizes.longest / self.sizes.whole
+
+        def one(phase: str, name: str) -> float:
+            least, most = low[phase].get(name, 0), plain.get(phase, {}).get(name, 0)
+            if name in STATES:
+                return least
+            return whole.get(phase, {}).get(name, 0) * (least / most if most else tokens)
+
+        return {
+            phase: {name: one(phase, name) for name in {*sizes, *whole.get(phase, ())}} for phase, sizes in low.items()
         }
 
     # -- speed ---------------------------------------------------------------------------------------------------
@@ -357,10 +398,15 @@ def _peak(phases: Bytes) -> float:
 
 
 def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
-    """What was found, times what one choice by itself did to plain settings; added where there was nothing."""
+    """What was found, times what one choice by itself did to plain settings; added where there was nothing.
+
+    What gradients and states become in a phase without any is what the most of them become.
+    """
 
     def one(phase: str, name: str, size: float) -> float:
         before, after = plain.get(phase, {}).get(name, 0), alone.get(phase, {}).get(name, 0)
+        if not before and not after and name in STATES:
+            before, after = _most(plain, name), _most(alone, name)
         return size * after / before if before else size + after
 
     return {
@@ -370,6 +416,11 @@ def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
         }
         for phase, sizes in found.items()
     }
+
+
+def _most(phases: Bytes, name: str) -> float:
+    """The most bytes of a category."""
+    return max((sizes.get(name, 0) for sizes in phases.values()), default=0)
 
 
 def _last(steps: range, holds: Callable[[int], bool]) -> int | None:

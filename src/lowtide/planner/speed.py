@@ -129,7 +129,7 @@ class OperationCosts:
 def cost_of(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> Operation | None:
     """What one operation costs; None where nothing is computed or moved: views, and memory that is only taken."""
     name = func.name().partition(".")[0]
-    if name in FREE:
+    if name in FREE or (func.is_view and _is_view(args, out)):
         return None
     inputs, outputs = list(_tensors(args)), list(_tensors((out,)))
     inputs += _tensors(value for key, value in kwargs.items() if key != "out")
@@ -141,6 +141,11 @@ def cost_of(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) ->
     moved = _sparse_bytes(name, args, outputs) if name in SPARSE else _bytes(func, args, inputs, outputs)
     computes_with = next((each.dtype for each in inputs if each.dtype.is_floating_point), torch.float32)
     return Operation(flops, moved, computes_with, formula is not None)
+
+
+def _is_view(args: Sequence[Any], out: Any) -> bool:
+    both = (args[0] if args else None, out)
+    return all(isinstance(each, Tensor) for each in both) and len({each.untyped_storage()._cdata for each in both}) == 1
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

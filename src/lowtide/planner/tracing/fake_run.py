@@ -37,6 +37,7 @@ from lowtide.planner.tracing.faked import faked
 from lowtide.planner.tracing.following import follow_layers, follow_phases, label, stack_of
 from lowtide.planner.tracing.four_bit import check_four_bit, reference_in_four_bits
 from lowtide.planner.tracing.host_memory import followed_to_the_host, with_transfers
+from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planner.tracing.package_optimizers import as_stepped
 from lowtide.planner.tracing.stand_ins import as_on
 from lowtide.planner.tracing.trace import Event, StorageTrace
@@ -182,11 +183,12 @@ class FakeRun:
         return self.config.checkpointing_every if self.config.gradient_checkpointing else 1
 
     def _traced(self, layers: int, device: Device, together: int = 1) -> TracedRun:
-        trace = StorageTrace(together)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        trace = StorageTrace(together, KnownResults(fake))
         costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
         trace.watchers.append(_counting(trace, costs))
         with (
-            faked() as fake,
+            faked(fake),
             trace,
             patch.object(offloading, "trim_heap", trace.trimmed),
             patch.dict(STORAGES, {"4bit": reference_in_four_bits}),

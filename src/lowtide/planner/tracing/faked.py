@@ -16,10 +16,10 @@ from lowtide.compat.torch import (
     NUMBER_READ,
     UNTRACEABLE,
     FakeTensorMode,
-    TorchDispatchMode,
     copied_without_memory,
     models_stay,
 )
+from lowtide.planner.tracing.trace import Mode
 
 NOT_OF_THE_RUN = (
     "Accessing the data pointer of FakeTensor",  # to log the size of the embeddings that bitsandbytes leaves in 32 bits
@@ -42,8 +42,11 @@ def _process_left_alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def faked() -> Iterator[FakeTensorMode]:
+def faked(fake: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
     """Tensors have no values: models stay where they are, and copies touch no memory.
+
+    Args:
+        fake: the mode that they are of; by default one of its own.
 
     Raises:
         ValueError: an operation has no form without values; with its name.
@@ -51,7 +54,7 @@ def faked() -> Iterator[FakeTensorMode]:
     try:
         with (
             _process_left_alone(),
-            FakeTensorMode(allow_non_fake_inputs=True) as fake,
+            fake or FakeTensorMode(allow_non_fake_inputs=True) as fake,
             _NumbersRead(),
             models_stay(),
             copied_without_memory(),
@@ -68,11 +71,11 @@ def faked() -> Iterator[FakeTensorMode]:
         ) from error
 
 
-class _NumbersRead(TorchDispatchMode):
+class _NumbersRead(Mode):
     """A number that is read off a tensor without values is 1: bitsandbytes reads its tables as it makes an optimizer,
     others read a norm or a count in their step."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is NUMBER_READ:
             return 1.0
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

@@ -79,6 +79,7 @@ class StorageTrace(Mode):
 
     Args:
         together: layers that count as one, where they do different things in turn.
+        run: gives what an operation gives, from it, its arguments and its keywords; by default it is called.
 
     Attributes:
         phase: set by whoever runs the code.
@@ -88,8 +89,9 @@ class StorageTrace(Mode):
         watchers: called with each operation, its arguments and its result.
     """
 
-    def __init__(self, together: int = 1) -> None:
+    def __init__(self, together: int = 1, run: Callable[[Any, Any, Any], Any] | None = None) -> None:
         super().__init__()
+        self._run = run or _called
         self.phase = self.now = "loading"
         self.layer: int | None = None
         self.together = together
@@ -164,12 +166,12 @@ class StorageTrace(Mode):
         return None if block is None else block.layer
 
     def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):
+        if any(kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # what such a tensor is made of comes here after it
         for_all = self._stepping and func.name().startswith(FOR_ALL) and len(args[0]) > 1
         if for_all:
             self.layer = None
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         if isinstance(out, Tensor):
             self._see(out, self.layer)
         elif isinstance(out, tuple | list):
@@ -193,6 +195,10 @@ class StorageTrace(Mode):
 
     def _gone(self, key: int) -> None:
         self.events.append(Event(self._blocks.pop(key), False, self.phase, self.layer))
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 class _FollowedStates(defaultdict):

@@ -1,0 +1,184 @@
+"""What operations give for tensors without memory, kept by what they were given: a trace asks the same again and again.
+
+All that such a tensor has is its form: shape, strides, dtype, and whose storage it is in. torch finds the form of a
+result each time anew, at ten times the cost of looking it up: a trace of some layers has thousands of operations, of
+which hundreds differ. Kept is what torch found, for operations of aten alone, and only where the form of a result
+follows from the forms of the arguments; whatever else comes is torch's to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+MOST = 50_000
+"""Results that are kept, of all traces of a process; then they are found anew."""
+PLAIN = frozenset(
+    (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)  # of an argument that is its own description
+_known: dict[Any, Any] = {}
+
+
+class _NotKept(Exception):
+    """A form that does not follow from forms alone."""
+
+
+class _Made(NamedTuple):
+    """A tensor in a storage of its own."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Viewed(NamedTuple):
+    """A tensor in the storage of the first argument."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Given(NamedTuple):
+    """One of the arguments."""
+
+    number: int
+    """Among those that are tensors."""
+
+
+class KnownResults:
+    """Runs operations on tensors without memory, as calling them does.
+
+    Args:
+        fake: the mode that answers what is not known, which has to be entered.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self.fake = fake
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives."""
+        tensors: list[FakeTensor] = []
+        try:
+            key = self._key(func, args, kwargs, tensors)
+        except _NotKept:
+            return func(*args, **kwargs)
+        known = _known.get(key, _known)
+        if known is _known:
+            return self._found(func, args, kwargs, key, tensors)
+        if known is _NotKept:
+            return func(*args, **kwargs)
+        kind, results = known
+        if kind is None:
+            return self._result(results[0], tensors)
+        return kind(self._result(each, tensors) for each in results)
+
+    def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
+        """What a result follows from; the tensors among the arguments are added to a list.
+
+        Raises:
+            _NotKept: it may follow from more.
+        """
+        if func.namespace != "aten" or torch.is_inference_mode_enabled():
+            raise _NotKept
+        key: list[Any] = [func, torch.get_default_dtype()]
+        self._describe(args, key, tensors)
+        for name, value in kwargs.items():
+            key.append(name)
+            self._describe((value,), key, tensors)
+        return tuple(key)
+
+    def _describe(self, values: Iterable[Any], key: list[Any], tensors: list[FakeTensor]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                if value.constant is not None or value.layout is not torch.strided or value.fake_mode is not self.fake:
+                    raise _NotKept
+                tensors.append(value)
+                key += (value.shape, value.stride(), value.dtype, value.storage_offset(), value.fake_device)
+            elif kind in PLAIN:
+                key.append(value)
+            elif kind is bool or kind is float:  # equal to a whole number, but no index
+                key += (kind, value)
+            elif kind is list or kind is tuple:
+                key += (kind, len(value))
+                self._describe(value, key, tensors)
+            else:
+                raise _NotKept
+
+    def _found(self, func: Any, args: Any, kwargs: Any, key: Any, tensors: list[FakeTensor]) -> Any:
+        """What torch says, which is kept if it says the same each time."""
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        out = func(*args, **kwargs)
+        if len(_known) >= MOST:
+            _known.clear()
+        try:
+            kind = type(out) if type(out) in (list, tuple) else None
+            results = [self._form(each, tensors, storages) for each in (out if kind else (out,))]
+            made = [each.untyped_storage()._cdata for each in (out if kind else ()) if isinstance(each, Tensor)]
+            changed = (
+                self._key(func, args, kwargs, []) != key
+                or [tensor.untyped_storage()._cdata for tensor in tensors] != storages
+            )
+            shared = len(set(made)) < len(made) and any(isinstance(each, _Made) for each in results)
+            _known[key] = _NotKept if changed or shared else (kind, results)
+        except _NotKept:
+            _known[key] = _NotKept
+        return out
+
+    def _form(self, out: Any, tensors: list[FakeTensor], storages: list[int]) -> Any:
+        """How to make a result again.
+
+        Raises:
+            _NotKept: that is not known.
+        """
+        if out is None:
+            return None
+        if type(out) is not FakeTensor or out.constant is not None or out.layout is not torch.strided:
+            raise _NotKept
+        for number, tensor in enumerate(tensors):
+            if out is tensor:
+                return _Given(number)
+        size, stride, storage = tuple(out.shape), out.stride(), out.untyped_storage()
+        if storage._cdata in storages:
+            if storage._cdata != storages[0] or out.dtype != tensors[0].dtype:
+                raise _NotKept
+            return _Viewed(size, stride, out.storage_offset())
+        reach = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if out.storage_offset() or storage.nbytes() != reach * out.itemsize:
+            raise _NotKept
+        return _Made(size, stride, out.dtype, out.fake_device)
+
+    def _result(self, form: Any, tensors: list[FakeTensor]) -> Any:
+        if form is None:
+            return None
+        if type(form) is _Given:
+            return tensors[form.number]
+        if type(form) is _Made:
+            with torch._C._DisableTorchDispatch():
+                meta = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="meta")
+            return self._faked(meta, form.device)
+        first = tensors[0]
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided((0,), (1,), dtype=first.dtype, device="meta")
+            meta.set_(cast(Any, first.untyped_storage()), form.offset, form.size, form.stride)
+        return self._faked(meta, first.fake_device)
+
+    def _faked(self, meta: Tensor, device: torch.device) -> FakeTensor:
+        """What `FakeTensor` makes of a tensor of the meta device, with the attributes that it gave to one before."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            first = FakeTensor(self.fake, meta, device)
+            self._attributes[device] = dict(vars(first))
+            return first
+        of_device: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": device}
+        made = cast(FakeTensor, Tensor._make_subclass(FakeTensor, meta, False, **of_device))
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)  # for the address, which is 0
+        vars(made).update(attributes)
+        return made

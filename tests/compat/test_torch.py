@@ -123,6 +123,18 @@ def test_fake_tensors_know_their_place_and_are_copied():
     assert "__deepcopy__" not in vars(FakeTensor), "FakeTensor.__deepcopy__ stays replaced"
 
 
+def test_a_fake_tensor_is_made_of_attributes_that_an_earlier_one_had():
+    cpu = torch.device("cpu")
+    with FakeTensorMode() as mode:
+        first = torch.empty(2, 3)
+        with inside.without_dispatch():
+            meta = torch.empty_strided((4,), (1,), dtype=torch.bfloat16, device="meta")
+        made = inside.fake_of(meta, cpu, vars(first))
+        assert (made.shape, made.dtype, inside.place_of(made)) == ((4,), torch.bfloat16, cpu)
+        assert made.fake_mode is mode
+        assert (made + 1).dtype == torch.bfloat16
+
+
 def test_a_mode_answers_where_a_fake_tensor_lies():
     class Asked(inside.PlainMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -164,6 +164,25 @@ def asks_for_place(func: Any, args: Any) -> bool:
     return func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation
 
 
+def without_dispatch() -> contextlib.AbstractContextManager:
+    """Operations in it are seen by no mode and no subclass of tensors; torch has no public name for that."""
+    return torch._C._DisableTorchDispatch()
+
+
+def fake_of(meta: Tensor, device: torch.device, attributes: Mapping[str, Any]) -> FakeTensor:
+    """What `FakeTensor` makes of a tensor of the meta device, without what its constructor asks each time.
+
+    Args:
+        device: where the tensor is said to lie.
+        attributes: those of an earlier one of the same mode and device.
+    """
+    of_device: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": device}
+    made: Any = Tensor._make_subclass(FakeTensor, meta, False, **of_device)
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(made)  # for the address, which is 0
+    vars(made).update(attributes)
+    return made
+
+
 @contextlib.contextmanager
 def copied_without_memory() -> Iterator[None]:
     """While it lasts, `copy.deepcopy` of a fake tensor makes a fake one.

@@ -145,7 +145,10 @@ def cost_of(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) ->
 
 def _is_view(args: Sequence[Any], out: Any) -> bool:
     both = (args[0] if args else None, out)
-    return all(isinstance(each, Tensor) for each in both) and len({each.untyped_storage()._cdata for each in both}) == 1
+    return (
+        all(isinstance(each, Tensor) for each in both)
+        and len({storage_id(each.untyped_storage()) for each in both}) == 1
+    )
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lowtide.compat.torch import FakeTensor, FakeTensorMode, fake_of, storage_id, without_dispatch
 
 MOST = 50_000
 """Results that are kept, of all traces of a process; then they are found anew."""
@@ -114,17 +115,17 @@ class KnownResults:
 
     def _found(self, func: Any, args: Any, kwargs: Any, key: Any, tensors: list[FakeTensor]) -> Any:
         """What torch says, which is kept if it says the same each time."""
-        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        storages = [storage_id(tensor.untyped_storage()) for tensor in tensors]
         out = func(*args, **kwargs)
         if len(_known) >= MOST:
             _known.clear()
         try:
             kind = type(out) if type(out) in (list, tuple) else None
             results = [self._form(each, tensors, storages) for each in (out if kind else (out,))]
-            made = [each.untyped_storage()._cdata for each in (out if kind else ()) if isinstance(each, Tensor)]
+            made = [storage_id(each.untyped_storage()) for each in (out if kind else ()) if isinstance(each, Tensor)]
             changed = (
                 self._key(func, args, kwargs, []) != key
-                or [tensor.untyped_storage()._cdata for tensor in tensors] != storages
+                or [storage_id(tensor.untyped_storage()) for tensor in tensors] != storages
             )
             shared = len(set(made)) < len(made) and any(isinstance(each, _Made) for each in results)
             _known[key] = _NotKept if changed or shared else (kind, results)
@@ -146,8 +147,8 @@ class KnownResults:
             if out is tensor:
                 return _Given(number)
         size, stride, storage = tuple(out.shape), out.stride(), out.untyped_storage()
-        if storage._cdata in storages:
-            if storage._cdata != storages[0] or out.dtype != tensors[0].dtype:
+        if storage_id(storage) in storages:
+            if storage_id(storage) != storages[0] or out.dtype != tensors[0].dtype:
                 raise _NotKept
             return _Viewed(size, stride, out.storage_offset())
         reach = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -161,11 +162,11 @@ class KnownResults:
         if type(form) is _Given:
             return tensors[form.number]
         if type(form) is _Made:
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 meta = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="meta")
             return self._faked(meta, form.device)
         first = tensors[0]
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             meta = torch.empty_strided((0,), (1,), dtype=first.dtype, device="meta")
             meta.set_(cast(Any, first.untyped_storage()), form.offset, form.size, form.stride)
         return self._faked(meta, first.fake_device)
@@ -177,8 +178,4 @@ class KnownResults:
             first = FakeTensor(self.fake, meta, device)
             self._attributes[device] = dict(vars(first))
             return first
-        of_device: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": device}
-        made = cast(FakeTensor, Tensor._make_subclass(FakeTensor, meta, False, **of_device))
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)  # for the address, which is 0
-        vars(made).update(attributes)
-        return made
+        return fake_of(meta, device, attributes)

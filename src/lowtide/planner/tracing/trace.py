@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowtide.compat.torch import (
+    FakeTensor,
     PlainMode,
     asks_for_place,
     is_traceable_wrapper_subclass,

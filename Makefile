@@ -15,7 +15,7 @@ help:
 	@echo "make test         the tests to run while working, on a CPU (4 minutes at most, on two cores)"
 	@echo "make test-all     these, and those marked slow (15 minutes at most, with make check)"
 	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
-	@echo "make check        ruff, pyright and import-linter"
+	@echo "make check        ruff, pyright, import-linter and the limits of bench.structure"
 	@echo "make bench        lowtide and TRL side by side"
 	@echo "make docs         regenerate the pages and tables that come from code and recorded results"
 	@echo "make clean        remove the environment and the caches"
@@ -39,6 +39,7 @@ check: $(VENV)/.extras
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()"
+	$(PY) -m bench.structure
 
 bench: $(VENV)/.extras
 	$(PY) -m bench

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from lowtide.trainers.sft import SFTConfig
 
-from lowtide.cli.main import UsageError
+from lowtide.cli.endings import UsageError
 from lowtide.cli.run_file import read_run_file, write_run_file
 from lowtide.cli.train import RunOptions
 from lowtide.option_values import options_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from lowtide.cli.main import UsageError
+from lowtide.cli.endings import UsageError
 from lowtide.option import COUNT, Range, option
 
 if TYPE_CHECKING:

@@ -9,6 +9,10 @@ RANK_FAILED = 3
 INTERRUPTED = 130
 
 
+class UsageError(ValueError):
+    """The command line or a configuration file says something that means nothing."""
+
+
 def status_of(error: BaseException) -> int | None:
     """The exit status of an error that ends in one message; None for a bug, which ends in its traceback.
 

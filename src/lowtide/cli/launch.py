@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowtide.cli.main import UsageError
+from lowtide.cli.endings import UsageError
 from lowtide.environment import set_environment
 
 OF_PROCESSES = {

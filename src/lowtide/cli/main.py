@@ -1,4 +1,4 @@
-"""The `lowtide` command: a table of subcommands, each imported only when it is asked for.
+"""The `lowtide` command: its subcommands are those of `commands`, each imported only when it is asked for.
 
 What a user can mend ends in one message and exit status 2; a traceback is for bugs, or for `--traceback`.
 """
@@ -12,33 +12,13 @@ from importlib import import_module
 from typing import NoReturn
 
 import lowtide
-from lowtide.cli.endings import INTERRUPTED, USER_ERROR, status_of
+from lowtide.cli.commands import COMMANDS, OF_A_METHOD, TOOLS, TRAINS
+from lowtide.cli.endings import INTERRUPTED, USER_ERROR, UsageError, status_of
 from lowtide.compat.argparse import options_of
 from lowtide.memory.allocators.settings import expand_segments, without_thread_cache
 from lowtide.methods import METHODS
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
-
-TOOLS = {
-    "plan": ("lowtide.cli.plan", "the fastest settings of a run that fit a memory budget"),
-    "estimate": ("lowtide.cli.estimate", "how much memory a run will take, before it starts"),
-    "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
-    "profile": ("lowtide.cli.profile", "run a few steps of a method, and show where their memory went"),
-    "merge": ("lowtide.cli.merge", "write a model and its adapter as one model"),
-    "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
-}
-"""The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""
-OF_A_METHOD = {"plan", "estimate", "profile"}
-"""Those that a method follows, whose options they take: their `add_parser(subparsers, method)` gives its parser."""
-TRAINS = {*METHODS, *OF_A_METHOD, "demo"}
-"""Those that train, or tell of what trains."""
-COMMANDS = {name: row.summary for name, row in METHODS.rows.items()} | {
-    name: words for name, (_, words) in TOOLS.items()
-}
-
-
-class UsageError(ValueError):
-    """The command line or a configuration file says something that means nothing."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lowtide.cli.main import UsageError
+from lowtide.cli.endings import UsageError
 from lowtide.compat.argparse import Subparsers
 
 ADAPTER_FILE = "adapter_config.json"

@@ -6,14 +6,15 @@ import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lowtide.cli.main import UsageError
+from lowtide.cli.endings import UsageError
+from lowtide.compat.argparse import Arguments
 from lowtide.option_values import WORDS, Option
 
 MOST_CHOICES = 5
 """With more, an option's help lists them, and not its usage."""
 
 
-def add_options(parser: argparse._ActionsContainer, options: Iterable[Option], *, shown: bool = True) -> None:
+def add_options(parser: Arguments, options: Iterable[Option], *, shown: bool = True) -> None:
     """Add options to an argument parser, which collects their text; `read_options` converts it."""
     for option in options:
         settings: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from lowtide.cli.endings import UsageError
 from lowtide.cli.launch import OF_LAUNCHER
-from lowtide.cli.main import UsageError
 from lowtide.option_values import Option
 from lowtide.renamed import replaced
 from lowtide.run.options.secrets import SECRET, without_secrets

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowtide.cli.adapters import AdapterOptions
+from lowtide.cli.commands import COMMANDS
+from lowtide.cli.endings import UsageError
 from lowtide.cli.launch import OF_PROCESSES
 from lowtide.cli.layout import LAYOUT
-from lowtide.cli.main import COMMANDS, UsageError
 from lowtide.cli.options import add_options, read_options
 from lowtide.cli.run_file import read_run_file, write_run_file
 from lowtide.compat.argparse import ArgumentGroup, Subparsers

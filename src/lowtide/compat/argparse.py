@@ -8,6 +8,8 @@ from typing import TypeAlias
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns; it has no public name."""
+Arguments: TypeAlias = "argparse._ActionsContainer"
+"""What has `add_argument`: a parser, or a group."""
 ArgumentGroup: TypeAlias = "argparse._ArgumentGroup"
 """What `add_argument_group` returns."""
 

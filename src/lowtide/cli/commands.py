@@ -1,0 +1,22 @@
+"""The tables of subcommands, with a line of help each. What carries them out is not imported for that."""
+
+from __future__ import annotations
+
+from lowtide.methods import METHODS
+
+TOOLS = {
+    "plan": ("lowtide.cli.plan", "the fastest settings of a run that fit a memory budget"),
+    "estimate": ("lowtide.cli.estimate", "how much memory a run will take, before it starts"),
+    "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
+    "profile": ("lowtide.cli.profile", "run a few steps of a method, and show where their memory went"),
+    "merge": ("lowtide.cli.merge", "write a model and its adapter as one model"),
+    "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
+}
+"""The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""
+OF_A_METHOD = {"plan", "estimate", "profile"}
+"""Those that a method follows, whose options they take: their `add_parser(subparsers, method)` gives its parser."""
+TRAINS = {*METHODS, *OF_A_METHOD, "demo"}
+"""Those that train, or tell of what trains."""
+COMMANDS = {name: row.summary for name, row in METHODS.rows.items()} | {
+    name: words for name, (_, words) in TOOLS.items()
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
@@ -15,6 +15,7 @@ from lowtide.engine.heads.head import Scores
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.value import Value
 from lowtide.ragged import LastToken, RaggedBatch
+from tests.support.processes import run_ranks
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]]
 RANKS = 2
@@ -63,8 +64,6 @@ def test_a_value_head_gives_values_and_no_log_probs():
 @pytest.mark.parametrize("in_forward", [False, True])
 @pytest.mark.parametrize("adapters", ["none", "lora", "saved"])
 def test_hooks_of_the_head_are_called_once(adapters, in_forward):
-    from peft import LoraConfig, get_peft_model  # takes long to import, which the ranks below need not do
-
     model = build()
     if adapters == "lora":
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
@@ -91,7 +90,6 @@ def shares() -> list[list[list[int]]]:
 
 
 def sharded(rank: int, rendezvous: str, path: str) -> None:
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
     mesh, found = init_device_mesh("cpu", (RANKS,)), {}
     for tied in (False, True):
@@ -113,7 +111,7 @@ def sharded(rank: int, rendezvous: str, path: str) -> None:
 
 
 def test_sharded_heads_have_the_gradients_of_whole_ones(tmp_path):
-    mp.spawn(sharded, (f"file://{tmp_path}/rendezvous", f"{tmp_path}/found.pt"), nprocs=RANKS)
+    run_ranks(sharded, f"file://{tmp_path}/rendezvous", f"{tmp_path}/found.pt", ranks=RANKS)
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert len(found) == 4
     for (tied, in_forward), gradients in found.items():

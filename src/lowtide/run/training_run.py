@@ -212,9 +212,10 @@ class TrainingRun:
 def adapters_of(method: Method, peft_config: Any) -> Any:
     """The configuration of adapters as a method needs it: a head that is new is trained whole, by nothing else."""
     task = getattr(peft_config, "task_type", None)
-    if not method.head.may_be_new or task not in (None, LanguageModel.task_type):
+    new = method.head.new_module
+    if new is None or task not in (None, LanguageModel.task_type):
         return peft_config
-    if "score" in (getattr(peft_config, "modules_to_save", None) or []):
+    if new in (getattr(peft_config, "modules_to_save", None) or []):
         return peft_config
     peft_config = copy.copy(peft_config)
     peft_config.task_type = method.head.task_type  # for which PEFT trains the head whole

@@ -81,8 +81,8 @@ class Head(ABC):
     """The class of transformers that loads such a model by name."""
     config_values: ClassVar[Mapping[str, Any]] = {}
     """What the model's config says beyond what is saved."""
-    may_be_new: ClassVar[bool] = False
-    """Whether the head may start from random weights where the saved ones have none."""
+    new_module: ClassVar[str | None] = None
+    """The module that starts from random weights where the saved model has none; None if it has to be saved."""
     task_type: ClassVar[str]
     """What PEFT calls the task."""
     pipeline: ClassVar[str]

@@ -50,7 +50,7 @@ class Value(Head):
     models = "reward models"
     auto_class = AutoModelForSequenceClassification
     config_values: ClassVar = {"num_labels": 1}
-    may_be_new = True
+    new_module = "score"
     task_type = "SEQ_CLS"
     pipeline = "text-classification"
     virtual_tokens = False

@@ -47,7 +47,7 @@ def load_model(
         check_torchao(init["quantization_config"], trial_dtype, torch.device("cuda" if placed else "cpu"))
     try:
         init = {**head.config_values, "dtype": dtype, "trust_remote_code": trust_remote_code, **init}
-        return load_complete(head.auto_class, name, new_head=head.may_be_new, **init)
+        return load_complete(head.auto_class, name, new_head=head.new_module is not None, **init)
     except OSError as error:
         raise ValueError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lowtide.trainers.sft import SFTConfig
-
+from lowtide import SFTConfig
 from lowtide.memory.table import TECHNIQUES, Technique
 
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}

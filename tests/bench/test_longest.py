@@ -36,6 +36,7 @@ def test_nothing_fits():
     assert longest(lambda length: False, 8 * STEP, 2.0) == (0, STEP)
 
 
+@pytest.mark.slow
 def test_a_gpu_is_predicted_where_there_is_none():
     options = parse(["--device", "H100-80GB", "--layers", "2"])
     assert (options.here, options.device) == ("cpu", "H100-80GB")

@@ -93,9 +93,9 @@ def test_the_status_of_a_command_is_that_of_the_process(monkeypatch):
 
 
 def test_as_a_process():
-    words = [sys.executable, "-m", "lowtide", "sft", "--datset", "x.jsonl"]
+    words = [sys.executable, "-m", "lowtide", "merge", "--adaptor", "x"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
-    *_, said = done.stderr.splitlines()  # torchao, where it is installed, warns as it is imported
-    assert said == "error: there is no option --datset; did you mean '--dataset'? (see lowtide sft --help)"
+    (said,) = done.stderr.splitlines()
+    assert said == "error: there is no option --adaptor; did you mean '--adapter'? (see lowtide merge --help)"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import pytest
-from lowtide.trainers.sft import SFTConfig
 
+from lowtide import SFTConfig
 from lowtide.cli.endings import UsageError
 from lowtide.cli.options import add_options, read_options
 from lowtide.option_values import options_of

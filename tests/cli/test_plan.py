@@ -57,6 +57,7 @@ def test_the_run_file_runs_below_the_budget(plan, tmp_path, model, data):
     assert json.loads(report.read_text())["peak_bytes"] < budget
 
 
+@pytest.mark.slow
 def test_a_planned_run_trains_the_adapters_of_all_layers(plan, sft, tmp_path):
     adapters = ("--use_peft", "--lora_target_modules", "all-linear", "--lora_r", "2")
     file, trained = tmp_path / "plan.yaml", {}
@@ -98,6 +99,7 @@ def test_lossy_choices_are_named(plan):
     assert "use_peft" not in json.loads(out)["settings"], "another model is a last resort"
 
 
+@pytest.mark.slow
 def test_it_fits_a_narrow_terminal(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "48")
     status, out, err = plan("--budget", "64GiB", "--output", str(tmp_path / "plan.yaml"), *FEW)

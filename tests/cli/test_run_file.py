@@ -2,8 +2,8 @@
 
 import pytest
 import yaml
-from lowtide.trainers.sft import SFTConfig
 
+from lowtide import SFTConfig
 from lowtide.cli.endings import UsageError
 from lowtide.cli.run_file import read_run_file, write_run_file
 from lowtide.cli.train import RunOptions

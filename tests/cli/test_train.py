@@ -54,7 +54,7 @@ def test_an_exhausted_memory_is_one_message(sft, monkeypatch):
     def exhausted(self, *args, **kwargs):
         raise OutOfMemory("out of memory in backward: keep less")
 
-    monkeypatch.setattr("lowtide.trainers.sft.SFTTrainer.train", exhausted)
+    monkeypatch.setattr("lowtide.SFTTrainer.train", exhausted)
     status, out, err = sft()
     assert (status, "error: out of memory in backward: keep less" in err) == (2, True)
     assert "Traceback" not in out + err

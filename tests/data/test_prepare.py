@@ -380,6 +380,7 @@ def test_the_prepared_rows_lie_in_a_file(tokenizer, datasets_cache):
         assert [Path(file["filename"]).parent for file in dataset.cache_files] == [datasets_cache / "lowtide"]
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_cache(tokenizer, tmp_path, datasets_cache, monkeypatch):
     (tmp_path / "formatting.py").write_text("def spoken(row):\n    return row['q'] + '!'\n")
     monkeypatch.syspath_prepend(tmp_path)

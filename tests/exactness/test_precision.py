@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide.engine.forward import install
-from lowtide.methods import TokenObjective
+from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES
 from lowtide.ragged import RaggedBatch
 from lowtide.step.train_step import BackwardPlan, Limits, train_step

@@ -97,12 +97,8 @@ def marks(kind: str, *callbacks: TrainerCallback, **options: Any) -> Marks:
 pytestmark = pytest.mark.skipif(host_heap._glibc() is None, reason="glibc is asked what is live")
 
 
-QUICK = ("activation offloading",)
-
-
-@pytest.mark.parametrize(
-    "technique", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ACTED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", ACTED)
 def test_live_bytes_do_not_grow_with_steps(technique):
     if "torchao" in TECHNIQUES[technique].needs and " " in torch.__file__:
         pytest.skip("torchao compiles its step, which torch cannot where its path has a space")

@@ -8,10 +8,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.engine.reference import FrozenModel
-from lowtide.methods.bco import BCO, BCOOptions
-from lowtide.methods.dpo import DPO, DPOOptions
-from lowtide.methods.kto import KTO, KTOOptions
-from lowtide.methods.reward import REWARD, RewardOptions
+from lowtide.methods.bco import METHOD as BCO
+from lowtide.methods.bco import BCOOptions
+from lowtide.methods.dpo import METHOD as DPO
+from lowtide.methods.dpo import DPOOptions
+from lowtide.methods.kto import METHOD as KTO
+from lowtide.methods.kto import KTOOptions
+from lowtide.methods.reward import METHOD as REWARD
+from lowtide.methods.reward import RewardOptions
 from lowtide.ragged import LastToken
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models

@@ -12,10 +12,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.engine.forward import install
 from lowtide.engine.reference import FrozenModel
-from lowtide.methods.cpo import CPO, CPOOptions
-from lowtide.methods.dpo import DPO, DPOOptions
-from lowtide.methods.orpo import ORPO, ORPOOptions
-from lowtide.methods.reward import REWARD, RewardOptions
+from lowtide.methods.cpo import METHOD as CPO
+from lowtide.methods.cpo import CPOOptions
+from lowtide.methods.dpo import METHOD as DPO
+from lowtide.methods.dpo import DPOOptions
+from lowtide.methods.orpo import METHOD as ORPO
+from lowtide.methods.orpo import ORPOOptions
+from lowtide.methods.reward import METHOD as REWARD
+from lowtide.methods.reward import RewardOptions
 from lowtide.objectives import preference
 from lowtide.objectives.preference import Pairs
 from lowtide.ragged import LastToken

@@ -11,10 +11,13 @@ import torch
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.memory.optimizers import host_states
-from lowtide.methods import TokenObjective
-from lowtide.methods.bco import BCO, BCOOptions
-from lowtide.methods.dpo import DPO, DPOOptions
-from lowtide.methods.kto import KTO, KTOOptions
+from lowtide.methods.bco import METHOD as BCO
+from lowtide.methods.bco import BCOOptions
+from lowtide.methods.dpo import METHOD as DPO
+from lowtide.methods.dpo import DPOOptions
+from lowtide.methods.kto import METHOD as KTO
+from lowtide.methods.kto import KTOOptions
+from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.replicas import averaging

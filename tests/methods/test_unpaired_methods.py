@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.engine.reference import FrozenModel
-from lowtide.methods.bco import BCO, BCOOptions, RunningMean
-from lowtide.methods.kto import KTO, KTOOptions
+from lowtide.methods.bco import METHOD as BCO
+from lowtide.methods.bco import BCOOptions, RunningMean
+from lowtide.methods.kto import METHOD as KTO
+from lowtide.methods.kto import KTOOptions
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
 from lowtide.step.train_step import Limits, evaluate_batch, train_step

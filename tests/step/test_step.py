@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide.engine.forward import install
-from lowtide.methods import TokenObjective
+from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import IGNORE, RaggedBatch

@@ -43,6 +43,7 @@ def test_compilation_is_said_once_as_it_begins_and_once_when_it_is_over(caplog, 
     assert len(caplog.records) == before
 
 
+@pytest.mark.slow
 def test_what_is_pending_is_said_at_the_end(caplog):
     caplog.set_level("INFO")
     model = prepared(build())

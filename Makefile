@@ -48,6 +48,7 @@ bench: $(VENV)/.extras
 docs: $(VENV)/.extras
 	$(PY) -m bench.docs
 	$(PY) -m tests.exactness
+	$(PY) -m bench.stubs
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from lowtide.cli import main as cli
-from lowtide.cli.main import COMMANDS, main
+from lowtide.cli.commands import commands
+from lowtide.cli.main import main
 
 
 def command(monkeypatch, run) -> None:
@@ -19,7 +20,7 @@ def command(monkeypatch, run) -> None:
 def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in COMMANDS)
+    assert all(name in shown for name in commands())
 
 
 def test_no_command_is_help_and_an_error(capsys):

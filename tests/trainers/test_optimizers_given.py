@@ -12,9 +12,9 @@ from lowtide.memory.activations import checkpointing
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.host_states import HostStates
 from lowtide.memory.optimizers.states import state_sizes, states_of, wants_room
+from lowtide.run import optimizers as run_optimizers
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.rehearsal import reserved_for_states
-from lowtide.trainers import optimizers as trainers_optimizers
 from lowtide.trainers.reports.start import StartReport
 from tests.support.matrix import TECHNIQUES, build, classes, folder, make, rows, tokenizer, watched, with_it
 
@@ -69,7 +69,7 @@ def test_room_is_held_for_the_states_of_the_optimizer_that_is_given(kind, states
 
 @pytest.mark.parametrize("at_home", [False, True])
 def test_states_in_host_memory_are_not_moved_as_training_begins(at_home, monkeypatch):
-    monkeypatch.setattr(trainers_optimizers, "_on_host", lambda args: at_home)
+    monkeypatch.setattr(run_optimizers, "_on_host", lambda args: at_home)
     run = make("SFT", optim="adamw_compressed")
     optimizer = run.create_optimizer()
     with mock.patch("accelerate.optimizer.move_to_device", side_effect=lambda states, device: states) as moved:
@@ -103,7 +103,7 @@ def test_an_optimizer_that_is_given_steps_and_its_states_are_where_the_options_s
     run = trainer(model, optimizers=(mine, None))
     run.train()
     assert run.optimizer.optimizer is mine
-    monkeypatch.setattr(trainers_optimizers, "_on_host", lambda args: True)
+    monkeypatch.setattr(run_optimizers, "_on_host", lambda args: True)
     again = trainer(model, optimizers=(torch.optim.AdamW(model.parameters()), None))
     again.train()
     assert isinstance(again.optimizer.optimizer.host_states, HostStates)
@@ -127,9 +127,9 @@ def test_a_compressed_optimizer_sends_each_state_to_the_host_before_it_makes_the
             super().take_home(parameter)
             there.append(len(optimizer.state))
 
-    monkeypatch.setattr(trainers_optimizers, "HostStates", Watched)
-    monkeypatch.setattr(trainers_optimizers, "_on_host", lambda args: True)
-    trainers_optimizers.settle_optimizer(optimizer, None)
+    monkeypatch.setattr(run_optimizers, "HostStates", Watched)
+    monkeypatch.setattr(run_optimizers, "_on_host", lambda args: True)
+    run_optimizers.settle_optimizer(optimizer, None)
     assert there == list(range(1, len(list(model.parameters())) + 1))
 
 

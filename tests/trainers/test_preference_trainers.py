@@ -361,7 +361,7 @@ BAD = {
     "a moving reference with adapters": (
         "dpo",
         {"sync_ref_model": True, "arguments": {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}},
-        r"sync_ref_model=True is of a reference of its own.* pass a `ref_model`",
+        r"sync_ref_model=True requires a reference of its own.* pass a `ref_model`",
     ),
     "a moving reference that is another model": (
         "dpo",

@@ -15,8 +15,14 @@ TOOLS = {
 """The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""
 OF_A_METHOD = {"plan", "estimate", "profile"}
 """Those that a method follows, whose options they take: their `add_parser(subparsers, method)` gives its parser."""
-TRAINS = {*METHODS, *OF_A_METHOD, "demo"}
-"""Those that train, or tell of what trains."""
-COMMANDS = {name: row.summary for name, row in METHODS.rows.items()} | {
-    name: words for name, (_, words) in TOOLS.items()
-}
+
+
+def commands() -> dict[str, str]:
+    """All subcommands with their lines of help."""
+    of_methods = {name: row.summary for name, row in METHODS.rows.items()}
+    return of_methods | {name: summary for name, (_, summary) in TOOLS.items()}
+
+
+def trains(command: str) -> bool:
+    """Whether a command trains, or tells of what trains."""
+    return command in METHODS or command in OF_A_METHOD or command == "demo"

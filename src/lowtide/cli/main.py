@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import lowtide
-from lowtide.cli.commands import COMMANDS, OF_A_METHOD, TOOLS, TRAINS
+from lowtide.cli.commands import OF_A_METHOD, TOOLS, commands, trains
 from lowtide.cli.endings import INTERRUPTED, USER_ERROR, UsageError, status_of
 from lowtide.compat.argparse import options_of
 from lowtide.memory.allocators.settings import expand_segments, without_thread_cache
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; gives its exit status: 0, 2 for what the user can mend, 3 where another rank stopped the run,
     130 if interrupted, 143 after SIGTERM."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None and TRAINS & set(words[:1]):
+    if argv is None and words and trains(words[0]):
         without_thread_cache()
     traceback = "--traceback" in words
     try:
@@ -65,14 +65,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         UsageError: an unknown subcommand or option, with the nearest name.
     """
     command = next((word for word in words if not word.startswith("-")), None)
-    if command is not None and command not in COMMANDS:
-        raise UsageError(f"there is no command {command!r}{nearest(command, COMMANDS)} (see lowtide --help)")
+    there = commands()
+    if command is not None and command not in there:
+        raise UsageError(f"there is no command {command!r}{nearest(command, there)} (see lowtide --help)")
     parser = Parser(prog="lowtide", description="Post-train language models at the lowest peak memory, exactly.")
     parser.add_argument("--version", action="version", version=f"lowtide {lowtide.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
     own: list[argparse.ArgumentParser] = []
-    for name, summary in COMMANDS.items():
+    for name, summary in there.items():
         if name != command:
             subparsers.add_parser(name, help=summary)
         elif name in METHODS:

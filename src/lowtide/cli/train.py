@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowtide.cli.adapters import AdapterOptions
-from lowtide.cli.commands import COMMANDS
+from lowtide.cli.commands import commands
 from lowtide.cli.endings import UsageError
 from lowtide.cli.launch import OF_PROCESSES
 from lowtide.cli.layout import LAYOUT
@@ -223,7 +223,7 @@ def add_command(
     Returns:
         the method's parser beneath it, with a group for the command's own options; without a method, the command's.
     """
-    parser = subparsers.add_parser(command, help=COMMANDS[command], description=description)
+    parser = subparsers.add_parser(command, help=commands()[command], description=description)
     methods = parser.add_subparsers(metavar="METHOD", title="methods", required=True)
     if method is None:
         for name, row in METHODS.rows.items():

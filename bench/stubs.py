@@ -1,0 +1,74 @@
+"""Writes `src/lowtide/trainers/public.pyi`: what editors and type checkers know of the classes that the table makes.
+
+python -m bench.stubs           # part of `make docs`
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from lowtide.methods import METHODS
+from lowtide.methods.method import Method
+from lowtide.trainers.signatures import signature_of
+
+STUB = Path(__file__).parent.parent / "src/lowtide/trainers/public.pyi"
+TYPES = {
+    "model": "str | os.PathLike | nn.Module",
+    "ref_model": "str | os.PathLike | nn.Module | None",
+    "args": "TrainingArguments | None",
+    "data_collator": "Callable | None",
+    "train_dataset": "Dataset | IterableDataset | None",
+    "eval_dataset": "Dataset | IterableDataset | Mapping[str, Dataset] | None",
+    "processing_class": "PreTrainedTokenizerBase | None",
+    "compute_loss_func": "Callable | None",
+    "compute_metrics": "Callable | None",
+    "callbacks": "list | None",
+    "optimizers": "tuple",
+    "optimizer_cls_and_kwargs": "tuple | None",
+    "preprocess_logits_for_metrics": "Callable | None",
+    "formatting_func": "Callable | None",
+}
+"""By argument; the others are of any type."""
+
+
+def stub() -> str:
+    """The text of the stub."""
+    methods = [METHODS[name] for name in METHODS]
+    parts = ["# Written by `python -m bench.stubs` from the table of methods.\n\n"]
+    parts += ["import os\nfrom collections.abc import Callable, Mapping\nfrom dataclasses import dataclass\n"]
+    parts += ["from typing import Any\n\nfrom datasets import Dataset, IterableDataset\nfrom torch import nn\n"]
+    parts += ["from transformers import PreTrainedTokenizerBase, TrainingArguments\n\n"]
+    options = sorted({(each.options.__module__, each.options.__name__) for each in methods})
+    imports = [
+        *(f"from {module} import {name}\n" for module, name in options),
+        "from lowtide.methods.method import Method\n",
+        "from lowtide.run.options.training import TrainingConfig\n",
+        "from lowtide.trainers.method import MethodTrainer\n",
+        "from lowtide.trainers.reference import ReferenceTrainer\n",
+    ]
+    parts += sorted(imports, key=lambda line: line.split()[1])
+    parts += ["\ndef trainer_class(method: Method) -> type[MethodTrainer]: ...\n"]
+    parts += [_classes(method) for method in methods]
+    return "".join(parts)
+
+
+def _classes(method: Method) -> str:
+    lines = [
+        "\n@dataclass",
+        f"class {method.public}Config({method.options.__name__}, TrainingConfig): ...\n",
+        f"class {method.public}Trainer({'ReferenceTrainer' if method.compares else 'MethodTrainer'}):",
+        "    def __init__(",
+        "        self,",
+    ]
+    for name, each in signature_of(method).parameters.items():
+        if each.kind is inspect.Parameter.VAR_KEYWORD:
+            lines.append(f"        **{name}: Any,")
+            continue
+        default = "" if each.default is inspect.Parameter.empty else " = ..."
+        lines.append(f"        {name}: {TYPES.get(name, 'Any')}{default},")
+    return "\n".join([*lines, "    ) -> None: ...", ""])
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub())

@@ -1,0 +1,177 @@
+# Written by `python -m bench.stubs` from the table of methods.
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from lowtide.methods.bco import BCOOptions
+from lowtide.methods.cpo import CPOOptions
+from lowtide.methods.dpo import DPOOptions
+from lowtide.methods.kto import KTOOptions
+from lowtide.methods.method import Method
+from lowtide.methods.orpo import ORPOOptions
+from lowtide.methods.reward import RewardOptions
+from lowtide.methods.sft import SFTOptions
+from lowtide.run.options.training import TrainingConfig
+from lowtide.trainers.method import MethodTrainer
+from lowtide.trainers.reference import ReferenceTrainer
+
+def trainer_class(method: Method) -> type[MethodTrainer]: ...
+
+@dataclass
+class SFTConfig(SFTOptions, TrainingConfig): ...
+
+class SFTTrainer(MethodTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_loss_func: Callable | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        preprocess_logits_for_metrics: Callable | None = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        formatting_func: Callable | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class DPOConfig(DPOOptions, TrainingConfig): ...
+
+class DPOTrainer(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        ref_model: str | os.PathLike | nn.Module | None = ...,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class KTOConfig(KTOOptions, TrainingConfig): ...
+
+class KTOTrainer(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        ref_model: str | os.PathLike | nn.Module | None = ...,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class RewardConfig(RewardOptions, TrainingConfig): ...
+
+class RewardTrainer(MethodTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class ORPOConfig(ORPOOptions, TrainingConfig): ...
+
+class ORPOTrainer(MethodTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class CPOConfig(CPOOptions, TrainingConfig): ...
+
+class CPOTrainer(MethodTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class BCOConfig(BCOOptions, TrainingConfig): ...
+
+class BCOTrainer(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        ref_model: str | os.PathLike | nn.Module | None = ...,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        **older: Any,
+    ) -> None: ...

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lowtide.methods import METHODS
 from lowtide.methods.method import Method
+from lowtide.run.options.configs import public_name
 from lowtide.trainers.signatures import signature_of
 
 STUB = Path(__file__).parent.parent / "src/lowtide/trainers/public.pyi"
@@ -56,8 +57,8 @@ def stub() -> str:
 def _classes(method: Method) -> str:
     lines = [
         "\n@dataclass",
-        f"class {method.public}Config({method.options.__name__}, TrainingConfig): ...\n",
-        f"class {method.public}Trainer({'ReferenceTrainer' if method.compares else 'MethodTrainer'}):",
+        f"class {public_name(method)}Config({method.options.__name__}, TrainingConfig): ...\n",
+        f"class {public_name(method)}Trainer({'ReferenceTrainer' if method.compares else 'MethodTrainer'}):",
         "    def __init__(",
         "        self,",
     ]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.methods import METHODS
 from lowtide.methods.options import ReferenceOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.rows import RowLayout
@@ -97,8 +96,3 @@ class Method:
     def compares(self) -> bool:
         """Whether the policy is compared with a reference."""
         return issubclass(self.options, ReferenceOptions)
-
-    @property
-    def public(self) -> str:
-        """`SFT` of `SFTConfig` and `SFTTrainer`."""
-        return METHODS.rows[self.name].public if self.name in METHODS.rows else self.name.upper()

@@ -12,11 +12,11 @@ from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.planner.candidate import PlannedRun, config_of_model
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import estimate_run
+from lowtide.trainers.reports.reported import Reported
 
 if TYPE_CHECKING:
     from lowtide.methods.method import Method
     from lowtide.run.options.training import TrainingConfig
-    from lowtide.trainers.method import MethodTrainer
 
 
 def run_of(
@@ -48,7 +48,7 @@ def run_of(
     return PlannedRun(method, described, own, device, processing_class, peft_config, quantization_config, samples=False)
 
 
-def predicted(trainer: MethodTrainer, settings: Mapping[str, Any]) -> int:
+def predicted(trainer: Reported, settings: Mapping[str, Any]) -> int:
     """The most that tensors would hold in a trainer's run with some settings changed, in bytes.
 
     Raises:

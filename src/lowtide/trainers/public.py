@@ -7,7 +7,7 @@ from typing import Any
 
 from lowtide.methods import METHODS
 from lowtide.methods.method import Method
-from lowtide.run.options.configs import config_class
+from lowtide.run.options.configs import config_class, public_name
 from lowtide.trainers.method import MethodTrainer
 from lowtide.trainers.reference import ReferenceTrainer
 from lowtide.trainers.signatures import signature_of
@@ -18,7 +18,7 @@ def trainer_class(method: Method) -> type[MethodTrainer]:
     """The method's trainer."""
     kind = ReferenceTrainer if method.compares else MethodTrainer
     made: Any = type(
-        f"{method.public}Trainer",
+        f"{public_name(method)}Trainer",
         (kind,),
         {
             "__doc__": f"Trains by {method.title}; rows are described in `docs/{method.name}.md`.\n\n"

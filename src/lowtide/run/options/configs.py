@@ -36,13 +36,18 @@ def method_of(config: Any) -> Method:
     return found
 
 
+def public_name(method: Method) -> str:
+    """`SFT` of `SFTConfig` and `SFTTrainer`."""
+    return METHODS.rows[method.name].public
+
+
 @functools.cache
 def config_class(method: Method) -> type[TrainingConfig]:
     """The method's config: a dataclass of its options, `TrainingConfig`'s and `transformers.TrainingArguments`'."""
     own = fields(method.options)
     named = {each.name for each in own}
     made: Any = type(
-        f"{method.public}Config",
+        f"{public_name(method)}Config",
         (method.options, TrainingConfig),
         {
             "__doc__": f"Options of {method.title}: `{method.options.__name__}`, `TrainingConfig` and "

@@ -22,7 +22,7 @@ from lowtide.run.optimizers import OPTIMIZERS
 from lowtide.trainers.references.precompute import state_digest, with_column
 
 if TYPE_CHECKING:
-    from lowtide.trainers.reference import ReferenceTrainer
+    from lowtide.trainers.base import LowtideTrainer
 
 WAY_OUT = (
     "pass this dataset as `eval_dataset` when the trainer is made, pass the reference's name as `ref_model`, or set "
@@ -44,7 +44,7 @@ class LaterReference:
         self.adapters_off = reference if isinstance(reference, AdapterOff) else None
         self.name, self.dtype = model_name(reference.model), embedding_weight(reference.model).dtype
 
-    def with_columns(self, trainer: ReferenceTrainer, dataset: Any) -> Any:
+    def with_columns(self, trainer: LowtideTrainer, dataset: Any) -> Any:
         """Prepared rows, one dataset or several by name, with the reference's log-probabilities.
 
         Raises:
@@ -61,7 +61,7 @@ class LaterReference:
         finally:
             owner.reference = before
 
-    def again(self, trainer: ReferenceTrainer) -> Scorer:
+    def again(self, trainer: LowtideTrainer) -> Scorer:
         """The reference."""
         if self.adapters_off is not None:
             return self.adapters_off
@@ -92,7 +92,7 @@ class LaterReference:
 class _Late:
     """The reference, loaded when a batch first asks: not where all log-probabilities are cached."""
 
-    def __init__(self, known: LaterReference, trainer: ReferenceTrainer) -> None:
+    def __init__(self, known: LaterReference, trainer: LowtideTrainer) -> None:
         self.known, self.trainer = known, trainer
         self.reference: Scorer | None = None
 

@@ -33,7 +33,7 @@ from lowtide.step.rank_sync import RankSync, worst_of_ranks
 from lowtide.step.train_step import Limits
 
 if TYPE_CHECKING:
-    from lowtide.trainers.reference import ReferenceTrainer
+    from lowtide.trainers.base import LowtideTrainer
 
 NUMBER = "number"
 """Row value: the row's number in its dataset."""
@@ -51,7 +51,7 @@ class Precomputed:
         )
 
 
-def precompute(trainer: ReferenceTrainer) -> tuple[str, str]:
+def precompute(trainer: LowtideTrainer) -> tuple[str, str]:
     """Gives the datasets of a trainer the column of the reference's log-probabilities.
 
     Returns:
@@ -73,7 +73,7 @@ def precompute(trainer: ReferenceTrainer) -> tuple[str, str]:
     return weights, digest
 
 
-def with_column(trainer: ReferenceTrainer, dataset: Any, name: str, weights: str) -> Dataset:
+def with_column(trainer: LowtideTrainer, dataset: Any, name: str, weights: str) -> Dataset:
     """A dataset with the column, computed or found in the cache; `weights` is the reference's fingerprint."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
         raise ValueError(
@@ -114,7 +114,7 @@ def _of_first_on_node(path: str, args: Any) -> str:
 
 
 @torch.no_grad()
-def _compute(trainer: ReferenceTrainer, dataset: Dataset, limits: Limits, training: bool, name: str) -> list:
+def _compute(trainer: LowtideTrainer, dataset: Dataset, limits: Limits, training: bool, name: str) -> list:
     """The log-probabilities of all scores of each row, in the dataset's order."""
     numbered = dataset.add_column(NUMBER, np.arange(len(dataset)))  # type: ignore[call-arg]
     found: list[np.ndarray | None] = [None] * len(dataset)
@@ -143,7 +143,7 @@ def _compute(trainer: ReferenceTrainer, dataset: Dataset, limits: Limits, traini
     return found
 
 
-def _loader(trainer: ReferenceTrainer, dataset: Dataset, training: bool) -> Any:
+def _loader(trainer: LowtideTrainer, dataset: Dataset, training: bool) -> Any:
     if not training:
         return trainer.get_eval_dataloader(dataset)  # type: ignore[arg-type]
     own, trainer.train_dataset = trainer.train_dataset, dataset
@@ -174,7 +174,7 @@ def _write(values: list[np.ndarray], path: str) -> None:
     staging.rename(path)
 
 
-def weights_fingerprint(trainer: ReferenceTrainer, digest: str) -> str:
+def weights_fingerprint(trainer: LowtideTrainer, digest: str) -> str:
     """One fingerprint of the reference's weights, and of the model that they are in."""
     model: Any = cast(Any, trainer.reference).model
     config = causal_model(model).config.to_json_string(use_diff=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,9 +19,7 @@ from lowtide.planner.advice import Advice, advise
 from lowtide.ranks.world import distributed
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.predictions import predicted
-
-if TYPE_CHECKING:
-    from lowtide.trainers.method import MethodTrainer
+from lowtide.trainers.reports.reported import Reported
 
 MOST = 2
 """Settings that are named."""
@@ -31,7 +29,7 @@ TRACE_BYTES = 448 << 20
 logger = logging.getLogger(__name__)
 
 
-def explained(trainer: MethodTrainer, error: OutOfMemory) -> OutOfMemory:
+def explained(trainer: Reported, error: OutOfMemory) -> OutOfMemory:
     """The same error with what was held and what to change. A part that cannot be made, as memory may still be short,
     is left out."""
     trainer.model.zero_grad()  # half formed, and in the way of what follows
@@ -45,18 +43,18 @@ def explained(trainer: MethodTrainer, error: OutOfMemory) -> OutOfMemory:
     return OutOfMemory(". ".join(text), error.failure)
 
 
-def _peak(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
+def _peak(trainer: Reported, error: OutOfMemory) -> list[str]:
     held = _held(trainer)
     return [
         f"The peak was {bytes_text(sum(held.values()))}: {', '.join(f'{k} {bytes_text(v)}' for k, v in held.items())}"
     ]
 
 
-def _largest(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
+def _largest(trainer: Reported, error: OutOfMemory) -> list[str]:
     return [f"The largest tensors then: {', '.join(error.failure.largest)}"] if error.failure else []
 
 
-def _advice(trainer: MethodTrainer, error: OutOfMemory) -> list[str]:
+def _advice(trainer: Reported, error: OutOfMemory) -> list[str]:
     """What a change would save is predicted on one process only, since it takes making a trainer, which ranks do
     together; and only where there is memory for it."""
 
@@ -86,7 +84,7 @@ def _can_hold(size: int) -> bool:
     return True
 
 
-def _held(trainer: MethodTrainer) -> dict[str, int]:
+def _held(trainer: Reported) -> dict[str, int]:
     """Bytes by category at the peak; the rest beside the states counts as activations."""
     states = predict_states(trainer.model, trainer.optimizer_name)
     rest = peak_bytes(trainer.args.device) - states.total

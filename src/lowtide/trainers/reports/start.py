@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,9 +19,7 @@ from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
 from lowtide.run.engine import Engine
 from lowtide.run.options.without_effect import without_effect
-
-if TYPE_CHECKING:
-    from lowtide.trainers.method import MethodTrainer
+from lowtide.trainers.reports.reported import Reported
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ def noise_text(args: Any, reference: object) -> str:
 class StartReport(TrainerCallback):
     """Prints the start-up report and the ledger before the first step, and writes the memory report after the last."""
 
-    def __init__(self, trainer: MethodTrainer, engine: Engine) -> None:
+    def __init__(self, trainer: Reported, engine: Engine) -> None:
         self.trainer, self.engine = trainer, engine
         self.states = predict_states(trainer.model, trainer.optimizer_name)
 

@@ -57,6 +57,7 @@ def main(adapters: bool) -> int:
     from lowtide.planner.devices import device_named
     from lowtide.planner.estimate import estimate_run
     from lowtide.planner.tracing.fake_run import FakeRun
+    from lowtide.run.options.configs import method_of
 
     host_heap.LARGE, host_heap.TRIM_ABOVE = 0, 1 << 20  # without holes, what is beside tensors is the process
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +71,7 @@ def main(adapters: bool) -> int:
         )
         trainer.train()
         peak = peak_resident_bytes()
-        traced = FakeRun(SFTTrainer, **run, processing_class=make_tokenizer())
+        traced = FakeRun(method_of(run["config"]), **run, processing_class=make_tokenizer())
         predicted = estimate_run(traced, device_named("cpu"), beside=0)
     return peak - predicted.peak_bytes
 

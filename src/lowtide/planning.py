@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
@@ -17,9 +17,16 @@ from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.plan import Plan, make_plan
 from lowtide.planner.sharding.sharding import Sharding
-from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs
 from lowtide.run.options.configs import method_named, method_of
 from lowtide.run.options.training import TrainingConfig
+
+
+class PlanInputs(ModelInputs, total=False):
+    """What a run is made of beside its method, model and rows."""
+
+    config: TrainingConfig | Mapping[str, Any] | None
+    """Your own settings, which are never overruled: those that a config was made with, or options by name."""
 
 
 def estimate(
@@ -28,12 +35,10 @@ def estimate(
     *,
     lengths: Sequence[int | Sequence[int]] | None = None,
     dataset: Dataset | None = None,
-    processing_class: Any = None,
-    peft_config: Any = None,
-    quantization_config: Any = None,
     device: str = "cpu",
     world_size: int = 1,
     sharding: Any = None,
+    **inputs: Unpack[ModelInputs],
 ) -> Estimate:
     """What a run will take, on each device; no weight is made.
 
@@ -43,9 +48,7 @@ def estimate(
         lengths: the tokens of each row: a number for `SFTConfig`; for pairs (prompt, chosen, rejected), for single
             completions (prompt, completion).
         dataset: rows to train on, in place of their lengths.
-        processing_class: their tokenizer; by default the model's own.
-        peft_config: adapters to put on the model.
-        quantization_config: a `BitsAndBytesConfig` with `load_in_4bit`, for QLoRA.
+        inputs: see `ModelInputs`.
         device: "cpu", "cuda" (the one that is there), or a name as "H100-80GB".
         world_size: devices that train together.
         sharding: how they share states: "zero3", "fsdp2", "tp2+fsdp2", a DeepSpeed configuration or its path; None
@@ -60,17 +63,16 @@ def estimate(
     init = model_init(
         cast(Any, config.model_init_kwargs),
         trust_remote_code=config.trust_remote_code,
-        quantization_config=quantization_config,
+        quantization_config=inputs.pop("quantization_config", None),
     )
     run = FakeRun(
         method_of(config),
         config,
         config_of_model(model, **config_init(init)),
         dataset if dataset is not None else Dataset.from_list(rows_of(lengths or ())),
-        processing_class=processing_class,
-        peft_config=peft_config,
-        quantization_config=init.get("quantization_config"),
         prepared=lengths is not None,
+        quantization_config=init.get("quantization_config"),
+        **inputs,
     )
     spread = Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None
     return estimate_run(run, device_named(device), sharding=spread)
@@ -84,12 +86,8 @@ def plan(
     *,
     device: str = "cpu",
     exact: bool = True,
-    config: TrainingConfig | Mapping[str, Any] | None = None,
-    processing_class: Any = None,
-    peft_config: Any = None,
-    quantization_config: Any = None,
     explain: bool = True,
-    source: Mapping[str, Any] | None = None,
+    **inputs: Unpack[PlanInputs],
 ) -> Plan:
     """The fastest settings of a run that fit a budget; no weight is made.
 
@@ -100,18 +98,14 @@ def plan(
         budget: "24GiB", "24GB", "24g", a number of bytes, or "auto" for what the device has free.
         device: "cpu", "cuda", or a GPU that need not be here, such as "H100-80GB".
         exact: whether only settings are chosen that leave the numbers alone; others are named with what they change.
-        config: your own settings, which are never overruled: those that a config was made with, or options by name.
-        processing_class: the tokenizer; by default the model's own.
-        peft_config: adapters to put on the model.
-        quantization_config: a `BitsAndBytesConfig` with `load_in_4bit`, for QLoRA.
         explain: whether runners-up and the effect of each technique are wanted, which take some traces more.
-        source: your own settings as the plan's run file is to have them, if they are more than `config`.
+        inputs: see `PlanInputs`.
 
     Raises:
         PlanError: nothing fits; says what takes most, and what would be needed.
         ValueError: the method, the device, the budget or the rows are none, or the model cannot be traced.
     """
-    run, loaded = _run(method, model, dataset, device, config, processing_class, peft_config, quantization_config)
+    run, loaded = _run(method, model, dataset, device, inputs)
     rows, notes = first_rows(loaded)
     own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
     return make_plan(
@@ -120,7 +114,7 @@ def plan(
         budget,
         exact=exact,
         explain=explain,
-        source=source or own | dict(run.requested),
+        source=own | dict(run.requested),
         streamed=rows is not loaded,
         notes=notes,
     )
@@ -132,13 +126,10 @@ def estimate_method(
     dataset: Source,
     *,
     device: str = "cpu",
-    config: TrainingConfig | Mapping[str, Any] | None = None,
-    processing_class: Any = None,
-    peft_config: Any = None,
-    quantization_config: Any = None,
+    **inputs: Unpack[PlanInputs],
 ) -> Estimate:
     """The peak of a run as `lowtide estimate` describes it: arguments are those of `plan`."""
-    run, rows = _run(method, model, dataset, device, config, processing_class, peft_config, quantization_config)
+    run, rows = _run(method, model, dataset, device, inputs)
     rows, notes = first_rows(rows)
     prepared, _, of_rows = prepared_rows(run, rows)
     found = measured(run, prepared, {}, None).estimate
@@ -150,22 +141,21 @@ def _run(
     model: str | PretrainedConfig,
     dataset: Source,
     device: str,
-    config: TrainingConfig | Mapping[str, Any] | None,
-    processing_class: Any,
-    peft_config: Any,
-    quantization_config: Any,
+    inputs: PlanInputs,
 ) -> tuple[PlannedRun, Dataset | IterableDataset]:
-    declared, place = method_named(method), device_named(device)
+    declared, place, config = method_named(method), device_named(device), inputs.get("config")
     given = dict(config.requested if isinstance(config, TrainingConfig) else config or {})
     init = model_init(
         given.get("model_init_kwargs"),
         trust_remote_code=bool(given.get("trust_remote_code")),
-        quantization_config=quantization_config,
+        quantization_config=inputs.get("quantization_config"),
     )
     described = config_of_model(model, **config_init(init))
+    processing_class = inputs.get("processing_class")
     if processing_class is None and isinstance(model, str):
         processing_class = load_tokenizer(model, **config_init(init))
-    run = PlannedRun(declared, described, given, place, processing_class, peft_config, init.get("quantization_config"))
+    adapters, quantized = inputs.get("peft_config"), init.get("quantization_config")
+    run = PlannedRun(declared, described, given, place, processing_class, adapters, quantized)
     return run, load_rows(dataset)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
             config=described.requested,
             processing_class=described.tokenizer(),
             **described.adapters(),
-            source=described.values,
         )
+    # The run file is to have all that was asked for: model, data and adapters too.
+    asked = {name: value for name, value in described.values.items() if name != "memory_budget"}
+    found = dataclasses.replace(found, requested=asked)
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(found.to_yaml(), encoding="utf-8")

@@ -80,11 +80,8 @@ def prepare_pairs(
     Raises:
         ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
     """
-    if whole and options.truncation.limits_parts:
-        raise ValueError(
-            "max_prompt_length and max_completion_length cut completions, and a reward model scores them whole. Unset "
-            "both; max_length drops the pairs that are too long."
-        )
+    if whole:
+        _check_whole(options)
     source = options.source or title_of(dataset, name)
     with reading(dataset, source, "prompt_ids, chosen_ids and rejected_ids") as first_row:
         row_format = detect_pairs(list(first_row), source, margins=margins, chats=_chats(tokenizer, options))
@@ -112,6 +109,14 @@ def prepare_pairs(
         prepared = prepared.select(statistics.numbers)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
     return prepared.select_columns(wanted), ledger
+
+
+def _check_whole(options: PreferenceOptions) -> None:
+    if options.truncation.limits_parts:
+        raise ValueError(
+            "max_prompt_length and max_completion_length cut completions, and a reward model scores them whole. Unset "
+            "both; max_length drops the pairs that are too long."
+        )
 
 
 def prepare_unpaired(
@@ -166,12 +171,8 @@ def prepare_unpaired(
         numbers = np.arange(len(prepared)) if numbers is None else numbers
         order = order_in_runs(numbers)
         numbers, lengths = numbers[order], lengths[order]
-    ledger = statistics.ledger(
-        name=name,
-        batch_size=batch_size,
-        padding_avoided=padding_share(lengths, batch_size),
-        read_as=row_format.title,
-    )
+    padding = padding_share(lengths, batch_size)
+    ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
     fingerprint = combine(VERSION, fingerprint_of(prepared), "kl", kl_block)
     chosen = prepared if numbers is None else prepared.select(numbers)
     _warn_of_labels(chosen, source)

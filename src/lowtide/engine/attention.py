@@ -51,14 +51,13 @@ def attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer. `query` [batch, heads, tokens, dim]; `key`, `value` [batch, kv_heads, ..].
 
     Returns [batch, tokens, heads, dim], and no weights. With a plan the batch is 1 and holds all tokens.
     """
+    softcap, s_aux = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     plan = kwargs.pop(PLAN, None) or getattr(kwargs.get("position_ids"), PLAN, None)
     if plan is None:
         if softcap is None and s_aux is None:

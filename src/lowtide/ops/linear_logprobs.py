@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -74,16 +74,26 @@ ScoreLoss = Callable[[TokenStats], Tensor]
 """Statistics of some scores to their losses, score by score: [scores] to [scores]."""
 
 
+class HeadOptions(TypedDict, total=False):
+    """How the logits of a head are made and read; what is left out has its plain value."""
+
+    bias: Float[Tensor, " vocab"] | None
+    projection: Projection
+    """What the logits go through before they are scored."""
+    want: Want
+    """The statistics beside log-probabilities."""
+    accumulate: bool
+    """Add the gradient of a weight that is a leaf without hooks straight into its `.grad`, instead of handing it to
+    autograd, which would hold it a second time."""
+    chunk: int | None
+    """Scores at a time; by default as many as fit the device's workspace."""
+
+
 def linear_logprobs(
     terms: Sequence[Term],
     index: Int[Tensor, " scores"],
     target: Int[Tensor, " scores"],
-    *,
-    bias: Float[Tensor, " vocab"] | None = None,
-    projection: Projection = PLAIN,
-    want: Want = NOTHING_MORE,
-    accumulate: bool = False,
-    chunk: int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> TokenStats:
     """Statistics of chosen tokens, differentiable in the terms and the bias.
 
@@ -91,13 +101,11 @@ def linear_logprobs(
         terms: whose products make the logits; hidden states of all tokens.
         index: the token whose hidden state predicts each score.
         target: the token predicted there.
-        want: statistics beyond the log-probabilities; all but `top1` and `collisions` carry gradients.
-        accumulate: add the gradient of a weight that is a leaf without hooks straight into its `.grad` in backward,
-            instead of handing it to autograd, which would hold it a second time.
-        chunk: scores at a time; by default as many as fit the device's workspace.
+        options: see `HeadOptions`; of what `want` asks for, all but `top1` and `collisions` carries gradients.
     """
-    spec = _Spec(projection, want, accumulate, chunk)
-    return _wanted(want, *_LinearLogprobs.apply(spec, index, target, bias, *_flat(terms)))
+    bias = options.pop("bias", None)
+    spec = _Spec(**options)
+    return _wanted(spec.want, *_LinearLogprobs.apply(spec, index, target, bias, *_flat(terms)))
 
 
 def linear_loss(
@@ -108,11 +116,7 @@ def linear_loss(
     *,
     factor: float | Tensor = 1.0,
     grad_scale: float = 1.0,
-    bias: Float[Tensor, " vocab"] | None = None,
-    projection: Projection = PLAIN,
-    want: Want = NOTHING_MORE,
-    accumulate: bool = False,
-    chunk: int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> tuple[Float[Tensor, ""], TokenStats]:
     """`factor` times the sum of `loss` over the scores, and the statistics without gradient.
 
@@ -127,21 +131,28 @@ def linear_loss(
 
     The other arguments are those of `linear_logprobs`.
     """
-    spec = _Spec(projection, want, accumulate, chunk, torch.is_grad_enabled())
-    total, *stats = _LinearLoss.apply(spec, loss, factor, grad_scale, index, target, bias, *_flat(terms))
-    return total, _wanted(want, *stats)
+    bias = options.pop("bias", None)
+    spec = _Spec(**options, grad=torch.is_grad_enabled())
+    total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale), index, target, bias, *_flat(terms))
+    return total, _wanted(spec.want, *stats)
 
 
 # -- inside ------------------------------------------------------------------------------------------------------
 
 
 class _Spec(NamedTuple):
-    projection: Projection
-    want: Want
-    accumulate: bool
-    chunk: int | None
+    projection: Projection = PLAIN
+    want: Want = NOTHING_MORE
+    accumulate: bool = False
+    chunk: int | None = None
     grad: bool = True
     """Whether gradients are wanted at all, which the inside of an autograd function cannot see."""
+
+
+class _Loss(NamedTuple):
+    of_stats: ScoreLoss
+    factor: float | Tensor
+    grad_scale: float
 
 
 def _wanted(
@@ -306,9 +317,9 @@ class _LinearLogprobs(torch.autograd.Function):
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, spec: _Spec, loss: ScoreLoss, factor, grad_scale: float, index, target, bias, *flat):
+    def forward(ctx, spec: _Spec, loss: _Loss, index, target, bias, *flat):
         terms = _pairs(flat)
-        needs = [need and spec.grad for need in ctx.needs_input_grad[6:]]
+        needs = [need and spec.grad for need in ctx.needs_input_grad[4:]]
         head = _Head(spec, index, target, bias, terms)
         ctx.leaves = _leaves(terms)
         sinks = [None if leaf is None or not spec.accumulate else leaf.grad for leaf in ctx.leaves]
@@ -320,13 +331,13 @@ class _LinearLoss(torch.autograd.Function):
                 for _, rows in head.blocks(span, logits):
                     stats = rows.stats(spec.want, keep=any(needs) and spec.want.entropies)
                     columns.append(stats)
-                    losses, slopes = _score_losses(loss, stats, spec.want, factor, grad_scale)
+                    losses, slopes = _score_losses(loss, stats, spec.want)
                     total += losses
                     if any(needs):
                         rows.gradient(slopes, stats.entropies)
                 if any(needs):
                     gradients.add(span, xs, logits)
-        ctx.sinks, ctx.accumulate, ctx.grad_scale = sinks, spec.accumulate, grad_scale
+        ctx.sinks, ctx.accumulate, ctx.grad_scale = sinks, spec.accumulate, loss.grad_scale
         ctx.gradients = gradients
         logprobs, entropies, means, top1, _, collisions = _joined(columns, terms[0].x)
         ctx.mark_non_differentiable(logprobs, entropies, means, top1, collisions)
@@ -348,20 +359,19 @@ class _LinearLoss(torch.autograd.Function):
             # Set here rather than returned, so that a tied embedding can add to it and no second copy waits.
             if ctx.accumulate and leaf is not None and sinks[number] is None and gradients.weights[number] is not None:
                 leaf.grad = sinks[number] = gradients.weights[number]
-        return None, None, None, None, None, None, gradients.bias, *_returned(gradients, sinks)
+        return None, None, None, None, gradients.bias, *_returned(gradients, sinks)
 
 
-def _score_losses(
-    loss: ScoreLoss, stats: RowStats, want: Want, factor: float | Tensor, grad_scale: float
-) -> tuple[Float[Tensor, ""], Slopes]:
+def _score_losses(loss: _Loss, stats: RowStats, want: Want) -> tuple[Float[Tensor, ""], Slopes]:
     """`factor` times the sum of the losses, and `grad_scale` times its gradients at the statistics."""
     with torch.enable_grad():
         logprobs = stats.logprobs.detach().requires_grad_()
         entropies = stats.entropies.detach().requires_grad_() if want.entropies else None
         means = stats.mean_logprobs.detach().requires_grad_() if want.mean_logprobs else None
         leaves = [leaf for leaf in (logprobs, entropies, means) if leaf is not None]
-        total = loss(TokenStats(logprobs, entropies, means, stats.top1 if want.top1 else None)).sum() * factor
-        slopes = iter(torch.autograd.grad(total * grad_scale, leaves, allow_unused=True))
+        known = TokenStats(logprobs, entropies, means, stats.top1 if want.top1 else None)
+        total = loss.of_stats(known).sum() * loss.factor
+        slopes = iter(torch.autograd.grad(total * loss.grad_scale, leaves, allow_unused=True))
     of_logprobs = next(slopes)
     of_entropies = next(slopes) if entropies is not None else None
     of_means = next(slopes) if means is not None else None

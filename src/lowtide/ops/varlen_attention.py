@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from jaxtyping import Float
@@ -72,32 +72,39 @@ def observed_backends() -> Iterator[set[str]]:
         _observed.reset(token)
 
 
+class AttentionRules(TypedDict, total=False):
+    """What a layer asks of its attention; what is left out has its plain value."""
+
+    scale: float | None
+    """Factor of the attention scores; `dim ** -0.5` if None."""
+    window: int | None
+    """A query sees so many keys, itself included; None for all before it. Likewise on its other side where the plan is
+    not causal."""
+    chunk: int | None
+    """A query sees only keys in the same stretch of so many positions (Llama 4); None for all."""
+    softcap: float | None
+    """Scores become `softcap * tanh(scores / softcap)` (Gemma 2)."""
+    sinks: Float[Tensor, " heads"] | None
+    """A learned score for each head that takes its share of the softmax and gives nothing (gpt-oss)."""
+    dropout: float
+    """Probability of dropping an attention weight."""
+
+
 def varlen_attention(
     query: Float[Tensor, "tokens heads dim"],
     key: Float[Tensor, "tokens kv_heads dim"],
     value: Float[Tensor, "tokens kv_heads value_dim"],
     plan: AttentionPlan,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " heads"] | None = None,
-    dropout: float = 0.0,
     backend: str | None = None,
+    **asked: Unpack[AttentionRules],
 ) -> Float[Tensor, "tokens heads value_dim"]:
     """Attention within segments and from segments to their prefix; causal within them if the plan is.
 
     Args:
         plan: of the batch that the tokens belong to.
-        scale: factor of the attention scores; `dim ** -0.5` if None.
-        window: a query sees so many keys, itself included; None for all before it. Likewise on its other side where the
-            plan is not causal.
-        chunk: a query sees only keys in the same stretch of so many positions (Llama 4); None for all.
-        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
-        sinks: a learned score for each head that takes its share of the softmax and gives nothing (gpt-oss).
-        dropout: probability of dropping an attention weight.
         backend: one of `BACKENDS`; by default the first that can serve the call.
+        asked: see `AttentionRules`.
 
     Returns:
         What each token gathers, in the order of the tokens.
@@ -109,8 +116,7 @@ def varlen_attention(
         # A norm with float32 weights leaves queries and keys in float32, and values in the lower dtype.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    sight = Sight(window, chunk).within(plan.longest)
-    rules = Rules(query.shape[-1] ** -0.5 if scale is None else scale, sight, softcap, sinks, dropout, plan.causal)
+    rules = _rules(_Asked(**asked), query.shape[-1], plan)
     name = backend or _choose(query, key, value, rules)
     observed = _observed.get()
     if observed is not None:
@@ -122,3 +128,20 @@ def varlen_attention(
 
 def _choose(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> str:
     return next(name for name, backend in BACKENDS.items() if not backend.why_not(query, key, value, rules))
+
+
+class _Asked(NamedTuple):
+    """`AttentionRules` with its plain values."""
+
+    scale: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+
+def _rules(asked: _Asked, dim: int, plan: AttentionPlan) -> Rules:
+    scale = dim**-0.5 if asked.scale is None else asked.scale
+    sight = Sight(asked.window, asked.chunk).within(plan.longest)
+    return Rules(scale, sight, asked.softcap, asked.sinks, asked.dropout, plan.causal)

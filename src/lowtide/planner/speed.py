@@ -223,15 +223,18 @@ def _ragged_attention(query: Tensor, key: Tensor, value: Tensor, keys: int) -> i
     return query.shape[0] * query.shape[1] * keys * (query.shape[2] + value.shape[2])
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, _queries: Any, _starts: Any, _longest: int, keys: int,
-            _causal: bool = False, _scale: Any = None, window: Sequence[int] | None = None, *_: Any,
-            **__: Any) -> int:  # fmt: skip
+def _varlen(*args: Any, window: Sequence[int] | None = None, **_: Any) -> int:
+    """Arguments as `torch.nn.attention.varlen`'s operation takes them: query, key, value, the starts of queries and of
+    keys, the longest of each, whether it is causal, scale, window."""
+    query, key, value, *_, keys = args[:7]
+    window = args[9] if len(args) > 9 else window
     return _ragged_attention(query, key, value, _seen(keys, window))
 
 
-def _varlen_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _lse: Tensor,
-                     _queries: Any, _starts: Any, _longest: int, keys: int, _causal: bool, _random: Tensor,
-                     _scale: Any = None, window: Sequence[int] | None = None) -> int:  # fmt: skip
+def _varlen_backward(*args: Any, window: Sequence[int] | None = None, **_: Any) -> int:
+    """The gradient of the output before the arguments of `_varlen`, output and log-sum-exp behind the value."""
+    query, key, value, keys = *args[1:4], args[9]
+    window = args[13] if len(args) > 13 else window
     return _ragged_attention(query, key, value, _seen(keys, window)) * 5 // 2
 
 

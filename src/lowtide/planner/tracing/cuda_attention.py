@@ -81,8 +81,7 @@ def sdpa(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> Tensor:
     """`scaled_dot_product_attention` by the kernel that torch chooses on CUDA.
 
@@ -93,6 +92,7 @@ def sdpa(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     ampere = capability >= (8, 0)
+    scale = options.get("scale")
     dim, one_width = query.shape[-1], query.shape[-1] == value.shape[-1]
     grouped = query.shape[1] != key.shape[1]
     if attn_mask is None and query.dtype in HALF and ampere and one_width and dim % 8 == 0 and dim <= 256:
@@ -104,4 +104,4 @@ def sdpa(
         bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
         training = torch.is_grad_enabled()
         return EFFICIENT_ATTENTION(query, key, value, bias, training, dropout_p, is_causal, scale=scale)[0]
-    return OPEN_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    return OPEN_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]

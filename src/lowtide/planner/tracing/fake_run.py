@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 from unittest.mock import patch
 
 import torch
@@ -53,6 +53,17 @@ SAMPLE = 512
 """Rows that stand for a larger dataset which is not prepared yet."""
 
 
+class ModelInputs(TypedDict, total=False):
+    """What a run is made of beside its model, options and rows."""
+
+    processing_class: Any
+    """The tokenizer; by default the model's own."""
+    peft_config: Any
+    """Adapters to put on the model."""
+    quantization_config: Any
+    """How its weights are stored: a `BitsAndBytesConfig` with `load_in_4bit`, for QLoRA."""
+
+
 @dataclass(frozen=True)
 class TracedRun:
     """What was seen of a run, with all its layers."""
@@ -86,11 +97,9 @@ class FakeRun:
         config: its options.
         described: the model's config.
         dataset: rows as a trainer takes them.
-        processing_class: their tokenizer; by default the model's own.
-        peft_config: adapters to put on the model.
-        quantization_config: how its weights are stored.
         prepared: whether the rows are token rows already.
         samples: whether a sample may stand for rows that have yet to be prepared.
+        inputs: see `ModelInputs`.
 
     Raises:
         ValueError: weights are stored, or stepped, in a way that is not traced.
@@ -103,18 +112,16 @@ class FakeRun:
         described: PretrainedConfig,
         dataset: Dataset,
         *,
-        processing_class: Any = None,
-        peft_config: Any = None,
-        quantization_config: Any = None,
         prepared: bool = False,
         samples: bool = True,
+        **inputs: Unpack[ModelInputs],
     ) -> None:
-        check_four_bit(quantization_config, peft_config)
+        check_four_bit(inputs.get("quantization_config"), inputs.get("peft_config"))
         # A run writes into what it is given. Copies of all of it are traced, so that the real run finds its own
         # as they were.
-        given = (config, described, dataset, processing_class, peft_config, quantization_config)
-        self.config, self.described, self.dataset, *more = copy.deepcopy(given)
-        self.processing_class, self.peft_config, self.quantization_config = more
+        self.config, self.described, self.dataset, inputs = copy.deepcopy((config, described, dataset, inputs))
+        self.processing_class, self.peft_config = inputs.get("processing_class"), inputs.get("peft_config")
+        self.quantization_config = inputs.get("quantization_config")
         self.method, self.prepared = method, prepared
         self.samples = samples and not getattr(config, "packing", False)  # a sample may not fill a batch of bins
         self.notes: tuple[str, ...] = ()

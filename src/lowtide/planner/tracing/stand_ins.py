@@ -87,10 +87,13 @@ def _pass_over_rows(rows: TritonRows, kernel: str, *_: Any, **_flags: Any) -> No
 # -- what kernels take inside themselves --------------------------------------------------------------------------
 
 
-def _flash_backward(_grad: Tensor, query: Tensor, key: Tensor, _value: Tensor, _out: Tensor, _lse: Tensor,
-                    starts: Tensor, *_more: Any, **_options: Any) -> list[Tensor]:  # fmt: skip
+def _flash_backward(*args: Any, **_options: Any) -> list[Tensor]:
     """Flash attention's backward (`mha_varlen_bwd` of flash-attn 2): sums in float32, and each query head's own
-    gradients of the keys and values that several share."""
+    gradients of the keys and values that several share.
+
+    Arguments as the operation takes them: gradient, query, key, value, output, log-sum-exp, starts of the segments.
+    """
+    _, query, key, _, _, _, starts = args[:7]
     tokens, heads, dim = query.shape
     padded = tokens + 128 * (starts.shape[0] - 1)
     buffers = [

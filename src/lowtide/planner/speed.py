@@ -144,11 +144,10 @@ def cost_of(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) ->
 
 
 def _is_view(args: Sequence[Any], out: Any) -> bool:
-    both = (args[0] if args else None, out)
-    return (
-        all(isinstance(each, Tensor) for each in both)
-        and len({storage_id(each.untyped_storage()) for each in both}) == 1
-    )
+    first = args[0] if args else None
+    if not (isinstance(first, Tensor) and isinstance(out, Tensor)):
+        return False
+    return storage_id(first.untyped_storage()) == storage_id(out.untyped_storage())
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -150,7 +150,7 @@ class KnownResults:
         if storage_id(storage) in storages:
             if storage_id(storage) != storages[0] or out.dtype != tensors[0].dtype:
                 raise _NotKept
-            return _Viewed(size, stride, out.storage_offset())
+            return _Viewed(size, stride, int(out.storage_offset()))
         reach = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if out.storage_offset() or storage.nbytes() != reach * out.itemsize:
             raise _NotKept

@@ -9,8 +9,8 @@ Prints, for each folder of a package, how many files it has and how long they ar
   of `getattr`, `setattr` and `hasattr`. `bench/` is counted as well;
 - circles of modules, with imports inside of functions and under `TYPE_CHECKING` counted: none;
 - lines of a function, its decorators left out: at most 60;
-- parameters of a function, `self` and `cls` left out: at most 8. The constructors of public trainers are left out too:
-  their parameters are TRL's.
+- parameters of a function, `self` and `cls` left out: at most 8. So are kernels of a GPU and the constructors of
+  public trainers, whose parameters are TRL's.
 
 The exit status is 1 where a limit is broken.
 """
@@ -37,6 +37,8 @@ PUBLIC = {"_replace", "_asdict", "_make", "_fields", "_field_defaults", "_exit"}
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 TRAINERS = "Trainer"
 """How the names of the classes end whose constructors have TRL's parameters."""
+KERNEL = "triton.jit"
+"""What marks a kernel of a GPU, which takes pointers, strides and constants one by one."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -210,7 +212,8 @@ def _size_of(node: Function, parent: ast.AST) -> tuple[int, int, bool]:
     named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     starred = [each for each in (node.args.vararg, node.args.kwarg) if each is not None]
     count = len([each for each in [*named, *starred] if each.arg not in OWN])
-    return (node.end_lineno or node.lineno) - node.lineno + 1, count, not of_trainer
+    on_device = any(ast.unparse(each) == KERNEL for each in node.decorator_list)
+    return (node.end_lineno or node.lineno) - node.lineno + 1, count, not (of_trainer or on_device)
 
 
 # -- the report ---------------------------------------------------------------------------------------------------

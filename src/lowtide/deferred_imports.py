@@ -25,7 +25,7 @@ class _Deferred(ModuleType):
                 spec = self.__spec__
                 assert spec is not None
                 assert spec.loader is not None
-                self.__class__ = ModuleType
+                self.__class__ = ModuleType  # type: ignore[assignment]
                 self.__path__ = spec.submodule_search_locations or []
                 spec.loader.exec_module(self)
         return getattr(self, name)

@@ -72,7 +72,7 @@ def estimate(
         dataset if dataset is not None else Dataset.from_list(rows_of(lengths or ())),
         prepared=lengths is not None,
         quantization_config=init.get("quantization_config"),
-        **inputs,
+        **cast(Any, inputs),
     )
     spread = Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None
     return estimate_run(run, device_named(device), sharding=spread)

@@ -169,9 +169,9 @@ def add_parser(subparsers: Subparsers, method: str, *, command: str = "lowtide")
     for title, names in LAYOUT.items():
         add_options(parser.add_argument_group(title), [left.pop(name) for name in names if name in left])
     declared = METHODS[method]
-    own = [left.pop(name) for name in names(declared.options) & left.keys()]
+    own = [left.pop(each.name) for each in dataclasses.fields(declared.options) if each.name in left]
     if own:
-        add_options(parser.add_argument_group(declared.title), sorted(own, key=lambda each: each.name))
+        add_options(parser.add_argument_group(declared.title), own)
     add_options(parser, [each for name, each in options.items() if name in left or name in unlisted], shown=False)
     parser.epilog = "Also accepted, as transformers.TrainingArguments documents them: " + ", ".join(left)
     parser.set_defaults(run=run, method=method, options=options)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -104,7 +104,7 @@ def linear_logprobs(
         options: see `HeadOptions`; of what `want` asks for, all but `top1` and `collisions` carries gradients.
     """
     bias = options.pop("bias", None)
-    spec = _Spec(**options)
+    spec = _Spec(**cast(Any, options))
     return _wanted(spec.want, *_LinearLogprobs.apply(spec, index, target, bias, *_flat(terms)))
 
 
@@ -132,7 +132,7 @@ def linear_loss(
     The other arguments are those of `linear_logprobs`.
     """
     bias = options.pop("bias", None)
-    spec = _Spec(**options, grad=torch.is_grad_enabled())
+    spec = _Spec(**cast(Any, options), grad=torch.is_grad_enabled())
     total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale), index, target, bias, *_flat(terms))
     return total, _wanted(spec.want, *stats)
 

@@ -225,7 +225,7 @@ def _ragged_attention(query: Tensor, key: Tensor, value: Tensor, keys: int) -> i
 def _varlen(*args: Any, window: Sequence[int] | None = None, **_: Any) -> int:
     """Arguments as `torch.nn.attention.varlen`'s operation takes them: query, key, value, the starts of queries and of
     keys, the longest of each, whether it is causal, scale, window."""
-    query, key, value, *_, keys = args[:7]
+    query, key, value, keys = *args[:3], args[6]
     window = args[9] if len(args) > 9 else window
     return _ragged_attention(query, key, value, _seen(keys, window))
 

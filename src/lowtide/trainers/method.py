@@ -105,7 +105,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         self._check_rows("train", self.train_dataset)
         for name, dataset in by_name(self.eval_dataset).items():
             self._check_rows(name, dataset, trained_on=False)
-        self.add_callback(StartReport(self, run.engine))
+        self.add_callback(StartReport(cast(Any, self), run.engine))
 
     def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(the arguments by name, with defaults; those of an older TRL).
@@ -200,7 +200,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             with edge("training"):
                 return super().train(*args, **kwargs)
         except OutOfMemory as error:
-            raise explained(self, error) from None
+            raise explained(cast(Any, self), error) from None
         finally:
             self.args.use_liger_kernel = liger
 

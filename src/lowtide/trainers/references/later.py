@@ -8,7 +8,7 @@ loaded once more by its name. A digest of the weights says whether that is the r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -84,7 +84,7 @@ class LaterReference:
             raise ValueError(
                 f"the reference is needed again, and the weights of {self.name!r} are not those that it had: {WAY_OUT}"
             )
-        reference = FrozenModel.of(loaded.to(trainer.args.device), padding_free=padding_free)
+        reference = FrozenModel.of(cast(Any, loaded).to(trainer.args.device), padding_free=padding_free)
         compute_in(loaded, self.computed_in)
         return reference
 

@@ -17,6 +17,7 @@ def said(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -31,12 +32,14 @@ def test_a_package_is_whole_once_it_is_used(code):
     assert said(code) == "Linear4bit"
 
 
+@pytest.mark.slow
 def test_peft_loads_none_of_it():
     pytest.importorskip("bitsandbytes")
     assert said("import peft, importlib.util as u; print('bitsandbytes.nn' in sys.modules)") == "False"
     assert said("import peft; from peft.import_utils import is_bnb_available as there; print(there())") == "True"
 
 
+@pytest.mark.slow
 def test_what_is_imported_already_stays_as_it_is():
     pytest.importorskip("bitsandbytes")
     code = "import bitsandbytes as before; before.nn; defer_imports(); import bitsandbytes as b; print(b is before)"

@@ -18,7 +18,7 @@ from lowtide.engine.forward import install, score
 from lowtide.engine.probe import probe
 from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.ragged import IGNORE, RaggedBatch
-from tests.support.architectures import COMMON, COMMON_PADDED, FIRST_TOKEN, PADDED, RAGGED, VOCAB, build
+from tests.support.architectures import FIRST_TOKEN, PADDED, RAGGED, TYPICAL, TYPICAL_OF_ALL, VOCAB, build
 from tests.support.marks import slow_but
 from tests.support.reference import gradient_errors, gradients, reference_logprobs
 
@@ -107,12 +107,12 @@ def assert_exact(
     assert_equal_gradients(gradients(model, got @ weights), wanted_gradients)
 
 
-@pytest.mark.parametrize("name", slow_but(COMMON, RAGGED))
+@pytest.mark.parametrize("name", slow_but(TYPICAL, RAGGED))
 def test_ragged_equals_padded(name: str, case: Case):
     assert_exact(build(name), case, install)
 
 
-@pytest.mark.parametrize("name", slow_but(COMMON, RAGGED))
+@pytest.mark.parametrize("name", slow_but(TYPICAL, RAGGED))
 def test_ragged_equals_padded_with_checkpointing(name: str, case: Case):
     def prepare(model: PreTrainedModel) -> None:
         install(model)
@@ -121,12 +121,12 @@ def test_ragged_equals_padded_with_checkpointing(name: str, case: Case):
     assert_exact(build(name), case, prepare)
 
 
-@pytest.mark.parametrize("name", slow_but(COMMON_PADDED, RAGGED | PADDED))
+@pytest.mark.parametrize("name", slow_but(TYPICAL_OF_ALL, RAGGED | PADDED))
 def test_padded_path_is_the_plain_computation(name: str, case: Case):
     assert_exact(build(name), case, partial(install, padding_free=False), padding_free=False)
 
 
-@pytest.mark.parametrize("name", slow_but(COMMON_PADDED, RAGGED | PADDED))
+@pytest.mark.parametrize("name", slow_but(TYPICAL_OF_ALL, RAGGED | PADDED))
 def test_padded_path_holds_after_the_probe(name: str, case: Case):
     """The probe leaves the ragged attention installed; a padded batch has no plan, and must pass through it."""
     assert_exact(build(name), case, probe, padding_free=False)
@@ -139,7 +139,7 @@ def test_probe_tells_which_models_run_ragged(name: str):
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["returned", "in_place"])
-@pytest.mark.parametrize("name", slow_but(COMMON, RAGGED))
+@pytest.mark.parametrize("name", slow_but(TYPICAL, RAGGED))
 def test_loss_known_in_forward_gives_the_same_gradients(name: str, accumulate: bool):
     """The mean negative log-likelihood of supervised fine-tuning."""
     case, model = separate(), build(name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.architectures import COMMON_PADDED, FIRST_TOKEN, PADDED, RAGGED, VOCAB, build, tiny_config
+from tests.support.architectures import FIRST_TOKEN, PADDED, RAGGED, TYPICAL_OF_ALL, VOCAB, build, tiny_config
 from tests.support.marks import slow_but
 from tests.support.reference import gradient_errors, gradients, reference_logprobs
 
@@ -28,7 +28,7 @@ def rows() -> list[list[int]]:
     return [torch.randint(FIRST_TOKEN, VOCAB, (length,), generator=generator).tolist() for length in (13, 2, 9, 17, 1)]
 
 
-@pytest.mark.parametrize("name", slow_but(COMMON_PADDED, RAGGED | PADDED))
+@pytest.mark.parametrize("name", slow_but(TYPICAL_OF_ALL, RAGGED | PADDED))
 def test_rows_in_a_padded_batch_equal_the_same_rows_alone(name: str, rows: list[list[int]]):
     model = build(name)
 

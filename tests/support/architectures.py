@@ -214,9 +214,9 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-COMMON = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt2", "gpt_oss")
+TYPICAL = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt2", "gpt_oss")
 """Those of `RAGGED` that differ most; tests of the others are slow."""
-COMMON_PADDED = (*COMMON, "bloom", "mamba")
+TYPICAL_OF_ALL = (*TYPICAL, "bloom", "mamba")
 """The same of both tables."""
 
 

@@ -35,6 +35,10 @@ class MethodTable(Mapping[str, "Method"]):
     def __getitem__(self, name: str) -> Method:
         return import_module(self.rows[name].module or f"{__name__}.{name}").METHOD
 
+    def __contains__(self, name: object) -> bool:
+        """By the rows: no declaration is loaded, which would import torch before allocators are told anything."""
+        return name in self.rows
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
 

@@ -24,7 +24,8 @@ from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate
 from lowtide.planner.profiling.profile_plot import COLORS, SHADES
 from lowtide.planner.tracing.fake_run import FakeRun
-from lowtide.planning import estimate, rows_of, trainer_of
+from lowtide.planning import estimate, rows_of
+from lowtide.run.options.configs import method_of
 
 PAGE = ROOT / "docs" / "how-much-memory.md"
 PICTURE = ROOT / "docs" / "how-much-memory.svg"
@@ -94,7 +95,7 @@ def line(name: str, found: Estimate) -> str:
 def draw(described: Any, folder: str) -> None:
     """The living bytes of one optimizer step, by category, over the operations that it is made of."""
     config = config_of(folder)
-    run = FakeRun(trainer_of(config), config, described, Dataset.from_list(rows_of([TOKENS] * ROWS)), prepared=True)
+    run = FakeRun(method_of(config), config, described, Dataset.from_list(rows_of([TOKENS] * ROWS)), prepared=True)
     live: Counter[str] = Counter()
     series: dict[str, list[float]] = {name: [] for name in ("weights", "optimizer", "gradients", "activations", "head")}
     phases: list[str] = []

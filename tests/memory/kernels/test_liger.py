@@ -14,7 +14,7 @@ from lowtide.memory.activations.checkpointing import POLICIES, set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.kernels import liger
 from lowtide.memory.kernels.liger import liger_kernels
-from lowtide.memory.table import TECHNIQUES
+from lowtide.memory.table import TECHNIQUES, ActiveTechniques
 from lowtide.memory.technique import Site
 from tests.support.tiny_models import assert_same, build, gradients, loss_of, prepared, separate, with_adapters
 
@@ -170,18 +170,25 @@ def site(model, policy: str = "full") -> Site:
     return Site(options, model, torch.device("cuda"))
 
 
+def alone(where: Site) -> ActiveTechniques:
+    """The one technique."""
+    found = ActiveTechniques.__new__(ActiveTechniques)
+    found.site = where
+    found.techniques = [TECHNIQUES["liger kernels"]]
+    return found
+
+
 def test_a_model_type_without_kernels_is_refused_before_training(package, monkeypatch):
-    technique = TECHNIQUES["liger kernels"]
     monkeypatch.setattr(table, "find_spec", lambda name: object())
-    table.prepare(site(build()), [technique])
+    alone(site(build())).prepare()
     with pytest.raises(ValueError, match=r"liger kernels \(use_liger_kernel=True\).*none for model type gpt_neox"):
-        table.prepare(site(build("gpt_neox")), [technique])
+        alone(site(build("gpt_neox"))).prepare()
     monkeypatch.setattr(liger, "_on_cuda", lambda model: False)
     with pytest.raises(ValueError, match="the model is not on a CUDA device"):
-        table.begin(site(build()), [technique])
+        alone(site(build())).begin()
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'lowtide\[liger\]'"):
-        table.prepare(site(build("gpt_neox")), [technique])
+        alone(site(build("gpt_neox"))).prepare()
 
 
 def test_products_that_a_kernel_would_write_over_are_not_kept(package, monkeypatch):

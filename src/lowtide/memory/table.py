@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -338,10 +338,10 @@ def active(options: Any) -> list[Technique]:
 
 
 class ActiveTechniques:
-    """The techniques that are on at a site."""
+    """Techniques at a site: by default those that its options have on."""
 
-    def __init__(self, site: Site) -> None:
-        self.site, self.techniques = site, active(site.options)
+    def __init__(self, site: Site, techniques: Sequence[Technique] | None = None) -> None:
+        self.site, self.techniques = site, active(site.options) if techniques is None else list(techniques)
 
     @property
     def _working(self) -> list[Technique]:

@@ -172,10 +172,7 @@ def site(model, policy: str = "full") -> Site:
 
 def alone(where: Site) -> ActiveTechniques:
     """The one technique."""
-    found = ActiveTechniques.__new__(ActiveTechniques)
-    found.site = where
-    found.techniques = [TECHNIQUES["liger kernels"]]
-    return found
+    return ActiveTechniques(where, [TECHNIQUES["liger kernels"]])
 
 
 def test_a_model_type_without_kernels_is_refused_before_training(package, monkeypatch):
@@ -193,9 +190,9 @@ def test_a_model_type_without_kernels_is_refused_before_training(package, monkey
 
 def test_products_that_a_kernel_would_write_over_are_not_kept(package, monkeypatch):
     monkeypatch.setattr(table, "find_spec", lambda name: object())
-    table.prepare(site(build(), "attention"), [TECHNIQUES["liger kernels"]])
+    alone(site(build(), "attention")).prepare()
     with pytest.raises(ValueError, match="'matmul' keeps: take 'attention'"):
-        table.prepare(site(build(), "matmul"), [TECHNIQUES["liger kernels"]])
+        alone(site(build(), "matmul")).prepare()
 
 
 @pytest.mark.parametrize("policy", [None, *POLICIES])

@@ -1,7 +1,9 @@
 """Watches storages being born and freed while code runs on fake tensors, which have shapes and no memory.
 
 The step that is traced is the one that trains; nothing here knows what it does. So a technique or a method is covered
-the day it is written, and there are no formulas to keep in step with the code.
+the day it is written, and there is no formula of a step to keep up with the code. torch's own
+`torch.distributed._tools.MemTracker` tracks storages by category too, of modules that it hooks, forward and backward;
+it knows neither layers to unroll, nor phases of a step, nor an allocator's holes, nor what lies in host memory.
 """
 
 from __future__ import annotations

@@ -12,3 +12,10 @@ def test_minimal_dpo_learns_which_answers_are_preferred():
     assert batch.tokens < batch.repeated_tokens
     assert (pairs.chosen_ratio > pairs.rejected_ratio).float().mean() > 0.7
     assert names["loss"].item() < 0.65
+
+
+def test_a_loop_of_ones_own_around_the_runner_learns(capsys):
+    names = runpy.run_path(str(EXAMPLES / "own_loop.py"), run_name="__main__")
+    assert names["answer"].tolist()[:6] == [5, 1, 4, 1, 3, names["STOP"]]
+    assert names["loss"].item() < 0.1
+    assert not names["runner"].begun

@@ -190,11 +190,11 @@ class StepRunner:
             return self.updater.step(*args)
 
     def clip(self) -> Tensor:
-        """Clips the gradients to `max_grad_norm`, and returns the norm that they had."""
+        """Clips the gradients to `max_grad_norm`, and returns the norm that they had; 0 leaves them as they are."""
         if self.in_backward is not None and self.in_backward.norm is not None:
             norm, self.in_backward.norm = self.in_backward.norm, None
             return norm
-        return self.updater.norm(self.model, self.options.max_grad_norm)
+        return self.updater.norm(self.model, self.options.max_grad_norm or None)
 
     def gradient_norm(self) -> Tensor | None:
         """The norm of the gradients; None where they are gone before they were all there."""

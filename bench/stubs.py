@@ -5,6 +5,7 @@ python -m bench.stubs           # part of `make docs`
 
 from __future__ import annotations
 
+import argparse
 import inspect
 from pathlib import Path
 
@@ -72,4 +73,5 @@ def _classes(method: Method) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     STUB.write_text(stub())

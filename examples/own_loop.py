@@ -1,7 +1,8 @@
 """A training loop of your own around `StepRunner`: no Trainer, and all that a step does.
 
-The runner cuts each batch to the token budget, does a step again in smaller micro-batches if memory runs out, clips, and
-names the row where a NaN comes from. A tiny model learns to reverse letters, in seconds: `python examples/own_loop.py`.
+The runner cuts each batch to the token budget, does a step again in smaller micro-batches if memory runs out, clips,
+and names the row where a NaN comes from. A tiny model learns to reverse letters, in seconds: `python
+examples/own_loop.py`.
 """
 
 import torch

@@ -82,7 +82,7 @@ def test_as_json_it_has_runners_up_and_what_each_technique_would_do(plan):
     assert status == 0, err
     found = json.loads(out)
     assert found["settings"] == {}
-    assert found["given"]["gradient_checkpointing"] is True
+    assert found["requested"]["gradient_checkpointing"] is True
     assert found["chosen"]["peak_bytes"] == found["estimate"]["peak_bytes"] <= found["budget_bytes"]
     assert "optimizer in backward, two passes" in {each["technique"] for each in found["techniques"]}
     assert all(each["peak_bytes"] <= found["budget_bytes"] for each in found["runners_up"])

@@ -1,6 +1,8 @@
 """What `lowtide.compat.accelerate` takes from the inside of accelerate, and replaces there, is there."""
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
@@ -9,9 +11,18 @@ from accelerate.utils import DynamoBackend
 from lowtide.compat.accelerate import SHARED, leave_models_unwrapped, leave_states_in_place, shared_state_kept
 
 
+@contextlib.contextmanager
+def fresh_state() -> Iterator[None]:
+    """As in a process in which no other test has made an accelerator."""
+    with shared_state_kept():
+        for kind in SHARED:
+            kind._shared_state.clear()
+        yield
+
+
 def test_the_shared_state_is_as_it_was():
     before = [dict(kind._shared_state) for kind in SHARED]
-    with shared_state_kept():
+    with fresh_state():
         Accelerator(cpu=True, mixed_precision="bf16")
         during = [dict(kind._shared_state) for kind in SHARED]
         assert all(during), "PartialState and its kin keep what they share otherwise than in _shared_state"
@@ -19,7 +30,7 @@ def test_the_shared_state_is_as_it_was():
 
 
 def test_a_model_is_neither_wrapped_nor_cast():
-    with shared_state_kept():
+    with fresh_state():
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         assert "evaluation_mode" in inspect.signature(accelerator.prepare_model).parameters, (
             "Accelerator.prepare_model has no evaluation_mode any more, which leaves a model unwrapped"
@@ -34,7 +45,7 @@ def test_a_model_is_neither_wrapped_nor_cast():
 
 
 def test_states_are_left_where_they_are():
-    with shared_state_kept():
+    with fresh_state():
         accelerator = Accelerator(cpu=True)
         asked = []
         plain = accelerator.prepare_optimizer

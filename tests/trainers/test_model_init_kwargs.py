@@ -64,7 +64,7 @@ def test_each_argument_trains(folder, tmp_path, init, dtype):
 @pytest.mark.parametrize(("init", "dtype"), [({"dtype": "auto"}, torch.float32), (OF_A_SCRIPT, torch.bfloat16)])
 def test_a_budget_is_planned_with_the_dtype_that_came_after_the_config(folder, tmp_path, init, dtype):
     made = trainer(folder, tmp_path, init, memory_budget="8GB")
-    run = run_of(SFTTrainer, made.args, folder, given=made.args.requested)
+    run = run_of(SFTTrainer.method, made.args, folder, requested=made.args.requested)
     assert run.faked(made.train_dataset, {})._dtype == dtype == made.model.dtype
 
 

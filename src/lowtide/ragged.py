@@ -371,7 +371,7 @@ class RaggedBatch:
         return self._assemble(*places, segments, self.row_values, values)
 
     def unscored(self) -> RaggedBatch:
-        """The same tokens with nothing to score: a micro-batch that keeps other ranks company."""
+        """The same tokens with nothing to score: an empty micro-batch, so that all ranks run equally many."""
         segments = [part._replace(score_start=0, score_stop=0) for part in self.segments]
         nothing = {name: value[:0] for name, value in self.score_values.items()}
         places = self.token_ids, self.position_ids, self.score_index[:0], self.score_target[:0]

@@ -54,7 +54,7 @@ class MemoryOptions:
         self._take_checkpointing_kwargs()
         for name in ("activation_offloading_dir", "activation_offloading_max_bytes"):
             if getattr(self, name) is not None and not self.activation_offloading:
-                raise ValueError(f"{name} is of activation_offloading=True, which is off: set that, or leave this out")
+                raise ValueError(f"{name} requires activation_offloading=True: set that, or leave this out")
         if self.optimizer_in_backward not in (False, True, TWO_PASS):
             raise ValueError(
                 f"optimizer_in_backward={self.optimizer_in_backward!r} must be true, false or {TWO_PASS!r}"

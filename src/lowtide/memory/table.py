@@ -52,7 +52,7 @@ def _checkpointing(site: Site) -> None:
 def _without_checkpointing(site: Site) -> str | None:
     if site.options.gradient_checkpointing:
         return None
-    return "it is of gradient_checkpointing=True, which is off: switch that on, or leave it out"
+    return "it requires gradient_checkpointing=True: switch that on, or leave it out"
 
 
 def _offloading(site: Site) -> Callable[[], Any]:

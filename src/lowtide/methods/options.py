@@ -67,15 +67,15 @@ class ReferenceOptions:
             )
         if self.precompute_ref_batch_size is not None and not self.precompute_ref_log_probs:
             raise ValueError(
-                f"precompute_ref_batch_size={self.precompute_ref_batch_size} is of precompute_ref_log_probs=True, "
-                "which is off: set that, or leave this out"
+                f"precompute_ref_batch_size={self.precompute_ref_batch_size} requires "
+                "precompute_ref_log_probs=True: set that, or leave this out"
             )
         if self.ref_model_storage != "same":
             for name in ("sync_ref_model", "precompute_ref_log_probs"):
                 if getattr(self, name):
                     raise ValueError(
-                        f"ref_model_storage={self.ref_model_storage!r} is of a frozen reference, which {name}=True "
-                        "leaves none of: leave one of them out"
+                        f"ref_model_storage={self.ref_model_storage!r} requires a frozen reference, and "
+                        f"{name}=True leaves none: leave one of them out"
                     )
 
 

@@ -105,8 +105,8 @@ def _check_rows_alone(adapters: Iterable[Any]) -> None:
     """Refuses adapters that look for tokens in a row, which without padding holds several segments."""
     if any(getattr(each, "alora_invocation_tokens", None) for each in adapters):
         raise ValueError(
-            "adapters with `alora_invocation_tokens` begin where those tokens stand in each padded row, which there is "
-            "none of: set padding_free=False with them"
+            "adapters with `alora_invocation_tokens` begin where those tokens stand in each padded row, and without "
+            "padding a row holds several texts: set padding_free=False with them"
         )
 
 

@@ -38,7 +38,7 @@ class Totals:
         _fold(self.means, name, torch.stack([total, count.to(total.device)]), torch.add)
 
     def take_in(self, output: ScoreOutput, batch: RaggedBatch) -> None:
-        """What one micro-batch adds to the metrics; one without scores keeps other ranks company."""
+        """What one micro-batch adds to the metrics; one without scores adds nothing."""
         if batch.scores == 0:
             return
         self.add(tokens=batch.repeated_tokens, scores=batch.scores)

@@ -34,7 +34,7 @@ def config_of(kind: type[Config], args: TrainingArguments | None, model: Any, ti
         return kind(output_dir=f"{name.split('/')[-1]}-{title}")
     if isinstance(args, TrainingConfig):
         raise ValueError(
-            f"args is a {type(args).__name__}, which is of another trainer: this one takes a {kind.__name__}"
+            f"args is a {type(args).__name__}, the config of another trainer: this one takes a {kind.__name__}"
         )
     return _of_another_kind(kind, args)
 

@@ -22,7 +22,7 @@ from lowtide.memory.allocators import host_heap
 from tests.support.matrix import ACTED, TECHNIQUES, make, with_it
 from tests.support.storages import Storages
 
-EVERY, STEPS = 20, 100
+EVERY, STEPS = 20, 200
 """Steps between marks, and in all."""
 BATCH = 4
 """Rows of a step. An epoch has four batches, so all marks follow the same rows."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentParser:
     """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
     description = (
-        "Predict the peak memory of a run, by phase and by what holds it, before any weight is loaded. "
+        "Predict the peak memory of a run, for each phase and each kind of tensor. No weight is loaded for it. "
         "Takes the options that `lowtide METHOD` takes."
     )
     own, group = add_description(subparsers, "estimate", method, description)

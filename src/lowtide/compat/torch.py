@@ -257,7 +257,7 @@ def run_python_kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
 def own_kernels(namespace: str) -> Any:
     """A context with a library, whose kernels take the place of torch's for as long as it lasts.
 
-    The public `library.Library` keeps its kernels until it is collected.
+    torch's public class for this keeps its kernels until it is collected.
     """
     return library._scoped_library(namespace, "IMPL")
 

@@ -20,6 +20,7 @@ from lowtide.planner.sharding.sharding import Sharding
 from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs
 from lowtide.run.options.configs import method_named, method_of
 from lowtide.run.options.training import TrainingConfig
+from lowtide.spelling import check_arguments_known
 
 
 class PlanInputs(ModelInputs, total=False):
@@ -27,6 +28,9 @@ class PlanInputs(ModelInputs, total=False):
 
     config: TrainingConfig | Mapping[str, Any] | None
     """Your own settings, which are never overruled: those that a config was made with, or options by name."""
+
+
+PLAN_INPUTS = {*ModelInputs.__annotations__, *PlanInputs.__annotations__}
 
 
 def estimate(
@@ -58,6 +62,7 @@ def estimate(
         ValueError: the config is of no method, the lengths do not fit it, the device is unknown, or the model's step
             cannot be traced.
     """
+    check_arguments_known("estimate", inputs, ModelInputs.__annotations__)
     if (lengths is None) == (dataset is None):
         raise ValueError("estimate needs either `lengths` or `dataset`, to know what a step will see")
     init = model_init(
@@ -105,6 +110,7 @@ def plan(
         PlanError: nothing fits; says what takes most, and what would be needed.
         ValueError: the method, the device, the budget or the rows are none, or the model cannot be traced.
     """
+    check_arguments_known("plan", inputs, PLAN_INPUTS)
     run, loaded = _run(method, model, dataset, device, inputs)
     rows, notes = first_rows(loaded)
     own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
@@ -129,6 +135,7 @@ def estimate_method(
     **inputs: Unpack[PlanInputs],
 ) -> Estimate:
     """The peak of a run as `lowtide estimate` describes it: arguments are those of `plan`."""
+    check_arguments_known("estimate_method", inputs, PLAN_INPUTS)
     run, rows = _run(method, model, dataset, device, inputs)
     rows, notes = first_rows(rows)
     prepared, _, of_rows = prepared_rows(run, rows)

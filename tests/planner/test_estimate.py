@@ -25,7 +25,7 @@ from lowtide.planner.devices import device_named
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.trace import Event
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, unrolled
-from lowtide.planning import estimate, estimate_method, rows_of
+from lowtide.planning import estimate, estimate_method, plan, rows_of
 from lowtide.run.options.configs import method_of
 from lowtide.step.heaviest import heaviest_rows, row_lengths
 from lowtide.trainers.public import trainer_class
@@ -324,3 +324,15 @@ def test_torchao_keeps_tables_with_values(tmp_path):
     found = tables.get_qmap_signed()
     assert len(set(found)) == 256
     assert (min(found), max(found)) == pytest.approx((-0.993, 1.0), abs=0.01)
+
+
+def test_arguments_that_there_are_not_are_refused(tmp_path):
+    config, described = config_of("SFTConfig", {}, str(tmp_path)), LlamaConfig(**SIZES)
+    with pytest.raises(TypeError, match="estimate has no argument 'peft_confg'; did you mean 'peft_config'"):
+        estimate(config, described, lengths=[8], peft_confg=None)
+    with pytest.raises(TypeError, match="plan has no argument 'source'"):
+        plan("sft", described, "rows.jsonl", "1GiB", source={})
+    with pytest.raises(TypeError, match="estimate_method has no argument 'devise'"):
+        estimate_method("sft", described, "rows.jsonl", devise="cpu")
+    with pytest.raises(TypeError, match="a run has no argument 'adapters'"):
+        FakeRun(method_of(config), config, described, Dataset.from_list(rows_of([8])), adapters=None)

@@ -45,6 +45,7 @@ from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
 from lowtide.run.optimizers import make_optimizer
 from lowtide.run.training_run import Inputs, TrainingRun, adapters_of
+from lowtide.spelling import check_arguments_known
 from lowtide.step.heaviest import heaviest_rows, rows_in_a_step
 from lowtide.step.metrics import Totals
 from lowtide.step.runner import StepRunner
@@ -116,6 +117,7 @@ class FakeRun:
         samples: bool = True,
         **inputs: Unpack[ModelInputs],
     ) -> None:
+        check_arguments_known("a run", inputs, ModelInputs.__annotations__)
         check_four_bit(inputs.get("quantization_config"), inputs.get("peft_config"))
         # A run writes into what it is given. Copies of all of it are traced, so that the real run finds its own
         # as they were.

@@ -23,7 +23,7 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
-from lowtide.methods.method import Method, Objective
+from lowtide.methods.method import Method, Objective, Scorer
 from lowtide.methods.rows import Preparation, Prepared
 from lowtide.ragged import LastToken, ScoreRule
 from lowtide.ranks.same_rows import check_same_rows
@@ -39,10 +39,9 @@ from lowtide.run.engine import (
 from lowtide.run.inputs.arguments import check_attention, check_dataset, check_kind
 from lowtide.run.inputs.loading import load_inputs, set_padding
 from lowtide.run.inputs.row_checks import check_budget, check_masks, position_table
-from lowtide.run.references import Reference, ReferenceMaker, check_unchanged, some_of_weights
+from lowtide.run.references import ReferenceMaker, check_unchanged, some_of_weights
 from lowtide.step.heaviest import check_positions, row_lengths
 from lowtide.step.runner import StepRunner
-from lowtide.step.updater import Updater
 
 
 @dataclass
@@ -72,7 +71,8 @@ class TrainingRun:
     active: ActiveTechniques
     collator: Callable
     aux_coefficient: float
-    reference: Reference | None = None
+    reference_text: str = ""
+    """What the start-up report says of the reference; empty for a method without one."""
 
     def __init__(self, method: Method, args: Any, inputs: Inputs) -> None:
         self.method, self.args, self.inputs = method, args, inputs
@@ -83,6 +83,7 @@ class TrainingRun:
         if method.compares:
             self._references = ReferenceMaker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
         self.model, self.tokenizer = self._loaded()
+        check_trained(self.model)
         inputs.model = inputs.ref_model = None  # what holds them decides how long they live
         self.vocab_size = embedding_weight(self.model).shape[0]
         self.pad_id = method.head.pad_id(cast(Any, causal_model(self.model)))
@@ -177,26 +178,19 @@ class TrainingRun:
             cast(Any, causal_model(self.model)), getattr(args, "router_aux_loss_coef", None)
         )
 
-    def make_reference(self) -> Reference | None:
+    def make_reference(self) -> Scorer | None:
         """The reference, for a method that has one."""
-        if self._references is not None:
-            self.reference = self._references.make(self.model, self.tokenizer, self.engine)
-        return self.reference
-
-    def forget_reference(self) -> None:
-        """Lets the reference go; what is said of it stays."""
-        if self.reference is not None:
-            self.reference = Reference(None, self.reference.text)
-
-    def check(self) -> None:
-        """Refuses a model with nothing to train, before rows are prepared for it."""
-        check_trained(self.model)
+        if self._references is None:
+            return None
+        made = self._references.make(self.model, self.tokenizer, self.engine)
+        self.reference_text = made.text
+        return made.scorer
 
     def objective(self) -> Objective:
         """The method's objective under the options."""
         return self.method.objective(self.args, aux_coefficient=self.aux_coefficient)
 
-    def runner(self, objective: Objective, reference: Any = None, updater: Updater | None = None) -> StepRunner:
+    def runner(self, objective: Objective, reference: Scorer | None = None) -> StepRunner:
         """What takes the run's steps."""
         return StepRunner(
             self.model,
@@ -204,7 +198,6 @@ class TrainingRun:
             self.args,
             reference=reference,
             padding_free=self.engine.padding_free,
-            updater=updater,
             techniques=self.active,
         )
 

@@ -35,13 +35,15 @@ def rehearse(runner: StepRunner, lengths: np.ndarray | None, batch_of: Callable[
         batch_of: a batch of some rows, by their numbers.
 
     Raises:
+        ValueError: the options do not say how many rows a micro-batch has at most.
         OutOfMemory: the longest row alone does not fit; says what to change.
     """
     if lengths is None:
         logger.info("no rehearsal: the lengths of the rows are not known beforehand")
         return
     limits = runner.limits
-    assert limits.rows is not None
+    if limits.rows is None:
+        raise ValueError("a rehearsal requires per_device_train_batch_size: set it in the runner's options")
     before = StepSnapshot(runner.objective, runner.device)
     sync = RankSync("rehearsal")
     with runner.phases.during("rehearsal"):

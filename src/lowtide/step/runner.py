@@ -38,7 +38,9 @@ class StepOptions:
     """What a step reads of a run's options, under their names; a trainer's config has them all."""
 
     per_device_train_batch_size: int | None = None
-    """Rows of a micro-batch at most."""
+    """Rows of a micro-batch at most; a rehearsal needs it."""
+    gradient_accumulation_steps: int = 1
+    """Batches of so many rows that a step takes together, which a rehearsal reads."""
     per_device_eval_batch_size: int | None = None
     tokens_per_microbatch: int | None = None
     max_grad_norm: float = 0.0
@@ -95,6 +97,11 @@ class StepRunner:
     def device(self) -> torch.device:
         """Where the policy runs."""
         return getattr(self.options, "device", None) or next(self.model.parameters()).device
+
+    @property
+    def method_objective(self) -> Objective:
+        """The method's own objective, beneath a loss that is the caller's."""
+        return self.objective.inner if isinstance(self.objective, OwnLoss) else self.objective
 
     # -- limits ------------------------------------------------------------------------------------------------------
 
@@ -209,9 +216,8 @@ class StepRunner:
     ) -> list[tuple[RaggedBatch, ScoreOutput]]:
         """Adds the loss and the metrics of a batch to `totals`; what each micro-batch gave, with no logits."""
         models = replace(self.models(model), around=self._around)
-        objective = self.objective.inner if isinstance(self.objective, OwnLoss) else self.objective
         with self.phases.during("evaluation"):
-            return evaluate_batch(models, batch, objective, totals, limits=self.evaluation_limits)
+            return evaluate_batch(models, batch, self.method_objective, totals, limits=self.evaluation_limits)
 
     def reference_logprobs(self, batch: RaggedBatch, limits: Limits) -> Tensor:
         """[scores]: the reference's log-probabilities of a batch, in micro-batches within the limits."""

@@ -7,6 +7,7 @@ appears whole or not at all).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -161,11 +162,8 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         start = time.perf_counter()
         if not self.runner.begun:
             self._begin_steps(model)
-        try:
-            with self.compute_loss_context_manager():
-                loss = self.runner.gradients(inputs)
-        except NotFiniteStep as error:
-            raise self._stopped_at(error) from None
+        with self._named_step(), self.compute_loss_context_manager():
+            loss = self.runner.gradients(inputs)
         every = self.args.torch_empty_cache_steps
         if every and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -200,20 +198,21 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         return self.as_ragged(self.data_collator([dataset[row] for row in rows]))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        try:
+        with self._named_step():
             return self.runner.clip()
-        except NotFiniteStep as error:
-            raise self._stopped_at(error) from None
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Unknown where gradients are gone before they were all there."""
-        try:
+        with self._named_step():
             return self.runner.gradient_norm() if grad_norm is None else grad_norm
-        except NotFiniteStep as error:
-            raise self._stopped_at(error) from None
 
-    def _stopped_at(self, error: NotFiniteStep) -> ValueError:
-        return ValueError(f"step {self.state.global_step + 1}: {error}")
+    @contextlib.contextmanager
+    def _named_step(self) -> Iterator[None]:
+        """An error about values that are no numbers says at which step they came up."""
+        try:
+            yield
+        except NotFiniteStep as error:
+            raise ValueError(f"step {self.state.global_step + 1}: {error}") from None
 
     def floating_point_ops(self, inputs: RaggedBatch | None) -> int:
         """6 FLOPs a parameter a real token."""

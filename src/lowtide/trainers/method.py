@@ -81,14 +81,10 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         if getattr(given["data_collator"], "is_default", False):
             given["data_collator"] = None
         self.training_run = run = TrainingRun(self.method, args, _inputs(given, needs_tokenizer=self.needs_tokenizer))
-        run.check()
         train_dataset, run.ledger = self.prepare(given["train_dataset"], "train")
         eval_dataset = None if given["eval_dataset"] is None else self._prepared(given["eval_dataset"])
         run.install()
-        reference = run.make_reference()
-        runner = run.runner(
-            self.make_objective(args, run.aux_coefficient), None if reference is None else reference.scorer
-        )
+        runner = run.runner(self.make_objective(args, run.aux_coefficient), run.make_reference())
         super().__init__(
             runner=runner,
             model=run.model,

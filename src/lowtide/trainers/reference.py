@@ -36,7 +36,6 @@ class ReferenceTrainer(MethodTrainer):
                 known = precompute(self)
                 self._later = LaterReference(self.reference, *known, computed_in=computed_in(options))
             self.reference = Precomputed()
-            self.training_run.forget_reference()
         if options.sync_ref_model:
             assert isinstance(self.reference, FrozenModel)
             self.reference.check_follows(self.site.model)
@@ -72,8 +71,7 @@ class ReferenceTrainer(MethodTrainer):
         return dataset if self._later is None else self._later.with_columns(self, dataset)
 
     def report_lines(self) -> list[tuple[str, str]]:
-        assert self.training_run.reference is not None
-        return [("reference", self.training_run.reference.text)]
+        return [("reference", self.training_run.reference_text)]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

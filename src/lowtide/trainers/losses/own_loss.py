@@ -299,8 +299,7 @@ class OwnLosses(Trainer):
     @property
     def inner_objective(self) -> Any:
         """The method's own objective."""
-        objective: Any = self.objective  # type: ignore[attr-defined]
-        return objective.inner if isinstance(objective, OwnLoss) else objective
+        return self.runner.method_objective  # type: ignore[attr-defined]
 
     def _models(self, model: nn.Module) -> Models:
         return self.runner.models(model)  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """What all tests share: one thread a process, no network, fixed seeds, and signatures that are checked."""
 
+import contextlib
 import os
 import random
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 jaxtyping.install_import_hook(modules_with_shapes(), "tests.support.shapes.check_shapes")
+from lowtide.planner.tracing_process import tracing_here  # noqa: E402  (after the hook)
+
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -42,6 +45,14 @@ def _unchecked_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", disabled)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def _traced_here(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A process of its own takes seconds to begin: only its own tests have one."""
+    apart = request.node.get_closest_marker("traced_apart") is not None
+    with contextlib.nullcontext() if apart else tracing_here():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,8 @@
-"""What a run will take, and which settings fit a budget: known before any weight is loaded."""
+"""What a run will take, and which settings fit a budget: known before any weight is loaded.
+
+All is traced in a process of its own, which takes some seconds to begin and half a gigabyte of host memory, so that a
+training beside it is left alone.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,15 @@ from transformers import PretrainedConfig
 from lowtide.data.sources.load import Source, load_rows
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.planner.budget import budget_bytes
 from lowtide.planner.candidate import PlannedRun, config_of_model, first_rows, measured, prepared_rows
-from lowtide.planner.devices import device_named
+from lowtide.planner.devices import Device, device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.plan import Plan, make_plan
 from lowtide.planner.sharding.sharding import Sharding
 from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs
-from lowtide.run.options.configs import method_named, method_of
+from lowtide.planner.tracing_process import in_tracing_process
+from lowtide.run.options.configs import ConfigState, method_named, method_of
 from lowtide.run.options.training import TrainingConfig
 from lowtide.spelling import check_arguments_known
 
@@ -70,17 +76,30 @@ def estimate(
         trust_remote_code=config.trust_remote_code,
         quantization_config=inputs.pop("quantization_config", None),
     )
-    run = FakeRun(
-        method_of(config),
-        config,
+    return in_tracing_process(
+        _estimated,
+        ConfigState.of(config),
         config_of_model(model, **config_init(init)),
-        dataset if dataset is not None else Dataset.from_list(rows_of(lengths or ())),
-        prepared=lengths is not None,
-        quantization_config=init.get("quantization_config"),
-        **cast(Any, inputs),
+        cast(Any, lengths if dataset is None else dataset),
+        device_named(device).with_rates(),
+        Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None,
+        {**inputs, "quantization_config": init.get("quantization_config")},
     )
-    spread = Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None
-    return estimate_run(run, device_named(device), sharding=spread)
+
+
+def _estimated(
+    state: ConfigState,
+    described: PretrainedConfig,
+    rows: Dataset | Sequence[int | Sequence[int]],
+    device: Device,
+    sharding: Sharding | None,
+    inputs: ModelInputs,
+) -> Estimate:
+    """See `estimate`; rows are a dataset, or lengths."""
+    config, prepared = state.config(), not isinstance(rows, Dataset)
+    dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(rows_of(rows))
+    run = FakeRun(method_of(config), config, described, dataset, prepared=prepared, **inputs)
+    return estimate_run(run, device, sharding=sharding)
 
 
 def plan(
@@ -114,10 +133,11 @@ def plan(
     run, loaded = _run(method, model, dataset, device, inputs)
     rows, notes = first_rows(loaded)
     own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
-    return make_plan(
+    return in_tracing_process(
+        make_plan,
         run,
         rows,
-        budget,
+        budget_bytes(budget, run.device),
         exact=exact,
         explain=explain,
         source=own | dict(run.requested),
@@ -138,9 +158,14 @@ def estimate_method(
     check_arguments_known("estimate_method", inputs, PLAN_INPUTS)
     run, rows = _run(method, model, dataset, device, inputs)
     rows, notes = first_rows(rows)
+    found = in_tracing_process(_estimated_as_planned, run, rows)
+    return replace(found, notes=(*notes, *found.notes))
+
+
+def _estimated_as_planned(run: PlannedRun, rows: Dataset) -> Estimate:
     prepared, _, of_rows = prepared_rows(run, rows)
     found = measured(run, prepared, {}, None).estimate
-    return replace(found, notes=(*notes, *of_rows, *found.notes))
+    return replace(found, notes=(*of_rows, *found.notes))
 
 
 def _run(
@@ -162,7 +187,7 @@ def _run(
     if processing_class is None and isinstance(model, str):
         processing_class = load_tokenizer(model, **config_init(init))
     adapters, quantized = inputs.get("peft_config"), init.get("quantization_config")
-    run = PlannedRun(declared, described, given, place, processing_class, adapters, quantized)
+    run = PlannedRun(declared, described, given, place.with_rates(), processing_class, adapters, quantized)
     return run, load_rows(dataset)
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.cli import profile as cli_profile
 from lowtide.cli.main import main
 from lowtide.planner.advice import Advice
+from lowtide.planner.estimate import Estimate
 from lowtide.planner.profiling.profile import Profile, ProfiledRun, Span, Tensors, ticks
 from lowtide.planner.profiling.profile_page import html_of
+from lowtide.trainers import predictions
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
@@ -38,13 +39,15 @@ def profile(model, data, tmp_path, capsys):
 def test_it_writes_numbers_a_picture_and_a_page(profile, tmp_path, monkeypatch):
     asked = []
 
-    def predicted(self, settings):
-        asked.append(dict(settings))
-        size = 30 if not settings else 20
-        phases = {"forward": {"weights": 10 * MIB}, "backward": {"weights": size * MIB}}
-        return cli_profile.Prediction(phases, process_bytes=700 * MIB)
+    def estimated(size: int) -> Estimate:
+        phases = {"forward": {"weights": 10 * MIB}, "backward": {"weights": size * MIB, "runtime": 670 * MIB}}
+        return Estimate(700 * MIB, "backward", phases, "cpu")
 
-    monkeypatch.setattr(cli_profile.Predictor, "__call__", predicted)
+    def predicted(_trainer, changes) -> list[Estimate]:
+        asked.extend(dict(settings) for settings in changes)
+        return [estimated(20 if settings else 30) for settings in changes]
+
+    monkeypatch.setattr(predictions, "predicted", predicted)
     status, out, err = profile("--steps", "2", "--per_device_train_batch_size", "4", "--save_steps", "1")
     assert status == 0, err
     report = tmp_path / "report"
@@ -68,10 +71,10 @@ def test_it_writes_numbers_a_picture_and_a_page(profile, tmp_path, monkeypatch):
 
 
 def test_a_run_that_cannot_be_predicted_says_why(profile, tmp_path, monkeypatch):
-    def refuse(self, settings):
-        raise ValueError("this is not <traceable>")
+    def refuse(_trainer, changes) -> list[ValueError]:
+        return [ValueError("this is not <traceable>")] * len(changes)
 
-    monkeypatch.setattr(cli_profile.Predictor, "__call__", refuse)
+    monkeypatch.setattr(predictions, "predicted", refuse)
     assert profile("--steps", "1")[0] == 0
     found = json.loads((tmp_path / "report" / "profile.json").read_text())
     assert found["not_predicted"] == "this is not <traceable>"

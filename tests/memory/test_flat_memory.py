@@ -22,7 +22,7 @@ from lowtide.memory.allocators import host_heap
 from tests.support.matrix import ACTED, TECHNIQUES, make, with_it
 from tests.support.storages import Storages
 
-EVERY, STEPS = 20, 200
+EVERY, STEPS = 20, 120
 """Steps between marks, and in all."""
 BATCH = 4
 """Rows of a step. An epoch has four batches, so all marks follow the same rows."""
@@ -94,7 +94,10 @@ def marks(kind: str, *callbacks: TrainerCallback, **options: Any) -> Marks:
     return found
 
 
-pytestmark = pytest.mark.skipif(host_heap._glibc() is None, reason="glibc is asked what is live")
+pytestmark = [
+    pytest.mark.skipif(host_heap._glibc() is None, reason="glibc is asked what is live"),
+    pytest.mark.unchecked_shapes,
+]
 
 
 @pytest.mark.slow

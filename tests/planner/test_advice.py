@@ -72,14 +72,16 @@ def test_small_categories_are_left_alone_and_the_largest_comes_first():
 
 
 def test_with_predictions_the_best_exact_setting_comes_first_and_what_lowers_nothing_is_left_out():
-    def predict(settings) -> int | None:
-        return {
-            (): 100,
-            ("activation_offloading",): 98,
-            ("mlp_tile_tokens",): 90,
-            ("tokens_per_microbatch",): 70,
-            ("torch_compile",): None,
-        }.get(tuple(settings), 10)
+    peaks = {
+        (): 100,
+        ("activation_offloading",): 98,
+        ("mlp_tile_tokens",): 90,
+        ("tokens_per_microbatch",): 70,
+        ("torch_compile",): None,
+    }
+
+    def predict(changes) -> list[int | None]:
+        return [peaks.get(tuple(settings), 10) for settings in changes]
 
     found = advise(site(), {"activations": 9}, ROWS, predict, each=9)
     assert [(each.name, each.peak_bytes) for each in found] == [
@@ -88,8 +90,10 @@ def test_with_predictions_the_best_exact_setting_comes_first_and_what_lowers_not
 
 
 def test_the_largest_category_comes_first_whatever_a_smaller_ones_settings_would_save():
-    def predict(settings) -> int | None:
-        return {(): 100, ("mlp_tile_tokens",): 50, ("tokens_per_microbatch",): 99}.get(tuple(settings), 90)
+    peaks = {(): 100, ("mlp_tile_tokens",): 50, ("tokens_per_microbatch",): 99}
+
+    def predict(changes) -> list[int | None]:
+        return [peaks.get(tuple(settings), 90) for settings in changes]
 
     found = advise(site(bf16=False), {"head": 80, "activations": 20}, ROWS, predict, each=9)
     assert [(each.category, each.name, each.peak_bytes) for each in found[:2]] == [

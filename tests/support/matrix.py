@@ -297,6 +297,7 @@ def watching(run: Run, model: Any) -> Iterator[None]:
 
         return pass_by
 
+    @torch.compiler.disable  # a graph of an earlier run would add to that run's set
     def activated(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
         run.activations += 1
         run.dtypes.add(output.dtype)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lowtide.memory.allocators.largest_tensors import LargestTensors
+from lowtide.planner.estimate import Estimate
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.predictions import predicted
 from tests.support.sabotage import out_of_memory
@@ -47,8 +48,11 @@ def test_the_report_names_phase_rows_tensors_bytes_and_what_helps(tmp_path: Path
 
 
 def test_what_would_not_help_is_not_named_and_effects_are(tmp_path: Path, monkeypatch):
-    def predicted(_trainer, settings) -> int:
-        return 60 * MIB if "mlp_tile_tokens" in settings else 100 * MIB
+    def estimated(size: int) -> Estimate:
+        return Estimate(size * MIB, "backward", {"backward": {"activations": size * MIB}}, "cpu")
+
+    def predicted(_trainer, changes, beside) -> list[Estimate]:
+        return [estimated(60 if "mlp_tile_tokens" in settings else 100) for settings in changes]
 
     monkeypatch.setattr("lowtide.trainers.reports.oom_report.predicted", predicted)
     tiled = "mlp_tile_tokens=3 (exact, predicted peak of tensors 60.0 MiB in place of 100.0 MiB)"
@@ -58,16 +62,17 @@ def test_what_would_not_help_is_not_named_and_effects_are(tmp_path: Path, monkey
 @pytest.mark.slow
 def test_effects_are_those_of_an_estimate(tmp_path: Path):
     run = trainer(tmp_path, per_device_train_batch_size=4)
-    plain = predicted(run, {})
-    assert (
-        predicted(run, {"gradient_checkpointing": False}) > plain > predicted(run, {"per_device_train_batch_size": 1})
-    )
-    with pytest.raises(ValueError, match="clipping"):
-        predicted(run, {"optimizer_in_backward": True})
+    changes = [
+        {}, {"gradient_checkpointing": False}, {"per_device_train_batch_size": 1}, {"optimizer_in_backward": True}
+    ]  # fmt: skip
+    plain, kept, thin, refused = predicted(run, changes, beside=0)
+    assert isinstance(refused, ValueError)
+    assert "clipping" in str(refused)
+    assert kept.tensor_bytes > plain.tensor_bytes > thin.tensor_bytes
 
 
 def test_an_estimate_that_fails_does_not_hide_the_error(tmp_path: Path, monkeypatch):
-    def predicted(_trainer, settings) -> int:
+    def predicted(_trainer, changes, beside) -> list[Estimate]:
         raise RuntimeError("cannot be traced")
 
     monkeypatch.setattr("lowtide.trainers.reports.oom_report.predicted", predicted)

@@ -30,6 +30,7 @@ from lowtide.data.batches.collate import CompletionCollator
 from lowtide.ranks import replicas
 from lowtide.step import rehearsal
 from lowtide.step.rank_sync import OutOfMemory
+from lowtide.step.runner import StepRunner
 from lowtide.trainers.references import precompute
 from tests.support import matrix
 from tests.support.heap import young_heap
@@ -141,7 +142,7 @@ def without_room(rank: int, kind: str) -> dict[str, Any]:
     """The second rank has no memory for what a rehearsal holds in the place of the optimizer's states."""
     trainer = shared(kind, rehearsal=True)
     full = mock.Mock(side_effect=OutOfMemory("out of memory: the states do not fit"))
-    with mock.patch.object(rehearsal, "room_for_states", full) if rank == 1 else contextlib.nullcontext():
+    with mock.patch.object(rehearsal, "reserved_for_states", full) if rank == 1 else contextlib.nullcontext():
         return {"error": error_of(trainer.train)}
 
 
@@ -273,7 +274,7 @@ def exhausted_in_evaluation(rank: int, kind: str) -> dict[str, Any]:
 
 def exhausted_in_reference(rank: int) -> dict[str, Any]:
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    with mock.patch.object(precompute, "score_in_parts", full) if rank == 1 else contextlib.nullcontext():
+    with mock.patch.object(StepRunner, "reference_logprobs", full) if rank == 1 else contextlib.nullcontext():
         return {"error": error_of(lambda: shared("DPO", precompute_ref_log_probs=True))}
 
 
@@ -289,11 +290,12 @@ class OwnCollator:
 
 def precomputed(rank: int) -> dict[str, Any]:
     """A start computes the reference, and the next one finds it."""
-    computed, compute = [], precompute._compute
-    with mock.patch.object(precompute, "_compute", lambda *args: computed.append(1) or compute(*args)):
-        for _ in range(2):
-            made = shared("DPO", precompute_ref_log_probs=True, data_collator=OwnCollator(rank))
-    return {"computed": len(computed), "values": made.train_dataset["ref_logprobs"][:]}
+    computed, compute = [], StepRunner.reference_logprobs
+    with mock.patch.object(StepRunner, "reference_logprobs", lambda *args: computed.append(1) or compute(*args)):
+        shared("DPO", precompute_ref_log_probs=True, data_collator=OwnCollator(rank))
+        first = len(computed)
+        made = shared("DPO", precompute_ref_log_probs=True, data_collator=OwnCollator(rank))
+    return {"computed": (first > 0, len(computed) - first), "values": made.train_dataset["ref_logprobs"][:]}
 
 
 def other_rows(rank: int, name: str) -> dict[str, Any]:
@@ -524,7 +526,7 @@ def test_ranks_with_other_rows_are_refused(name, found):
 
 def test_ranks_share_what_the_first_precomputed(found):
     first, second = (each["precomputed"] for each in found)
-    assert first["computed"] == second["computed"] == 1
+    assert first["computed"] == second["computed"] == (True, 0)
     assert first["values"] == second["values"]
 
 

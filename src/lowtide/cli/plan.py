@@ -49,9 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     described = described_run(arguments)
     from rich.console import Console
 
+    from lowtide.planner.tracing_process import tracing_here
     from lowtide.planning import plan
 
-    with Console(stderr=True).status("Tracing the run on tensors without memory"):
+    with Console(stderr=True).status("Tracing the run on tensors without memory"), tracing_here():
         found = plan(
             described.method,
             described.model,

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import train
-from lowtide.cli.adapters import AdapterOptions
 from lowtide.compat.argparse import Subparsers
 
 if TYPE_CHECKING:
+    from lowtide.planner.estimate import Estimate
     from lowtide.planner.profiling.profile import Profile
 
 WITHOUT = {
@@ -34,22 +32,6 @@ WITHOUT = {
 """What of a run is no part of its steps."""
 FOLDER = "profile-report"
 """Where it is written, unless --output_dir says otherwise."""
-UNTRACEABLE = (ValueError, RuntimeError, NotImplementedError)
-"""How an estimate says that it cannot trace a run."""
-
-
-class Prediction(NamedTuple):
-    """What an estimate says of a run, taken apart as a recording is."""
-
-    phases: Mapping[str, Mapping[str, int]]
-    """For each phase, the bytes of tensors by category when it holds most."""
-    process_bytes: int
-    """The peak of what holds them: the process on a CPU, what the allocator reserves on CUDA."""
-
-    @property
-    def tensor_bytes(self) -> int:
-        """The peak of tensors."""
-        return max(sum(sizes.values()) for sizes in self.phases.values())
 
 
 def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentParser:
@@ -103,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
             process_bytes=peak_held_bytes(device),
         ),
     )
-    profile = _predicted(profile, given, trainer)
+    profile = _predicted(profile, trainer)
     _write(profile, folder)
     when = f"step {profile.peak_step}" if profile.peak_step else "the rehearsal"
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in profile.at_peak.items())
@@ -127,88 +109,43 @@ def _write(profile: Profile, folder: Path) -> None:
     write_html(profile, folder / "profile.html")
 
 
-def _predicted(profile: Profile, given: train.TrainingCommand, trainer: Any) -> Profile:
+def _predicted(profile: Profile, trainer: Any) -> Profile:
     """A profile with what an estimate says of the run, and of each change that would help."""
     from rich.console import Console
 
     from lowtide.planner.advice import advise
+    from lowtide.trainers.predictions import predicted
     from lowtide.trainers.profiling import heaviest_micro_batch
 
-    rows = heaviest_micro_batch(trainer)
-    with Predictor(trainer, given) as predictor:
+    estimates: list[Estimate | ValueError] = []
+
+    def peaks(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
         try:
-            predicted = predictor({})
-        except UNTRACEABLE as error:
-            reason, advice = str(error).split("\n")[0], advise(trainer.site, profile.at_peak, rows)
-            return dataclasses.replace(profile, not_predicted=reason, advice=advice)
+            estimates[:] = predicted(trainer, changes)
+        except (ValueError, RuntimeError) as error:
+            estimates[:] = [ValueError(str(error))] * len(changes)
+        return [None if isinstance(each, ValueError) else each.tensor_bytes for each in estimates]
 
-        def peak(settings: Mapping[str, Any]) -> int | None:
-            try:
-                return (predictor(settings) if settings else predicted).tensor_bytes
-            except UNTRACEABLE:
-                return None
-
-        with Console(stderr=True).status("Estimating what changes would do"):
-            advice = advise(trainer.site, profile.at_peak, rows, peak, each=5)
+    with Console(stderr=True).status("Estimating what changes would do"):
+        advice = advise(trainer.site, profile.at_peak, heaviest_micro_batch(trainer), peaks, each=5)
+    now = estimates[0]
+    if isinstance(now, ValueError):
+        return dataclasses.replace(profile, not_predicted=str(now).split("\n")[0], advice=advice)
     return dataclasses.replace(
-        profile, predicted=predicted.phases, predicted_process_bytes=predicted.process_bytes, advice=advice
+        profile, predicted=_of_tensors(now), predicted_process_bytes=_held(now, profile.run.device), advice=advice
     )
 
 
-class Predictor:
-    """What estimates say of a run with some options changed.
-
-    They are made in a process of their own, which neither holds the run's model nor takes the run with it if one fails.
-    """
-
-    def __init__(self, trainer: Any, given: train.TrainingCommand) -> None:
-        self.trainer, self.command = trainer, given
-        self.pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> Predictor:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.pool is not None:
-            self.pool.shutdown()
-
-    def __call__(self, settings: Mapping[str, Any]) -> Prediction:
-        """An estimate of the run with these settings.
-
-        Raises:
-            ValueError: the lengths of the rows are not known beforehand, or the options do not go together.
-            RuntimeError: the run cannot be traced.
-        """
-        from lowtide.engine.forward import causal_model
-        from lowtide.planner.advice import with_settings
-        from lowtide.trainers.profiling import lengths_of
-
-        lengths = lengths_of(self.trainer.train_dataset)
-        if lengths is None:
-            raise ValueError("the lengths of the rows are not known beforehand")
-        own = {field.name for field in dataclasses.fields(AdapterOptions)}
-        adapters = dataclasses.replace(
-            self.command.adapters, **{name: settings[name] for name in own & settings.keys()}
-        )
-        config = with_settings(self.trainer.args, {name: settings[name] for name in settings.keys() - own})
-        described = causal_model(self.trainer.model).config
-        device = self.trainer.args.device.type
-        if self.pool is None:
-            self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        try:
-            return self.pool.submit(_estimate, config, described, lengths, adapters.peft_config(), device).result()
-        except BrokenExecutor:
-            self.pool = None
-            raise
-
-
-def _estimate(config: Any, described: Any, lengths: list[Any], peft_config: Any, device: str) -> Prediction:
+def _of_tensors(estimate: Estimate) -> dict[str, dict[str, int]]:
+    """For each phase, the bytes of tensors by category when it holds most."""
     from lowtide.planner.estimate import BESIDE_TENSORS
-    from lowtide.planning import estimate
 
-    found = estimate(config, described, lengths=lengths, peft_config=peft_config, device=device)
-    phases = {
+    return {
         phase: {name: size for name, size in sizes.items() if name not in BESIDE_TENSORS and size}
-        for phase, sizes in found.phases.items()
+        for phase, sizes in estimate.phases.items()
     }
-    return Prediction(phases, found.peak_bytes if device == "cpu" else found.reserved_bytes)
+
+
+def _held(estimate: Estimate, device: str) -> int:
+    """The peak of what holds tensors: the process on a CPU, what the allocator reserves on CUDA."""
+    return estimate.peak_bytes if device == "cpu" else estimate.reserved_bytes

@@ -89,6 +89,12 @@ def dict_fields(config: Any) -> list[str]:
     return config._VALID_DICT_FIELDS
 
 
+def state_of(config: Any) -> dict[str, Any]:
+    """What `TrainingArguments` hold, without what they keep of the process: its device, and accelerate's state."""
+    kept = {name: value for name, value in vars(config).items() if name != "_setup_devices"}
+    return kept | {"distributed_state": None, "deepspeed_plugin": None}
+
+
 def place_on(config: Any, device: torch.device) -> None:
     """Has `TrainingArguments` say that they are on a device, without starting accelerate's state for it."""
     vars(config)["_setup_devices"] = device

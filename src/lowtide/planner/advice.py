@@ -7,7 +7,7 @@ number, whether it is on, refused or idle. What a change would do is asked of an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -66,7 +66,7 @@ def advise(
     site: Site,
     bytes: Mapping[str, int],
     row_tokens: tuple[int, ...],
-    predict: Callable[[Mapping[str, Any]], int | None] | None = None,
+    predict: Callable[[Sequence[Mapping[str, Any]]], Sequence[int | None]] | None = None,
     each: int = 2,
 ) -> list[Advice]:
     """What would lower the peak: for the largest category first; of one category those that are exact first.
@@ -75,16 +75,16 @@ def advise(
         site: where the run works.
         bytes: by category, at the peak.
         row_tokens: of each row of the heaviest micro-batch.
-        predict: the predicted peak of tensors with some options changed, none of them for the run as it is; None
+        predict: for each of several changes of options, the first of them none, the predicted peak of tensors; None
             where it cannot be told. With it, what would lower nothing is left out, and of those that are alike what
             lowers most comes first.
         each: how many are considered of each category.
     """
     found = _considered(site, bytes, row_tokens, each)
-    now = predict({}) if predict is not None else None
-    if predict is None or now is None:
+    now, *peaks = [None] if predict is None else predict([{}, *(advice.settings for advice in found)])
+    if now is None:
         return found[:MOST]
-    told = [replace(advice, peak_bytes=predict(advice.settings)) for advice in found]
+    told = [replace(advice, peak_bytes=peak) for advice, peak in zip(found, peaks, strict=True)]
     kept = [advice for advice in told if (advice.peak_bytes or 0) <= (1 - FELT) * now]
     held = {name: -size for name, size in bytes.items()}
     kept.sort(key=lambda each: (held[each.category], each.changes is not None, each.peak_bytes or now))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lowtide.memory.allocators.measure import bytes_text, resident_bytes
-from lowtide.planner.devices import Device
+from lowtide.planner.devices import Device, system_memory_bytes
 
 UNITS = {
     unit + suffix: factor
@@ -57,11 +57,16 @@ def free_bytes(device: Device) -> int:
         return device.memory_bytes
     if device.kind == "cuda":
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    free = [device.memory_bytes]
+    return min(device.memory_bytes, unused_bytes() + resident_bytes())
+
+
+def unused_bytes() -> int:
+    """Host memory that nobody uses, of the process's control group where that has a limit."""
+    free = [system_memory_bytes() - resident_bytes()]
     if _MEMINFO.exists():
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        free.append(int(lines["MemAvailable"].split()[0]) * 1024 + resident_bytes())
+        free.append(int(lines["MemAvailable"].split()[0]) * 1024)
     limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdigit():
-        free.append(int(most) - int(used.read_text()) + resident_bytes())
+        free.append(int(most) - int(used.read_text()))
     return min(free)

@@ -10,7 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -66,11 +66,17 @@ class Device:
     """Compute capability of a CUDA device."""
     sheet: Rates | None = None
     """What its data sheet says; None for a device at hand."""
+    timed: Rates | None = None
+    """What a device at hand was measured to do, where it is told to another process."""
 
     @property
     def rates(self) -> Rates:
         """What it does in a second. The first call for a device at hand measures for a fifth of a second."""
-        return self.sheet or measured_rates(self.kind)
+        return self.sheet or self.timed or measured_rates(self.kind)
+
+    def with_rates(self) -> Device:
+        """The device with its rates, which another process then need not measure."""
+        return self if self.sheet else replace(self, timed=self.rates)
 
     @property
     def context_bytes(self) -> int:

@@ -12,7 +12,6 @@ import yaml
 from datasets import Dataset
 
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.planner.budget import budget_bytes
 from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
 from lowtide.planner.estimate import BANDS
@@ -33,6 +32,10 @@ class PlanError(ValueError):
     def __init__(self, message: str, peak_bytes: int, settings: Mapping[str, Any]) -> None:
         super().__init__(message)
         self.peak_bytes, self.settings = peak_bytes, dict(settings)
+
+    def __reduce__(self) -> tuple:
+        """For pickle, which else calls a class with the message alone."""
+        return PlanError, (str(self), self.peak_bytes, self.settings)
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 def make_plan(
     run: PlannedRun,
     rows: Dataset,
-    budget: str | int,
+    room: int,
     *,
     exact: bool = True,
     explain: bool = True,
@@ -142,7 +145,7 @@ def make_plan(
     Args:
         run: what is planned.
         rows: as the trainer takes them.
-        budget: see `budget_bytes`.
+        room: the budget, in bytes.
         exact: whether only settings are chosen that leave the numbers alone.
         explain: whether runners-up and the effect of each technique are wanted, which take more traces.
         source: the user's own settings as a run file has them, model and dataset among them.
@@ -152,7 +155,6 @@ def make_plan(
         PlanError: nothing fits; says what takes most, and what would be needed.
         ValueError: the run cannot be planned, with the reason.
     """
-    room = budget_bytes(budget, run.device)
     prepared, sizes, of_rows = prepared_rows(run, rows)
     setting = _setting(run, exact=exact, streamed=streamed)
     search = Search(

@@ -1,7 +1,6 @@
 """`memory_budget`: the settings that fit it, chosen when a trainer is made, before any weight is loaded.
 
-Only exact settings are chosen, and none that was set by hand. The trace runs in this process, whose resident memory
-grows by some 50 MB with it; on a CPU that is part of what is predicted.
+Only exact settings are chosen, and none that was set by hand.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from lowtide.methods.method import Method
+from lowtide.planner.budget import budget_bytes
 from lowtide.planner.candidate import first_rows
 from lowtide.planner.plan import make_plan
+from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.predictions import run_of
 
@@ -64,7 +65,8 @@ def fit_budget(
         peft_config=peft_config,
         quantization_config=quantization_config,
     )
-    plan = make_plan(run, rows, args.memory_budget, explain=False, streamed=rows is not dataset)
+    room = budget_bytes(args.memory_budget, run.device)
+    plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)
     _set(args, plan.settings)
     found = plan.estimate
     peak = found.peak_bytes if run.device.kind == "cpu" else found.tensor_bytes

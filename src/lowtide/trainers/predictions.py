@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from datasets import Dataset
@@ -11,7 +11,8 @@ from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.planner.candidate import PlannedRun, config_of_model
 from lowtide.planner.devices import device_named
-from lowtide.planner.estimate import estimate_run
+from lowtide.planner.estimate import Estimate, estimate_run
+from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.trainers.reports.reported import Reported
 
 if TYPE_CHECKING:
@@ -44,18 +45,24 @@ def run_of(
         described = causal_model(model).config
         quantization_config = getattr(described, "quantization_config", None)
         own["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
-    device = device_named(args.device.type)
+    device = device_named(args.device.type).with_rates()
     return PlannedRun(method, described, own, device, processing_class, peft_config, quantization_config, samples=False)
 
 
-def predicted(trainer: Reported, settings: Mapping[str, Any]) -> int:
-    """The most that tensors would hold in a trainer's run with some settings changed, in bytes.
+def predicted(
+    trainer: Reported, changes: Sequence[Mapping[str, Any]], *, beside: int | None = None
+) -> list[Estimate | ValueError]:
+    """What a trainer's run would take with some settings changed, for each of several changes; or why that cannot be
+    told.
+
+    Args:
+        beside: what the process holds on a CPU beside tensors; by default as it is measured here.
 
     Raises:
-        ValueError: it cannot be told of such a run, or the settings do not go together.
+        ValueError: it cannot be told of such a run.
     """
     if not isinstance(trainer.train_dataset, Dataset):
-        raise ValueError("the lengths of a stream's rows are not known beforehand")
+        raise ValueError("the lengths of the rows are not known beforehand")
     adapters = getattr(trainer.model, "peft_config", {})
     run = run_of(
         trainer.method,
@@ -64,4 +71,17 @@ def predicted(trainer: Reported, settings: Mapping[str, Any]) -> int:
         requested={**trainer.args.requested, **trainer.planned.settings},
         peft_config=next(iter(adapters.values()), None),
     )
-    return estimate_run(run.faked(trainer.train_dataset, settings), run.device, beside=0).tensor_bytes
+    return in_tracing_process(_estimates, run, trainer.train_dataset, changes, beside)
+
+
+def _estimates(
+    run: PlannedRun, rows: Dataset, changes: Sequence[Mapping[str, Any]], beside: int | None
+) -> list[Estimate | ValueError]:
+    return [_estimate(run, rows, settings, beside) for settings in changes]
+
+
+def _estimate(run: PlannedRun, rows: Dataset, settings: Mapping[str, Any], beside: int | None) -> Estimate | ValueError:
+    try:
+        return estimate_run(run.faked(rows, settings), run.device, beside=beside)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        return ValueError(str(error))

@@ -12,12 +12,10 @@ from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.planner.profiling.cuda_history import CudaHistory
 from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.planner.profiling.recording import Recording
-from lowtide.step.heaviest import heaviest_rows, row_lengths
+from lowtide.step.heaviest import heaviest_rows
 from lowtide.step.phases import BETWEEN
 from lowtide.trainers.method import MethodTrainer
 
-COLUMNS = (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids", "completion_ids"), ("input_ids",))
-"""Of prepared rows of pairs, of single completions, of texts."""
 Recorder = CudaHistory | LiveStorages
 
 
@@ -106,18 +104,3 @@ def heaviest_micro_batch(trainer: MethodTrainer) -> tuple[int, ...]:
         return ()
     *_, rows = heaviest_rows(lengths, limits.rows, limits.tokens)
     return tuple(int(lengths[row]) for row in rows)
-
-
-def lengths_of(dataset: Any) -> list[int | tuple[int, ...]] | None:
-    """The lengths of prepared rows as an estimate takes them; None where they are not known beforehand.
-
-    A number a row for texts; (prompt, chosen, rejected) for pairs, (prompt, completion) for single completions.
-    """
-    if row_lengths(dataset) is None:
-        return None
-    for columns in COLUMNS:
-        if set(columns) <= set(dataset.column_names):
-            each = [row_lengths(dataset.select_columns([name])) for name in columns]
-            rows = zip(*(column.tolist() for column in each if column is not None), strict=True)
-            return [row[0] if len(row) == 1 else row for row in rows]
-    return None

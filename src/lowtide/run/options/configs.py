@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-from lowtide.compat.transformers import dict_fields
+from lowtide.compat.transformers import dict_fields, state_of
 from lowtide.methods import METHODS
 from lowtide.methods.method import Method
 from lowtide.run.options.training import TrainingConfig
@@ -62,3 +63,33 @@ def config_class(method: Method) -> type[TrainingConfig]:
         },
     )
     return dataclass(made)
+
+
+class ConfigState(NamedTuple):
+    """What a config says, without the state of the process that it was made in: it can be pickled, also where its class
+    is a subclass that another process does not know."""
+
+    method: str
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Any) -> ConfigState:
+        """Of a method's config, or of a subclass of it, whose own fields are left out.
+
+        Raises:
+            ValueError: it is of no method.
+        """
+        method = method_of(config)
+        known = {each.name for each in fields(config_class(method))}
+        own = {each.name for each in fields(config)} - known
+        return cls(method.name, {name: value for name, value in state_of(config).items() if name not in own})
+
+    def config(self) -> TrainingConfig:
+        """The config again, of the method's own class."""
+        kind = config_class(method_named(self.method))
+        made = kind.__new__(kind)
+        vars(made).update(self.state)
+        return made
+
+
+copyreg.pickle(Method, lambda method: (method_named, (method.name,)))  # type: ignore[arg-type]

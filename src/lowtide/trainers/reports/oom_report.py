@@ -7,15 +7,15 @@ the table of techniques, what lowers the largest of them, with the effect that a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.allocators.out_of_memory import free_caches
 from lowtide.memory.optimizers.states import predict_states
 from lowtide.planner.advice import Advice, advise
+from lowtide.planner.budget import unused_bytes
+from lowtide.planner.tracing_process import ROOM_BYTES
 from lowtide.ranks.world import distributed
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.predictions import predicted
@@ -23,8 +23,6 @@ from lowtide.trainers.reports.reported import Reported
 
 MOST = 2
 """Settings that are named."""
-TRACE_BYTES = 448 << 20
-"""Host memory that a prediction may take. Where there is less, libraries in C end the process rather than say so."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,33 +53,24 @@ def _largest(trainer: Reported, error: OutOfMemory) -> list[str]:
 
 
 def _advice(trainer: Reported, error: OutOfMemory) -> list[str]:
-    """What a change would save is predicted on one process only, since it takes making a trainer, which ranks do
-    together; and only where there is memory for it."""
+    """What a change would save is predicted on one process only, and where there is memory for it."""
+    affordable = not distributed() and unused_bytes() >= ROOM_BYTES
+    now: int | None = None
 
-    affordable = not distributed() and _can_hold(TRACE_BYTES)
-
-    def predict(settings: Mapping[str, Any]) -> int | None:
-        if not affordable:
-            return None
+    def predict(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        nonlocal now
         try:
-            return predicted(trainer, settings)
+            estimates = predicted(trainer, changes, beside=0)
         except Exception as reason:  # an advice without its effect is one still
-            logger.info(f"no prediction for {settings}: {reason}")
-            return None
+            logger.info(f"no predictions: {reason}")
+            return [None] * len(changes)
+        peaks = [None if isinstance(each, ValueError) else each.tensor_bytes for each in estimates]
+        now = peaks[0]
+        return peaks
 
-    now = predict({})
     rows = error.failure.row_tokens if error.failure is not None else ()
-    advice = advise(trainer.site, _held(trainer), rows, predict)[:MOST]
+    advice = advise(trainer.site, _held(trainer), rows, predict if affordable else None)[:MOST]
     return [f"What helps first: {'; or '.join(_text(each, now) for each in advice)}"] if advice else []
-
-
-def _can_hold(size: int) -> bool:
-    """Whether the host gives so many bytes now."""
-    try:
-        torch.empty(size, dtype=torch.uint8)
-    except (RuntimeError, MemoryError):
-        return False
-    return True
 
 
 def _held(trainer: Reported) -> dict[str, int]:

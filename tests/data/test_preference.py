@@ -47,7 +47,7 @@ def test_the_ledger_counts_a_shared_prompt_once(tokenizer):
     assert ledger.tokens_dropped == 6 + 14 + 3
     assert ledger.padding_avoided == pytest.approx(1 - 24 / (4 * 9 + 2 * 4))
     assert ledger.to_dict()["cut_by_part"] == {"prompt": 0, "chosen": 2, "rejected": 0}
-    assert "2 cut from 1 row (prompt 0, chosen 2, rejected 0)" in ledger.summary()
+    assert "from 1 row; prompt 0, chosen 2, rejected 0)" in ledger.summary()
     shown = Console(width=80, record=True, file=io.StringIO())
     shown.print(ledger)
     text = " ".join(shown.export_text().split())

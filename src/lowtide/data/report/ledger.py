@@ -66,17 +66,8 @@ class Ledger:
 
     def summary(self) -> str:
         """The ledger in one line, for logs."""
-        parts = [
-            f"{self.name}: {_rows(self.rows)}" + (f" read as {self.read_as}" if self.read_as else ""),
-            f"{self.tokens:,} tokens, {self.scored_tokens:,} scored ({_share(self.scored_tokens, self.tokens)})",
-            f"{self.tokens_cut:,} cut from {_rows(self.rows_cut)}{self._parts_cut(' ({})')}",
-            f"{sum(self.rows_dropped.values()):,} rows dropped",
-            f"longest row {self.longest_row:,}",
-            f"{self.padding_avoided:.1%} padding avoided at batch size {self.batch_size}",
-        ]
-        if self.packing_fill is not None:
-            parts.append(f"packed into {_rows(self.packed_rows or 0)}, {_percent(self.packing_fill)} full")
-        return " | ".join(parts)
+        parts = (f"{label} {value}" + (f" ({note})" if note else "") for label, value, note in self._lines())
+        return f"{self.name}: {' | '.join(parts)}"
 
     def __rich__(self) -> Table:
         table = Table(
@@ -105,7 +96,7 @@ class Ledger:
                 "cut",
                 f"{self.tokens_cut:,}",
                 f"{_share(self.tokens_cut, everything)} of all tokens, from {_rows(self.rows_cut)}"
-                f"{self._parts_cut('; {}')}"
+                f"{self._parts_cut()}"
                 if self.tokens_cut
                 else "no row is longer than the limits",
             ),
@@ -121,10 +112,10 @@ class Ledger:
             lines.append(("packed rows", f"{self.packed_rows:,}", note))
         return lines
 
-    def _parts_cut(self, form: str) -> str:
+    def _parts_cut(self) -> str:
         if not self.tokens_cut or self.cut_by_part is None:
             return ""
-        return form.format(", ".join(f"{part} {count:,}" for part, count in self.cut_by_part.items()))
+        return f"; {', '.join(f'{part} {count:,}' for part, count in self.cut_by_part.items())}"
 
     def _repeated(self) -> str:
         """What a padded batch has more of than its rows."""

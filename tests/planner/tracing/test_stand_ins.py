@@ -32,7 +32,7 @@ SMALL = 4096
 class Trace(StorageTrace):
     @property
     def total(self) -> int:
-        return sum(block.size for block in self._blocks.values())
+        return sum(block.size for block in self.blocks())
 
     def grown(self, phase: str, call: Callable[[], Any]) -> tuple[Any, int, int]:
         """What a call returns, the bytes that it leaves, and the most beyond those before."""

@@ -95,8 +95,7 @@ class Ledger:
             (
                 "cut",
                 f"{self.tokens_cut:,}",
-                f"{_share(self.tokens_cut, everything)} of all tokens, from {_rows(self.rows_cut)}"
-                f"{self._parts_cut()}"
+                f"{_share(self.tokens_cut, everything)} of all tokens, from {_rows(self.rows_cut)}{self._parts_cut()}"
                 if self.tokens_cut
                 else "no row is longer than the limits",
             ),

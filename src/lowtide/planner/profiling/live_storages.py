@@ -1,28 +1,26 @@
 """Records the storages of a run on the CPU: each operation's results are looked at, and each storage as it is freed.
 
-The same idea as `trace`, on tensors that hold memory: nothing is estimated. A storage is told by torch's own object
-for it, which lives as long as it does. What a kernel takes and gives back inside of one operation is not seen.
+The same idea as `tracing.trace`, on tensors that hold memory: nothing is estimated. What a kernel takes and gives back
+inside of one operation is not seen.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import time
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Self
 
 from torch import Tensor
 
-from lowtide.compat.torch import BACKWARD, TorchDispatchMode, backward_sequence_number, next_sequence_number, storage_id
+from lowtide.compat.torch import BACKWARD, TorchDispatchMode, backward_sequence_number, next_sequence_number
 from lowtide.planner.profiling.recording import BORN_IN, Block, Recording, is_internal, short_file
-from lowtide.planner.tracing.trace import parts_of
+from lowtide.planner.tracing.storage_watch import StorageWatch, parts_of
 from lowtide.step.phases import BETWEEN
 
 
-class LiveStorages(TorchDispatchMode):
-    """Records while it is entered.
+class LiveStorages(StorageWatch[int], TorchDispatchMode):
+    """Records while it is entered; a storage has its block's number.
 
     Attributes:
         step: number of the step, set by whoever runs it.
@@ -33,10 +31,7 @@ class LiveStorages(TorchDispatchMode):
         self.recording = Recording()
         self.step = 0
         self._phase = BETWEEN
-        self._owner: str | None = None
         self._start = time.perf_counter()
-        self._living: dict[int, tuple[int, weakref.ref]] = {}
-        """From a storage to its block."""
         self._size: dict[int, int] = {}
         """Of each living block."""
         self._lines: dict[int, str] = {}
@@ -46,15 +41,6 @@ class LiveStorages(TorchDispatchMode):
         """A phase begins: a listener of `Phases`."""
         self._phase = begins
         self.recording.enter(begins, self.step, self._now())
-
-    @contextlib.contextmanager
-    def owned_by(self, category: str) -> Iterator[None]:
-        """While it lasts, what is made is of a category, whatever the phase."""
-        before, self._owner = self._owner, category
-        try:
-            yield
-        finally:
-            self._owner = before
 
     def belongs(self, tensors: Iterable[tuple[str, Tensor]], category: str) -> None:
         """Says what some tensors are, by name; those that were not seen being born have been there before."""
@@ -66,7 +52,7 @@ class LiveStorages(TorchDispatchMode):
 
     def finished(self) -> Recording:
         """What was recorded; nothing is added to it any more."""
-        self._living.clear()  # and with it the references that tell of an end
+        self.forget()
         return self.recording
 
     def __enter__(self) -> Self:
@@ -85,25 +71,23 @@ class LiveStorages(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, made: str, line: str) -> Block:
         storage = tensor.untyped_storage()
-        key, size = storage_id(storage), storage.nbytes()
-        if key not in self._living:
+        number, size = self.block_of(storage), storage.nbytes()
+        if number is None:
             number = len(self.recording.blocks)
-            category = self._owner or BORN_IN.get(self._phase, "other")
+            category = self.owner or BORN_IN.get(self._phase, "other")
             dtype = str(tensor.dtype).removeprefix("torch.")
             self.recording.blocks.append(
                 Block(category, self._phase, self.step, made, tuple(tensor.shape), dtype, line)
             )
-            self._living[key] = number, weakref.ref(storage, lambda _: self._gone(key))
+            self.follow(storage, number)
             self._size[number] = 0
-        number, _ = self._living[key]
         if size != self._size[number]:  # new, or resized in place
             self.recording.add(number, size - self._size[number], self._now())
             self._size[number] = size
         return self.recording.blocks[number]
 
-    def _gone(self, key: int) -> None:
-        number, _ = self._living.pop(key)
-        self.recording.add(number, -self._size.pop(number), self._now())
+    def freed(self, block: int) -> None:
+        self.recording.add(block, -self._size.pop(block), self._now())
 
     def _now(self) -> float:
         return time.perf_counter() - self._start

@@ -9,7 +9,6 @@ it knows neither layers to unroll, nor phases of a step, nor an allocator's hole
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,11 +20,10 @@ from lowtide.compat.torch import (
     FakeTensor,
     PlainMode,
     asks_for_place,
-    is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
     place_of,
-    storage_id,
 )
+from lowtide.planner.tracing.storage_watch import StorageWatch, parts_of
 
 PHASES = ("loading", "forward", "head", "backward", "optimizer", "evaluation", "saving")
 BORN_IN = {
@@ -77,7 +75,7 @@ class Event(NamedTuple):
     """Of the model; None outside of layers. A block's birth is of the block's own layer."""
 
 
-class StorageTrace(Mode):
+class StorageTrace(StorageWatch[Block], Mode):
     """Notes every birth and death of a storage, in order.
 
     Args:
@@ -100,8 +98,6 @@ class StorageTrace(Mode):
         self.together = together
         self.events: list[Event] = []
         self.watchers: list[Callable[[Any, Any, Any], None]] = []
-        self._blocks: dict[int, Block] = {}
-        self._owner: str | None = None
         self._stepping = False
 
     @contextlib.contextmanager
@@ -112,15 +108,6 @@ class StorageTrace(Mode):
             yield
         finally:
             self.phase, self.layer = before, None
-
-    @contextlib.contextmanager
-    def owned_by(self, category: str) -> Iterator[None]:
-        """While it lasts, what is made is of a category, whatever the phase."""
-        before, self._owner = self._owner, category
-        try:
-            yield
-        finally:
-            self._owner = before
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -134,7 +121,7 @@ class StorageTrace(Mode):
     def belongs(self, tensors: Iterable[Tensor], category: str | None = None, layer: int | None = None) -> None:
         """Says what some tensors are, or of which layer."""
         for tensor in (part for each in tensors for part in parts_of(each)):
-            block = self._blocks.get(storage_id(tensor.untyped_storage()))
+            block = self.block_of(tensor.untyped_storage())
             if block is not None:
                 if block.category not in ON_HOST:
                     block.category = category or block.category
@@ -165,7 +152,7 @@ class StorageTrace(Mode):
 
     def layer_of(self, tensor: Tensor) -> int | None:
         """The layer that a tensor is of."""
-        block = self._blocks.get(storage_id(tensor.untyped_storage()))
+        block = self.block_of(tensor.untyped_storage())
         return None if block is None else block.layer
 
     def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -188,16 +175,14 @@ class StorageTrace(Mode):
 
     def _see(self, tensor: Tensor, layer: int | None) -> None:
         storage = tensor.untyped_storage()
-        key = storage_id(storage)
-        if key in self._blocks or place_of(tensor).type == "meta":
+        if self.block_of(storage) is not None or place_of(tensor).type == "meta":
             return
-        block = Block(storage.nbytes(), self._owner or BORN_IN[self.phase], layer)
-        self._blocks[key] = block
+        block = Block(storage.nbytes(), self.owner or BORN_IN[self.phase], layer)
         self.events.append(Event(block, True, self.phase, layer))
-        weakref.finalize(storage, self._gone, key)
+        self.follow(storage, block)
 
-    def _gone(self, key: int) -> None:
-        self.events.append(Event(self._blocks.pop(key), False, self.phase, self.layer))
+    def freed(self, block: Block) -> None:
+        self.events.append(Event(block, False, self.phase, self.layer))
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
@@ -214,12 +199,3 @@ class _FollowedStates(defaultdict):
     def __getitem__(self, parameter: Tensor) -> Any:
         self.trace.layer = self.trace.layer_of(parameter)
         return super().__getitem__(parameter)
-
-
-def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold the bytes of one."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from parts_of(getattr(tensor, name))

@@ -49,6 +49,7 @@ def test_a_row_is_a_config_that_can_be_made(name: str, tmp_path):
     assert SFTConfig(str(tmp_path), **flags(CASES[name], 4096)).max_length == 4096
 
 
+@pytest.mark.slow
 def test_a_run_trains(monkeypatch):
     small = LLAMA_8B | {"vocab_size": 32_000, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     monkeypatch.setattr("bench.longest.LLAMA_8B", small | {"num_key_value_heads": 1})

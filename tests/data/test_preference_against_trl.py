@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset
 
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
+from tests.support.marks import slow_but
 
 trl = pytest.importorskip("trl", reason="the comparison needs the bench extra (trl)")
 
@@ -135,7 +136,8 @@ def test_whole_pairs_are_those_of_reward_trainer(name, template_tokenizer):
         assert not alike or 1 in (len(row["chosen_ids"]), len(row["rejected_ids"]))
 
 
-@pytest.mark.parametrize("max_length", [None, 64])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_length", slow_but([64], [None, 64]))
 @pytest.mark.parametrize("name", LABELLED)
 def test_labelled_completions_are_those_of_kto_trainer(name, max_length, template_tokenizer):
     weights = {"desirable_weight": 1.0, "undesirable_weight": 1.0}

@@ -18,6 +18,7 @@ def command():
     return lambda method: lambda file: main([method, "--traceback", "--config", str(file), "--disable_tqdm", "true"])
 
 
+@pytest.mark.slow
 def test_twenty_steps_train_report_and_save(tmp_path, command, capsys):
     report = run_demo(tmp_path, command("sft"), sizes=Sizes(steps=20, held_out=20, samples=3))
     assert report is not None
@@ -37,6 +38,7 @@ def test_twenty_steps_train_report_and_save(tmp_path, command, capsys):
         assert part in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "kto", "reward"]))
 def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, method):
     sizes = Sizes(steps=2, questions=256, held_out=40, samples=3)

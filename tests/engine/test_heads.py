@@ -110,6 +110,7 @@ def sharded(rank: int, rendezvous: str, path: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_sharded_heads_have_the_gradients_of_whole_ones(tmp_path):
     run_ranks(sharded, f"file://{tmp_path}/rendezvous", f"{tmp_path}/found.pt", ranks=RANKS)
     found = torch.load(tmp_path / "found.pt", weights_only=True)

@@ -25,6 +25,7 @@ from tests.support.preference_models import pair_rows as pairs
 from tests.support.preference_models import unpaired_rows as unpaired
 from tests.support.processes import run_ranks
 
+pytestmark = pytest.mark.slow
 PAIRS = CompletionCollator(("chosen_ids", "rejected_ids"))
 CASES = {
     "sigmoid and sft": (DPO.objective(DPOOptions(loss_type=["sigmoid", "sft"])), PAIRS, pairs),

@@ -26,6 +26,7 @@ from lowtide.step.microbatches import Models
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.recovery import surviving_optimizer_step, surviving_step
 from lowtide.step.train_step import BackwardPlan, Limits
+from tests.support.marks import slow_but
 from tests.support.preference_models import build, gradients
 from tests.support.preference_models import pair_rows as pairs
 from tests.support.preference_models import unpaired_rows as unpaired
@@ -82,7 +83,7 @@ def step(name: str, model, limits: Limits, plan: BackwardPlan = BackwardPlan()):
     return loss, taken, totals.read(torch.device("cpu")), vars(getattr(objective, "running", None) or Totals())
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", slow_but(["backward"], PLACES))
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_failed_step_is_repeated_with_half_the_budget(name, place):
     number = random.Random(f"{name} {place}").randrange(4)

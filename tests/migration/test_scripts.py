@@ -88,6 +88,7 @@ ROWS_OF = {"sft": "talk", "dpo": "preference", "kto": "label", "reward": "prefer
 """The form of rows of each script that takes TRL's command line."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", slow_but(["sft"], ROWS_OF))
 def test_a_script_of_trls_commands_trains_pushes_and_resumes(script, model, data, tmp_path, monkeypatch):
     uploads = []
@@ -119,7 +120,7 @@ def test_a_script_of_trls_commands_trains_pushes_and_resumes(script, model, data
     assert run(script, again, monkeypatch)["trainer"].state.global_step == 3
 
 
-@pytest.mark.parametrize("script", ROWS_OF)
+@pytest.mark.parametrize("script", slow_but([*ROWS_OF][:1], ROWS_OF))
 def test_the_losses_are_those_of_the_same_script_with_trl(script, model, data, tmp_path, monkeypatch):
     pytest.importorskip("trl", reason="the comparison needs the bench extra (trl)")
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -140,7 +141,10 @@ def test_a_mixture_trains(model, data, tmp_path, monkeypatch):
     assert len(trainer.train_dataset) + len(trainer.eval_dataset) == 64
 
 
-@pytest.mark.parametrize(("script", "rows"), [("orpo", "preference"), ("cpo", "implicit"), ("bco", "label")])
+@pytest.mark.parametrize(
+    ("script", "rows"),
+    slow_but([("orpo", "preference")], [("orpo", "preference"), ("cpo", "implicit"), ("bco", "label")]),
+)
 def test_scripts_with_transformers_parser_train(script, rows, model, data, tmp_path, monkeypatch):
     words = ["--model_name_or_path", model, "--dataset_name", data[rows], "--output_dir", tmp_path / "run"]
     trainer = run(script, [*words, *FAST.split(), *PEFT], monkeypatch)["trainer"]
@@ -164,6 +168,7 @@ def test_rows_reshaped_by_hand_train(model, data, tmp_path, monkeypatch):
     assert (tmp_path / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_reference_of_the_scripts_own_follows_the_policy(model, data, tmp_path, monkeypatch):
     found = run("own_reference", [model, data["preference"], tmp_path], monkeypatch)
     start = found["create_reference_model"](found["AutoModelForCausalLM"].from_pretrained(model))

@@ -98,6 +98,7 @@ def compare_with_dense(run, variant: dict) -> None:
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_equals_dense(variant, monkeypatch):
@@ -106,6 +107,7 @@ def test_flex_equals_dense(variant, monkeypatch):
     compare_with_dense(attention_flex.flex_ragged_attention, variant)
 
 
+@pytest.mark.slow
 def test_few_compilations_serve_all_sizes_windows_and_chunks(monkeypatch):
     counter = CompileCounter()
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=True, backend=counter)

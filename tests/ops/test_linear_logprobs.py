@@ -66,6 +66,7 @@ def test_statistics_and_gradients_equal_dense(projection, rank, bias, chunk):
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS.keys())
 def test_gradcheck(projection):
     terms, index, target, bias = problem(rank=2, bias=True, vocab=11)

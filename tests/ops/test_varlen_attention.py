@@ -9,11 +9,12 @@ from lowtide.ops.target import planning_for
 from lowtide.ops.varlen_attention import BACKENDS, AttentionPlan, varlen_attention
 from lowtide.ragged import RaggedBatch
 from tests.support.dense_attention import LENGTHS, VARIANTS, dense, ragged
+from tests.support.marks import slow_but
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", LENGTHS)
+@pytest.mark.parametrize("shape", slow_but(LENGTHS.keys() - {"long"}, LENGTHS))
 def test_equals_dense_attention_of_each_segment(shape, variant, causal):
     if shape == "long" and variant not in ("causal", "window"):
         pytest.skip("the long case is there for the blocks of queries")

@@ -113,8 +113,8 @@ CASES = {
     "cpo, alphapo": Case("cpo", flags={"loss_type": "simpo", "alpha": 0.1}),
 }
 
-QUICK = ("sigmoid", "kto", "reward", "orpo", "cpo")
-LONG = (*QUICK, "dpo, lora", "sync_ref_model")
+QUICK = ("sigmoid", "reward")
+LONG = (*QUICK, "kto", "orpo", "cpo", "dpo, lora", "sync_ref_model")
 
 
 def pair(question: str, answer: str) -> tuple[str, str, str]:

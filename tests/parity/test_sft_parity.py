@@ -88,8 +88,8 @@ CASES = {
     # alike where lowtide weighs them by tokens. One row each, of one length, leaves the same thing to compare.
     "mixtral, accumulated": Case(model="mixtral", flags=accumulated(1, 4, router_aux_loss_coef=0.05, max_length=13)),
 }
-QUICK = ("text", "messages, assistant only", "packed", "lora")
-LONG = (*QUICK, "mixtral with its auxiliary loss")
+QUICK = ("text", "packed")
+LONG = (*QUICK, "messages, assistant only", "lora", "mixtral with its auxiliary loss")
 
 EVALUATIONS = {
     # One batch holds all rows: over several, TRL's is the mean of the batches' means, ours the mean over tokens.

@@ -29,7 +29,6 @@ from lowtide.planning import estimate, estimate_method, plan, rows_of
 from lowtide.run.options.configs import method_of
 from lowtide.step.heaviest import heaviest_rows, row_lengths
 from lowtide.trainers.public import trainer_class
-from tests.support.marks import slow_but
 
 SIZES = {
     "vocab_size": 8_000,
@@ -134,7 +133,8 @@ def elsewhere() -> Iterator[Any]:
         yield pool
 
 
-@pytest.mark.parametrize("case", slow_but(["sft", "dpo, LoRA"], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_the_trace_is_what_tensors_take(case, tmp_path, elsewhere):
     pytest.importorskip(PACKAGES.get(case, "torch"))
     if case == "sft, torchao" and (shutil.which("c++") is None or " " in torch.__file__):

@@ -47,6 +47,7 @@ def test_an_estimate_is_the_one_that_is_made_here_and_nothing_of_it_is(tmp_path,
     assert (apart.phases, apart.phase) == (here.phases, here.phase)
 
 
+@pytest.mark.slow
 def test_a_budget_below_everything_is_an_error_with_its_numbers():
     with pytest.raises(PlanError, match="the budget of 10 B is below the weights") as caught:
         plan("sft", DESCRIBED, ROWS, 10, processing_class=lowtide_tokenizer(), explain=False)
@@ -90,6 +91,7 @@ def test_what_cannot_be_sent_is_named(tmp_path):
         estimate(config(tmp_path), DESCRIBED, lengths=[3], processing_class=lambda: None)
 
 
+@pytest.mark.slow
 def test_what_the_script_defines_is_not_known_there(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -115,6 +117,7 @@ def test_what_the_script_defines_is_not_known_there(tmp_path):
     assert "put it into a module that is imported" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_budget_of_a_trainer_is_planned_there(tmp_path, monkeypatch):
     from lowtide.demo.model import make_model
 

@@ -120,6 +120,7 @@ def test_a_budget_changes_options_alone_and_trains_the_same(tmp_path):
     assert {name.split(".layers.")[1][0] for name in trained(made)} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_a_report_of_exhausted_memory_leaves_all_as_it_was(tmp_path):
     given = Given(tmp_path, per_device_train_batch_size=1)
     made = given.trainer_class(given.model, given.config, train_dataset=given.dataset, **given.inputs())

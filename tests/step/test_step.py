@@ -173,6 +173,7 @@ def found(tmp_path_factory):
     return torch.load(folder / "found.pt", weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "most"), RANK_CASES)
 def test_two_ranks_equal_one(tied, most, found):
     model = build(tied)

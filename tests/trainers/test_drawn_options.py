@@ -64,6 +64,7 @@ def check_names(error: Exception, name: str, value: Any) -> None:
         pytest.fail(f"{name}={value!r} is not named by {type(error).__name__}: {error}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["DPO"], TRAINERS))
 def test_every_value_of_every_option_is_taken_or_refused_by_name(kind, tmp_path):
     _, config = classes(kind)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide import CPOTrainer, DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from tests.support.marks import slow_but
 from tests.support.matrix import COMMON, build, folder, rows, tokenizer
 
 STEP = 8
@@ -152,7 +153,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", slow_but(["accumulated"], CUTS))
 @pytest.mark.parametrize("kind", TOKEN, ids=lambda kind: kind.__name__)
 def test_gradients_are_those_of_a_plain_loop(kind, cut, monkeypatch):
     trainer = trainer_of(kind, "SFT", **CUTS[cut])
@@ -285,7 +286,7 @@ class AddedLogits(DPOTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", slow_but(["budget"], CUTS))
 @pytest.mark.parametrize("kind", [OwnPairs, AddedPairs, AddedLogits], ids=lambda kind: kind.__name__)
 def test_pairs_have_the_gradients_of_the_method(kind, cut, monkeypatch):
     reference = build("DPO", 64)

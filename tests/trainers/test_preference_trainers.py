@@ -127,7 +127,7 @@ def assert_same(ours: dict, theirs: dict) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "bco"])
+@pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "kto", "bco"]))
 @pytest.mark.parametrize("accumulated", slow_but([2], [1, 2]))
 def test_a_precomputed_reference_gives_the_same_run_bit_by_bit(method, accumulated, tmp_path):
     found = []
@@ -212,7 +212,7 @@ def test_evaluation_uses_the_precomputed_reference_too(tmp_path):
     assert again["eval_loss"] == found[1]["eval_loss"]
 
 
-@pytest.mark.parametrize("source", ["name", "adapters", "untrained"])
+@pytest.mark.parametrize("source", slow_but(["name"], ["name", "adapters", "untrained"]))
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_rows_that_come_after_training_get_their_reference(method, source, tmp_path):
     """Loaded once more by the model's name, the policy without its adapters, or the policy that is still as it was."""
@@ -262,7 +262,7 @@ def test_the_reference_of_a_policy_with_adapters_is_the_policy_without(trained, 
     torch.testing.assert_close(made.reference(batch), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "bco", "reward", "orpo", "cpo"])
+@pytest.mark.parametrize("method", slow_but(["kto"], ["dpo", "kto", "bco", "reward", "orpo", "cpo"]))
 def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(method, tmp_path):
     through = trainer(method, tmp_path / "through", save_strategy="steps", save_steps=2)
     through.train()
@@ -278,7 +278,7 @@ def test_bcos_running_mean_is_in_the_checkpoint(tmp_path):
     assert saved["running"]["count"] == 8
 
 
-@pytest.mark.parametrize("method", ALL)
+@pytest.mark.parametrize("method", slow_but(["dpo", "reward"], ALL))
 def test_each_trainer_learns_and_reports(method, tmp_path):
     arguments = {"eval_dataset": data(method, 8)}
     made = trainer(method, tmp_path, arguments=arguments, max_steps=12)
@@ -428,7 +428,7 @@ def test_adapters_that_came_trained_are_said_to_be_no_part_of_the_reference(tmp_
     assert "merge them first" in caplog.text
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora", True, False])
+@pytest.mark.parametrize("init", slow_but(["pissa"], ["pissa", "olora", True, False]))
 @pytest.mark.parametrize("precomputed", [False, True])
 def test_adapters_whose_making_changes_the_model_need_a_reference(init, precomputed, tmp_path, caplog):
     lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
@@ -459,7 +459,7 @@ def test_a_reward_model_has_one_label(tmp_path):
         trainer("reward", tmp_path, model=build())
 
 
-@pytest.mark.parametrize("padding", [None, "<eos>", "!"])
+@pytest.mark.parametrize("padding", slow_but(["<eos>"], [None, "<eos>", "!"]))
 @pytest.mark.parametrize("options", [{}, {"prefix_sharing": False}, {"padding_free": False}])
 def test_rewards_are_those_that_the_saved_model_gives_to_padded_batches(padding, options, tmp_path):
     # One side adds nothing to what both begin with but padding.

@@ -25,8 +25,10 @@ def trainer(kind: str, technique: str, budget: int | None) -> Any:
 
 
 @pytest.mark.parametrize("kind", slow_but(["SFT"], ["SFT", "DPO"]))
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("technique", ["activation offloading", "tiled MLP", "compressed AdamW"])
+@pytest.mark.parametrize("place", slow_but(["backward"], PLACES))
+@pytest.mark.parametrize(
+    "technique", slow_but(["activation offloading"], ["activation offloading", "tiled MLP", "compressed AdamW"])
+)
 def test_a_failed_step_is_repeated_in_smaller_micro_batches(kind, place, technique):
     check_recovery(kind, technique, place, random.Random(f"{kind} {place} {technique}").randrange(2), BUDGET)
 

@@ -141,7 +141,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["plain", "several micro-batches"], CASES))
+@pytest.mark.parametrize("name", slow_but(["several micro-batches"], CASES))
 @pytest.mark.parametrize("kind", slow_but(["DPO"], ["SFT", "DPO", "KTO"]))
 def test_no_tensors_of_a_step_take_more_than_the_rehearsed_ones(kind, name, monkeypatch):
     if kind == "SFT" and name == "prompts repeated":

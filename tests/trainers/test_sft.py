@@ -85,7 +85,9 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("options", [{}, {"tokens_per_microbatch": 64}, {"optimizer_in_backward": "two_pass"}])
+@pytest.mark.parametrize(
+    "options", slow_but([{}], [{}, {"tokens_per_microbatch": 64}, {"optimizer_in_backward": "two_pass"}])
+)
 def test_hooks_on_embedding_and_head_choose_the_rows_that_are_trained(tied, options, tokenizer, rows, tmp_path):
     def trained(**more) -> tuple[list[float], dict[str, torch.Tensor]]:
         model = build(tie_word_embeddings=tied)
@@ -122,7 +124,7 @@ class Kill(TrainerCallback):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", slow_but([2], [1, 2]))
 def test_killed_and_resumed_is_bitwise_the_run_that_was_not(packing, accumulation, tmp_path, rows, tokenizer):
     # 40 rows in batches of 4 are 10 steps an epoch: the kill comes in mid-epoch, and the run goes on into the second.
     options = {
@@ -158,6 +160,7 @@ def test_killed_and_resumed_is_bitwise_the_run_that_was_not(packing, accumulatio
 STREAM = {"train_sampling_strategy": "random"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

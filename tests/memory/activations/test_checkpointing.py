@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.memory.activations.checkpointing import POLICIES, set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
+from tests.support.marks import slow_but
 from tests.support.storages import Storages
 from tests.support.tiny_models import (
     assert_same,
@@ -39,8 +40,8 @@ def run(model, batch):
     return gradients(model)
 
 
-@pytest.mark.parametrize("batch", [separate, shared])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("batch", slow_but([shared], [separate, shared]))
+@pytest.mark.parametrize("every", slow_but([2], [1, 2]))
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_gradients_are_the_same_bits(make, policy, every, batch):
@@ -127,6 +128,7 @@ def test_full_with_offloading_keeps_the_inputs_of_layers_elsewhere():
     assert_same(gradients(model), run(plain, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [separate, shared])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_what_a_policy_keeps_is_offloaded_too(make, batch):

@@ -46,6 +46,7 @@ def run(model, batch):
     return loss.detach(), gradients(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "policy"), slow_but([("llama", "full")], [("llama", None), ("llama", "full"), ("mistral", "attention")])
 )

@@ -47,6 +47,7 @@ def assert_same(optimizer: CompressedAdamW, compressed, reference: torch.optim.O
         assert torch.equal(ours["step"], theirs["step"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [float, torch.tensor])
 def test_two_hundred_steps_are_those_of_float32_masters(rate):
     compressed, masters = parameters(), parameters(torch.float32)

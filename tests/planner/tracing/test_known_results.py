@@ -18,6 +18,7 @@ from lowtide.planner.tracing import fake_run, known_results
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planning import method_of, rows_of
+from tests.support.marks import slow_but
 
 aten = torch.ops.aten
 DESCRIBED = LlamaConfig(
@@ -158,8 +159,10 @@ def test_operations_of_others_are_asked_each_time(fake):
     assert func.times == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True, "tokens_per_microbatch": 48}, {"optim": "adafactor"}], ids=str)
-@pytest.mark.parametrize("device", ["cpu", "H100-80GB"])
+@pytest.mark.parametrize(
+    "options", slow_but([{}], [{}, {"bf16": True, "tokens_per_microbatch": 48}, {"optim": "adafactor"}]), ids=str
+)
+@pytest.mark.parametrize("device", slow_but(["cpu"], ["cpu", "H100-80GB"]))
 def test_a_trace_is_the_same_where_all_is_asked_anew(options, device, tmp_path, monkeypatch):
     def events() -> list[tuple]:
         args = lowtide.DPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)

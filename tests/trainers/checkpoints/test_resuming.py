@@ -71,7 +71,7 @@ def test_states_of_our_own_optimizers_go_on(options, tmp_path):
 
 
 @pytest.mark.parametrize("optim", slow_but(["galore_adamw"], ["galore_adamw", "galore_adafactor", "apollo_adamw"]))
-@pytest.mark.parametrize("more", [{}, IN_BACKWARD], ids=["", "in backward"])
+@pytest.mark.parametrize("more", slow_but([{}], [{}, IN_BACKWARD]), ids=["", "in backward"])
 def test_projections_of_gradients_go_on(optim, more, tmp_path):
     pytest.importorskip("galore_torch" if "galore" in optim else "apollo_torch")
     arguments = "rank=16,update_proj_gap=3,scale=2"  # the matrix of step 1 serves the steps after the kill too
@@ -93,6 +93,7 @@ def test_a_projection_comes_to_its_parameters_device():
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
 def test_a_reference_that_moves_goes_on_from_where_it_was(kind, tmp_path):
     whole, again = resumed(kind, tmp_path, **MOVING)
@@ -113,7 +114,7 @@ def test_a_checkpoint_without_the_reference_that_moved_is_refused(tmp_path):
         moving.train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("kind", slow_but(["SFT"], ["SFT", "DPO"]))
 def test_tokens_are_counted_on(kind, tmp_path):
     # Those of step 1 are logged, those of step 2 are in the checkpoint only.
     whole, again = resumed(kind, tmp_path, logging_steps=3)
@@ -222,7 +223,7 @@ SCORES = [1.0, 3.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", slow_but(["SFT"], ["SFT", "DPO"]))
-@pytest.mark.parametrize("limit", [None, 1, 2])
+@pytest.mark.parametrize("limit", slow_but([1], [None, 1, 2]))
 def test_the_best_model_is_kept_and_loaded_as_transformers_does(kind, limit, tmp_path, monkeypatch):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     trainer = judged(kind, ours, limit, 4, SCORES)

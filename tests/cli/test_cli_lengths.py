@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lowtide.cli import lengths
-from lowtide.data.report.lengths import share
+from lowtide.data.report.lengths import LengthReport, share
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
 
@@ -62,14 +62,15 @@ def test_the_table_the_picture_and_the_page(run, tokenizer, tmp_path):
     assert "20 is the smallest candidate" in page
 
 
-def test_lengths_are_in_dataset_order_whole_and_without_limit(tokenizer, tmp_path):
+def test_lengths_are_in_dataset_order_whole_and_without_limit(run, tokenizer, tmp_path, monkeypatch):
     counts = np.random.default_rng(0).integers(1, 3000, 50).tolist()
     data = write_rows(tmp_path / "rows.jsonl", counts)
-    parser = argparse.ArgumentParser()
-    lengths.add_parser(parser.add_subparsers())
-    found, left_out = lengths._lengths(parser.parse_args(["lengths", data, "--tokenizer", tokenizer]))
+    seen, report = [], LengthReport.from_lengths
+    monkeypatch.setattr(LengthReport, "from_lengths", lambda found, *rest: seen.append(found) or report(found, *rest))
+    printed = run(data, "--tokenizer", tokenizer, "--max_length", 100, "--output_dir", tmp_path / "out")
+    [found] = seen
     assert found.tolist() == [count + 1 for count in counts]
-    assert left_out == 0
+    assert "left out" not in printed
 
 
 def test_several_datasets_are_one(run, tokenizer, tmp_path):

@@ -101,7 +101,7 @@ def test_a_second_start_finds_the_cache(tokenizer, monkeypatch):
     def refuse(*_):
         raise AssertionError("prepared again")
 
-    monkeypatch.setattr("lowtide.data.preference._Preparer.__call__", refuse)
+    monkeypatch.setattr("lowtide.data.encode.sides.SideEncoder.__call__", refuse)
     monkeypatch.setattr("lowtide.data.encode.kl_completions.range_index", refuse)
     again, same_ledger = prepared(Dataset.from_list(TEXTS), tokenizer)
     assert list(again) == list(first)

@@ -26,7 +26,7 @@ TIMEOUT = 5
 SLACK = 30
 """Seconds to find out which rank is missing and to end, on a machine that does other things too."""
 PLACES = {
-    "a step": "_gradients",
+    "a step": "training_step",
     "preparation": "prepare",
     "evaluation": "evaluation_loop",
     "a checkpoint": "_save_checkpoint",

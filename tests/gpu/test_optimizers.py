@@ -41,8 +41,8 @@ def test_a_master_comes_back_whatever_its_bits():
     master = (upper[:, None] + lower).view(torch.float32)
     weight, remainder = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
     exp_avg_sq = torch.zeros_like(master)
-    compressed_adamw._encode_(master, weight, remainder, exp_avg_sq)
-    back = compressed_adamw._decode(weight, remainder, exp_avg_sq)
+    compressed_adamw.split_master_(master, weight, remainder, exp_avg_sq)
+    back = compressed_adamw.joined_master(weight, remainder, exp_avg_sq)
     same = back.view(torch.int32) == master.view(torch.int32)
     assert (same | (master.isnan() & back.isnan())).all()
 

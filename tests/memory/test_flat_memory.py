@@ -48,7 +48,7 @@ class Marks(TrainerCallback):
         if gc.collect():
             live = self.storages.live
         self.tensors.append(live)
-        heap = host_heap._glibc().mallinfo2()
+        heap = host_heap.glibc().mallinfo2()
         self.live.append(heap.uordblks + heap.hblkhd)
         offload = self.trainer.run.offload
         if offload is not None:
@@ -95,7 +95,7 @@ def marks(kind: str, *callbacks: TrainerCallback, **options: Any) -> Marks:
 
 
 pytestmark = [
-    pytest.mark.skipif(host_heap._glibc() is None, reason="glibc is asked what is live"),
+    pytest.mark.skipif(host_heap.glibc() is None, reason="glibc is asked what is live"),
     pytest.mark.unchecked_shapes,
 ]
 

@@ -158,7 +158,7 @@ def test_flash_attn_as_documented_equals_dense(variant, version, monkeypatch):
         check_longest(cu_k, max_k)
         return documented(q, k, v, cu_q, cu_k, softmax_scale, causal, window_size, softcap)
 
-    monkeypatch.setattr(attention_flash, f"_flash{version}", lambda: flash_attn_varlen_func)
+    monkeypatch.setattr(attention_flash, f"flash{version}_kernel", lambda: flash_attn_varlen_func)
     compare_with_dense(getattr(attention_flash, f"flash{version}_attention"), VARIANTS[variant])
 
 

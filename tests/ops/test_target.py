@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.ops import attention_grouped
 from lowtide.ops.attention_flash import why_not_varlen
 from lowtide.ops.attention_flex import why_not_flex
-from lowtide.ops.attention_plan import Rules, Sight
+from lowtide.ops.attention_grouped import grouped_attention
+from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.logit_rows import Projection, Slopes, TorchRows, Want
 from lowtide.ops.rows_of import rows_of
 from lowtide.ops.target import Target, planning_for, target_of
 from lowtide.ops.triton_rows import TritonRows
+from tests.support.dense_attention import ragged
 
 
 def test_a_tensor_is_where_it_lies_unless_another_device_is_planned_for():
@@ -69,23 +70,26 @@ def test_rows_without_memory_launch_no_kernel():
 def test_keys_are_repeated_where_no_kernel_of_cuda_shares_them(dtype, masked, capability, heads, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        attention_grouped.F, "scaled_dot_product_attention", lambda q, k, v, **_: seen.append((k.shape[1], v.shape[1]))
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, k, v, attn_mask, **_: seen.append((k.shape[1], v.shape[1], attn_mask is not None)) or q,
     )
-    q, k = torch.zeros(1, 4, 8, 16, dtype=dtype), torch.zeros(1, 2, 8, 16, dtype=dtype)
-    mask = torch.zeros(8, 8, dtype=dtype) if masked else None
+    q, k = torch.zeros(8, 4, 16, dtype=dtype), torch.zeros(8, 2, 16, dtype=dtype)
+    plan, rules = AttentionPlan.build(ragged([8], [-1])), Rules(0.25, Sight(window=4) if masked else Sight())
     with planning_for("cuda", capability):
-        attention_grouped._sdpa(q, k, k, mask, Rules(0.25))
-    attention_grouped._sdpa(q, k, k, mask, Rules(0.25))
-    assert seen == [(heads, heads), (2, 2)]
+        grouped_attention(q, k, k, plan, rules)
+    grouped_attention(q, k, k, plan, rules)
+    assert seen == [(heads, heads, masked), (2, 2, masked)]
 
 
 def test_repeated_keys_give_the_same_numbers_and_gradients():
     torch.manual_seed(0)
-    q = torch.randn(1, 4, 8, 16, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(1, 2, 8, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    shared = attention_grouped._sdpa(q, k, v, None, Rules(0.25))
+    q = torch.randn(8, 4, 16, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(8, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    plan = AttentionPlan.build(ragged([8], [-1]))
+    shared = grouped_attention(q, k, v, plan, Rules(0.25))
     wanted = torch.autograd.grad(shared.square().sum(), (q, k, v))
     with planning_for("cuda", (7, 5)):
-        repeated = attention_grouped._sdpa(q, k, v, None, Rules(0.25))
+        repeated = grouped_attention(q, k, v, plan, Rules(0.25))
     torch.testing.assert_close(repeated, shared)
     torch.testing.assert_close(torch.autograd.grad(repeated.square().sum(), (q, k, v)), wanted)

@@ -120,7 +120,7 @@ def test_layers_that_are_checkpointed_in_turn_are_traced_in_turn(tmp_path):
     described = LlamaConfig(**{**SIZES, "num_hidden_layers": 12})
     run = FakeRun(METHODS["sft"], args, described, Dataset.from_list(rows_of(TEXTS)), prepared=True)
     cpu = device_named("cpu")
-    few, whole = run.traced(cpu), run._traced(12, cpu)
+    few, whole = run.traced(cpu), run.traced_layers(12, cpu)
     assert few.notes == ()
     assert peaks(run_of(few.events, rehearsal=False)) == peaks(run_of(whole.events, rehearsal=False))
     assert {name: each.flops for name, each in few.costs.items()} == {n: c.flops for n, c in whole.costs.items()}
@@ -152,8 +152,8 @@ def test_the_trace_is_what_tensors_take(case, tmp_path, elsewhere):
 def test_five_layers_tell_what_eight_do(case, tmp_path):
     """Every part of the run bears and buries as many blocks of each size, and holds as much, in each phase."""
     device, few, whole = device_named("cpu"), TRACED_LAYERS, 8
-    short = run_of_case(case, str(tmp_path))._traced(few, device).events
-    deep = run_of_case(case, str(tmp_path))._traced(whole, device).events
+    short = run_of_case(case, str(tmp_path)).traced_layers(few, device).events
+    deep = run_of_case(case, str(tmp_path)).traced_layers(whole, device).events
     found = unrolled(short, whole)
     assert counted(found, lambda event: event.layer) == counted(deep, born_layer)
     assert peaks(run_of(found, rehearsal=True)) == peaks(run_of(deep, rehearsal=True))
@@ -169,8 +169,8 @@ STEPPED = ["sft, torchao", "sft, GaLore", "sft, bitsandbytes", "sft, compressed"
 def test_what_an_optimizer_makes_is_of_the_layer_that_it_steps(case, device, tmp_path):
     pytest.importorskip(PACKAGES.get(case, "torch"))
     run, where = run_of_case(case, str(tmp_path)), device_named(device)
-    found = peaks(run_of(unrolled(run._traced(TRACED_LAYERS, where).events, 8), rehearsal=True))
-    assert found == peaks(run_of(run._traced(8, where).events, rehearsal=True))
+    found = peaks(run_of(unrolled(run.traced_layers(TRACED_LAYERS, where).events, 8), rehearsal=True))
+    assert found == peaks(run_of(run.traced_layers(8, where).events, rehearsal=True))
 
 
 def born_layer(event: Event) -> int | None:

@@ -302,7 +302,7 @@ def watching(run: Run, model: Any) -> Iterator[None]:
         run.activations += 1
         run.dtypes.add(output.dtype)
 
-    chunks = linear_logprobs._Head.chunks
+    chunks = linear_logprobs.ChunkedHead.chunks
 
     def counted(self: Any) -> Any:
         run.heads += 1
@@ -314,7 +314,7 @@ def watching(run: Run, model: Any) -> Iterator[None]:
         stack.callback(layers[0].mlp.act_fn.register_forward_hook(activated).remove)
         for number, layer in enumerate(layers):
             stack.callback(layer.input_layernorm.register_forward_pre_hook(passed(number)).remove)
-        stack.enter_context(mock.patch.object(linear_logprobs._Head, "chunks", counted))
+        stack.enter_context(mock.patch.object(linear_logprobs.ChunkedHead, "chunks", counted))
         yield
 
 

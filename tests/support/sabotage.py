@@ -64,7 +64,7 @@ def out_of_memory(model: nn.Module, place: str, number: int, error: str = "CUDA"
         if first.requires_grad:
             first.register_hook(lambda gradient: pass_by())
 
-    chunks = linear_logprobs._Head.chunks
+    chunks = linear_logprobs.ChunkedHead.chunks
 
     def in_head(self: Any) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
         pass_by()
@@ -81,10 +81,10 @@ def out_of_memory(model: nn.Module, place: str, number: int, error: str = "CUDA"
     elif place == "backward":
         handle = last.register_forward_hook(in_backward)
     else:
-        linear_logprobs._Head.chunks = in_head  # type: ignore[method-assign]
+        linear_logprobs.ChunkedHead.chunks = in_head  # type: ignore[method-assign]
     try:
         yield fired
     finally:
-        linear_logprobs._Head.chunks = chunks  # type: ignore[method-assign]
+        linear_logprobs.ChunkedHead.chunks = chunks  # type: ignore[method-assign]
         if handle is not None:
             handle.remove()

@@ -65,7 +65,7 @@ def test_each_argument_trains(folder, tmp_path, init, dtype):
 def test_a_budget_is_planned_with_the_dtype_that_came_after_the_config(folder, tmp_path, init, dtype):
     made = trainer(folder, tmp_path, init, memory_budget="8GB")
     run = run_of(SFTTrainer.method, made.args, folder, requested=made.args.requested)
-    assert run.faked(made.train_dataset, {})._dtype == dtype == made.model.dtype
+    assert run.faked(made.train_dataset, {}).model.dtype == dtype == made.model.dtype
 
 
 def test_a_none_is_the_default_and_the_scripts_word_on_code_comes_first():

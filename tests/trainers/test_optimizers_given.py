@@ -69,7 +69,7 @@ def test_room_is_held_for_the_states_of_the_optimizer_that_is_given(kind, states
 
 @pytest.mark.parametrize("at_home", [False, True])
 def test_states_in_host_memory_are_not_moved_as_training_begins(at_home, monkeypatch):
-    monkeypatch.setattr(run_optimizers, "_on_host", lambda args: at_home)
+    monkeypatch.setattr(run_optimizers, "wants_host_states", lambda args: at_home)
     run = make("SFT", optim="adamw_compressed")
     optimizer = run.create_optimizer()
     with mock.patch("accelerate.optimizer.move_to_device", side_effect=lambda states, device: states) as moved:
@@ -103,7 +103,7 @@ def test_an_optimizer_that_is_given_steps_and_its_states_are_where_the_options_s
     run = trainer(model, optimizers=(mine, None))
     run.train()
     assert run.optimizer.optimizer is mine
-    monkeypatch.setattr(run_optimizers, "_on_host", lambda args: True)
+    monkeypatch.setattr(run_optimizers, "wants_host_states", lambda args: True)
     again = trainer(model, optimizers=(torch.optim.AdamW(model.parameters()), None))
     again.train()
     assert isinstance(again.optimizer.optimizer.host_states, HostStates)
@@ -128,7 +128,7 @@ def test_a_compressed_optimizer_sends_each_state_to_the_host_before_it_makes_the
             there.append(len(optimizer.state))
 
     monkeypatch.setattr(run_optimizers, "HostStates", Watched)
-    monkeypatch.setattr(run_optimizers, "_on_host", lambda args: True)
+    monkeypatch.setattr(run_optimizers, "wants_host_states", lambda args: True)
     run_optimizers.settle_optimizer(optimizer, None)
     assert there == list(range(1, len(list(model.parameters())) + 1))
 

@@ -39,6 +39,7 @@ from lowtide import (
     RewardTrainer,
 )
 from lowtide.data.batches.collate import CompletionCollator
+from lowtide.step.runner import StepRunner
 from tests.support.marks import slow_but
 
 PAIRED = {"dpo": (DPOTrainer, DPOConfig), "orpo": (ORPOTrainer, ORPOConfig), "cpo": (CPOTrainer, CPOConfig)}
@@ -139,30 +140,42 @@ def test_a_precomputed_reference_gives_the_same_run_bit_by_bit(method, accumulat
     assert_same(*found)
 
 
-def test_a_precomputed_reference_is_found_again_and_never_when_it_is_stale(tmp_path, monkeypatch):
-    import lowtide.trainers.references.precompute as module
+@pytest.fixture
+def rows_computed(monkeypatch):
+    """Makes a trainer with a precomputed reference, and tells for how many rows that was not found but computed."""
+    counts, compute = [], StepRunner.reference_logprobs
 
-    computed = []
-    compute = module._compute
-    monkeypatch.setattr(module, "_compute", lambda *a: computed.append(1) or compute(*a))
-    for _ in range(2):
-        made = trainer("dpo", tmp_path, precompute_ref_log_probs=True)
-    assert len(computed) == 1
+    def counted(runner, batch, limits):
+        counts.append(len(batch.row_segments))
+        return compute(runner, batch, limits)
+
+    monkeypatch.setattr(StepRunner, "reference_logprobs", counted)
+
+    def made(folder, **options):
+        counts.clear()
+        return trainer("dpo", folder, precompute_ref_log_probs=True, **options), sum(counts)
+
+    return made
+
+
+def test_a_precomputed_reference_is_found_again_and_never_when_it_is_stale(tmp_path, rows_computed):
+    made, rows = rows_computed(tmp_path)
+    assert rows == len(made.train_dataset) == 16
     column = made.train_dataset["ref_logprobs"]
+    found, rows = rows_computed(tmp_path)
+    assert rows == 0
+    assert found.train_dataset["ref_logprobs"][:] == column[:]
     model = build()
     with torch.no_grad():
         model.model.norm.weight.mul_(1.01)
-    other = trainer("dpo", tmp_path, model=model, precompute_ref_log_probs=True)
-    assert len(computed) == 2, "other weights"
+    other, rows = rows_computed(tmp_path, model=model)
+    assert rows == 16, "other weights"
     assert other.train_dataset["ref_logprobs"][:] != column[:]
-    trainer("dpo", tmp_path, precompute_ref_log_probs=True, max_completion_length=14)
-    assert len(computed) == 3, "other tokens"
-    trainer("dpo", tmp_path, dataset=data("dpo", 12), precompute_ref_log_probs=True)
-    assert len(computed) == 4, "other rows"
+    assert rows_computed(tmp_path, max_completion_length=14)[1] == 16, "other tokens"
+    assert rows_computed(tmp_path, dataset=data("dpo", 12))[1] == 12, "other rows"
     model = build()
     model.config.rms_norm_eps *= 2
-    trainer("dpo", tmp_path, model=model, precompute_ref_log_probs=True)
-    assert len(computed) == 5, "the same weights in another model"
+    assert rows_computed(tmp_path, model=model)[1] == 16, "the same weights in another model"
 
 
 class Collator:
@@ -175,16 +188,11 @@ class Collator:
         return CompletionCollator(("chosen_ids", "rejected_ids"), sharing=self.sharing, values=("number",))(made)
 
 
-def test_a_precomputed_reference_is_found_again_with_a_collator_of_ones_own(tmp_path, monkeypatch):
-    import lowtide.trainers.references.precompute as module
-
-    computed = []
-    compute = module._compute
-    monkeypatch.setattr(module, "_compute", lambda *a: computed.append(1) or compute(*a))
-    for sharing in (True, True, False):
-        arguments = {"data_collator": Collator(sharing)}
-        trainer("dpo", tmp_path, precompute_ref_log_probs=True, arguments=arguments)
-    assert len(computed) == 2, "the same collator is found again, one that differs is not"
+def test_a_precomputed_reference_is_found_again_with_a_collator_of_ones_own(tmp_path, rows_computed):
+    rows = [
+        rows_computed(tmp_path, arguments={"data_collator": Collator(sharing)})[1] for sharing in (True, True, False)
+    ]
+    assert rows == [16, 0, 16], "the same collator is found again, one that differs is not"
 
 
 def test_precomputed_log_probs_are_the_references_own(tmp_path):

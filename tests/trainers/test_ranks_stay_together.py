@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pyarrow
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,10 +29,9 @@ from transformers import TrainerCallback
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.ranks import replicas
-from lowtide.step import rehearsal
+from lowtide.step import rehearsal, updater
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.runner import StepRunner
-from lowtide.trainers.references import precompute
 from tests.support import matrix
 from tests.support.heap import young_heap
 from tests.support.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, watched, with_it
@@ -68,15 +68,16 @@ def sabotaged(model: nn.Module, place: str | None, number: int) -> Iterator[list
         with out_of_memory(model, place, number) as fired:
             yield fired
         return
-    fired, buckets = [], replicas._buckets
+    fired, allocate = [], replicas.averaging
 
-    def failing(gradients: Any) -> Any:
+    def failing(model: nn.Module) -> Callable[[], None]:
+        average = allocate(model)
         if not fired:
             fired.append(place)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return buckets(gradients)
+        return average
 
-    with mock.patch.object(replicas, "_buckets", failing):
+    with mock.patch.object(updater, "averaging", failing):
         yield fired
 
 
@@ -312,7 +313,7 @@ def other_rows(rank: int, name: str) -> dict[str, Any]:
 def unwritten(rank: int) -> dict[str, Any]:
     """The disk is full where the reference's log-probabilities go."""
     full = mock.Mock(side_effect=OSError("No space left on device"))
-    with mock.patch.object(precompute, "_write", full):
+    with mock.patch.object(pyarrow, "OSFile", full):
         return {"error": error_of(lambda: shared("DPO", precompute_ref_log_probs=True))}
 
 

@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ from lowtide.run.engine import install_engine
 from tests.support.matrix import build
 
 
+def arguments(**given) -> Any:
+    """Of a run without padding in float32, as far as an engine reads them."""
+    usual = {"padding_free": True, "fp16": False, "bf16": False, "optim": "adamw_torch", "asked_attention": None}
+    return SimpleNamespace(**{**usual, **given})
+
+
 @pytest.mark.parametrize("said", [None, True, False])
 def test_a_model_is_placed_before_it_is_proved(said, monkeypatch):
     """None is what the arguments of transformers say where nobody says anything."""
@@ -20,15 +27,15 @@ def test_a_model_is_placed_before_it_is_proved(said, monkeypatch):
     monkeypatch.setattr(setup, "settle_heap", lambda model: seen.append(model.device.type))
     found = SimpleNamespace(isolated=True)
     monkeypatch.setattr(setup, "probe", lambda model, ragged: seen.append(model.device.type) or found)
-    args = SimpleNamespace(place_model_on_device=said, device=torch.device("meta"), padding_free=True)
-    setup._proved(build("SFT", 64), args)
+    args = arguments(place_model_on_device=said, device=torch.device("meta"))
+    install_engine(build("SFT", 64), args)
     assert seen == (["cpu", "cpu"] if said is False else ["meta", "meta"])
 
 
 @pytest.mark.parametrize(("dtype", "optim"), [("bfloat16", "adamw_torch"), ("float32", "adamw_compressed")])
 def test_gradients_in_bfloat16_are_not_scaled_for_float16(dtype, optim):
     model = build("SFT", 64).to(getattr(torch, dtype))
-    args = SimpleNamespace(fp16=True, bf16=False, device=torch.device("cuda"), optim=optim)
+    args = arguments(fp16=True, device=torch.device("cuda"), optim=optim)
     with pytest.raises(ValueError, match=r"fp16=True scales its losses, and gradients in bfloat16 \(.*take bf16=True"):
         install_engine(model, args)
 
@@ -40,8 +47,8 @@ def run_padded_or_raise(monkeypatch, error: Exception) -> setup.Engine:
         raise error
 
     monkeypatch.setattr(forward, "ragged_inputs", failing)
-    args = SimpleNamespace(place_model_on_device=False, device=torch.device("cpu"), padding_free=True)
-    return setup._proved(build("SFT", 64), args)
+    args = arguments(place_model_on_device=False, device=torch.device("cpu"))
+    return install_engine(build("SFT", 64), args)
 
 
 @pytest.mark.parametrize(

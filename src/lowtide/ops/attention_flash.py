@@ -75,7 +75,8 @@ def why_not(query: Tensor, value: Tensor, rules: Rules) -> str | None:
 
 
 @functools.cache
-def _flash2() -> Callable | None:
+def flash2_kernel() -> Callable | None:
+    """The one of flash-attn 2; None where it is not installed."""
     try:
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
     except ImportError:
@@ -84,7 +85,8 @@ def _flash2() -> Callable | None:
 
 
 @functools.cache
-def _flash3() -> Callable | None:
+def flash3_kernel() -> Callable | None:
+    """The one of flash-attn 3; None where it is not installed."""
     try:
         from flash_attn_interface import flash_attn_varlen_func  # type: ignore[import-not-found]
     except ImportError:
@@ -93,7 +95,7 @@ def _flash3() -> Callable | None:
 
 
 def why_not_flash2(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> str | None:
-    return why_not(query, value, rules) or (None if _flash2() else "needs flash-attn 2 (pip install flash-attn)")
+    return why_not(query, value, rules) or (None if flash2_kernel() else "needs flash-attn 2 (pip install flash-attn)")
 
 
 def why_not_flash3(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> str | None:
@@ -101,17 +103,17 @@ def why_not_flash3(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> s
         return reason
     if target_of(query).capability[0] != 9:
         return "needs a GPU of compute capability 9"
-    return None if _flash3() else "needs flash-attn 3 (flash_attn_interface)"
+    return None if flash3_kernel() else "needs flash-attn 3 (flash_attn_interface)"
 
 
 def flash2_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
     """As `varlen_attention`, by flash-attn 2."""
-    return _flash(_flash2(), query, key, value, plan, rules)
+    return _flash(flash2_kernel(), query, key, value, plan, rules)
 
 
 def flash3_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
     """As `varlen_attention`, by flash-attn 3."""
-    return _flash(_flash3(), query, key, value, plan, rules)
+    return _flash(flash3_kernel(), query, key, value, plan, rules)
 
 
 def _flash(

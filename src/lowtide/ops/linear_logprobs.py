@@ -175,7 +175,7 @@ def _pairs(flat: Sequence[Tensor]) -> tuple[Term, ...]:
     return tuple(Term(x, weight) for x, weight in zip(flat[::2], flat[1::2], strict=True))
 
 
-class _Head:
+class ChunkedHead:
     """The terms in the dtype of the matmuls, and the loop over chunks of scores."""
 
     def __init__(self, spec: _Spec, index: Tensor, target: Tensor, bias: Tensor | None, terms: Sequence[Term]):
@@ -219,7 +219,7 @@ class _Head:
 class _Gradients:
     """Where the gradients of the terms and the bias are summed up."""
 
-    def __init__(self, head: _Head, terms: Sequence[Term], bias: Tensor | None, needs: Sequence[bool], sinks):
+    def __init__(self, head: ChunkedHead, terms: Sequence[Term], bias: Tensor | None, needs: Sequence[bool], sinks):
         needs_bias, *needs_terms = needs
         self.head = head
         self.bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
@@ -277,7 +277,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec: _Spec, index, target, bias, *flat):
         terms = _pairs(flat)
-        head = _Head(spec, index, target, bias, terms)
+        head = ChunkedHead(spec, index, target, bias, terms)
         columns: list[RowStats] = []
         with torch.autocast(index.device.type, enabled=False):
             for span, _, logits in head.chunks():
@@ -299,7 +299,7 @@ class _LinearLogprobs(torch.autograd.Function):
         of_logprobs = torch.zeros_like(lse) if of_logprobs is None else of_logprobs
         sinks = _sinks(ctx.leaves, spec.accumulate)
         with torch.autocast(index.device.type, dtype=ctx.dtype, enabled=ctx.dtype != terms[0].x.dtype):
-            head = _Head(spec, index, target, bias, terms)
+            head = ChunkedHead(spec, index, target, bias, terms)
         gradients = _Gradients(head, terms, bias, ctx.needs_input_grad[3:], sinks)
         with torch.autocast(index.device.type, enabled=False):
             for span, xs, logits in head.chunks():
@@ -320,7 +320,7 @@ class _LinearLoss(torch.autograd.Function):
     def forward(ctx, spec: _Spec, loss: _Loss, index, target, bias, *flat):
         terms = _pairs(flat)
         needs = [need and spec.grad for need in ctx.needs_input_grad[4:]]
-        head = _Head(spec, index, target, bias, terms)
+        head = ChunkedHead(spec, index, target, bias, terms)
         ctx.leaves = _leaves(terms)
         sinks = [None if leaf is None or not spec.accumulate else leaf.grad for leaf in ctx.leaves]
         gradients = _Gradients(head, terms, bias, needs, sinks)

@@ -108,13 +108,13 @@ def check_one_by_one(optimizer: torch.optim.Optimizer, args: Any) -> None:
     Raises:
         ValueError: says why.
     """
-    if _on_host(args):
+    if wants_host_states(args):
         check_host_states(optimizer)
     elif args.optimizer_in_backward:
         check_separable(optimizer)
 
 
-def _on_host(args: Any) -> bool:
+def wants_host_states(args: Any) -> bool:
     """Whether states live in host memory, and their parameters elsewhere."""
     return args.optimizer_states_on_host and kind_of(args.device) == "cuda"
 
@@ -128,7 +128,7 @@ def make_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
 
 def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any) -> None:
     """What happens to an optimizer before a scheduler is made for it."""
-    host = HostStates(optimizer) if _on_host(args) else None
+    host = HostStates(optimizer) if wants_host_states(args) else None
     if host is not None:
         optimizer.host_states = host  # type: ignore[attr-defined]
     if isinstance(optimizer, CompressedAdamW):

@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset, IterableDataset
 
-from lowtide.data.formats.columns import _warn_once
+from lowtide.data.formats.columns import warn_of_unused
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
 
@@ -15,7 +15,7 @@ ASKED, SAID, WRONG = "How many clips?", "72 clips.", "48 clips."
 @pytest.fixture(autouse=True)
 def forget():
     """What was said in another test is said again."""
-    _warn_once.cache_clear()
+    warn_of_unused.cache_clear()
 
 
 def said(role, content):

@@ -343,10 +343,10 @@ def test_where_temporary_files_are_in_memory_the_output_folder_is_taken(monkeypa
     assert len(caplog.records) == 1
 
 
-def test_a_full_disk_is_named():
+def test_a_full_disk_is_named(monkeypatch):
     with open("/dev/full", "r+b", buffering=0) as full:
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
         spill = SpillFile()
-        spill._file = full
         with pytest.raises(OSError, match="activation_offloading_dir") as caught:
             spill.put(torch.ones(10))
         assert str(spill.folder) in str(caught.value)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.engine.forward import causal_model
-from lowtide.memory.activations.tiled_mlp import _tiles_differ, install_tiled_mlp, remove_tiled_mlp
+from lowtide.memory.activations.tiled_mlp import install_tiled_mlp, remove_tiled_mlp
 from tests.support.marks import slow_but
 from tests.support.tiny_models import assert_close, build, gradients, loss_of, prepared, separate, shared, with_adapters
 
@@ -258,9 +258,12 @@ def test_products_in_16_bits_may_differ_by_their_rounding(quantized):
         def forward(self, x):
             return self.adapter(x) * (1 + 2e-3 * (x.shape[1] > 2))
 
-    module = MLP()
-    found = _tiles_differ(module, 4, list(module.parameters()))
-    assert found == (None if quantized else "gives other values for tiles than for all tokens")
+    model = nn.ModuleDict({"mlp": MLP()})
+    if quantized:
+        assert install_tiled_mlp(model, 8) == 1
+    else:
+        with pytest.raises(ValueError, match="it gives other values for tiles than for all tokens"):
+            install_tiled_mlp(model, 8)
 
 
 def test_installing_leaves_modes_and_random_numbers_alone():

@@ -23,7 +23,7 @@ def looked(monkeypatch):
     """How often a layer looked, with every model taken for a large one."""
     times = []
     monkeypatch.setattr(host_heap, "LARGE", 0)
-    monkeypatch.setattr(host_heap, "_trim", lambda heap: times.append(1))
+    monkeypatch.setattr(host_heap, "trim_heap", lambda: times.append(1))
     return times
 
 
@@ -49,14 +49,14 @@ def test_a_forward_without_gradients_looks_once_a_layer_and_after_the_last(looke
 
 
 def test_a_small_model_is_left_alone(monkeypatch):
-    monkeypatch.setattr(host_heap, "_trim", lambda heap: pytest.fail("looked"))
+    monkeypatch.setattr(host_heap, "trim_heap", lambda: pytest.fail("looked"))
     model = Stack()
     assert not host_heap.settle_heap(model)
     model(torch.randn(4, 8)).backward()
 
 
 def test_a_trim_gives_memory_back():
-    heap = host_heap._glibc()
+    heap = host_heap.glibc()
     if heap is None:
         pytest.skip("no glibc here")
     kept, holes = [], []
@@ -68,5 +68,5 @@ def test_a_trim_gives_memory_back():
     from lowtide.memory.allocators.measure import resident_bytes
 
     before = resident_bytes()
-    host_heap._trim(heap)
+    host_heap.trim_heap()
     assert resident_bytes() < before - (20 << 20)

@@ -101,7 +101,7 @@ def package(monkeypatch):
 
     patches._apply_liger_kernel_to_instance = apply
     monkeypatch.setattr(liger, "find_spec", lambda name: object())
-    monkeypatch.setattr(liger, "_on_cuda", lambda model: True)
+    monkeypatch.setattr(liger, "is_on_cuda", lambda model: True)
     return patches
 
 
@@ -154,7 +154,7 @@ def test_why_there_are_none(package, monkeypatch):
     assert "none for model type llama" in liger_kernels(build()).reason
     assert "this is a Linear" in liger_kernels(torch.nn.Linear(2, 2)).reason
     package.MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] = patch_llama
-    monkeypatch.setattr(liger, "_on_cuda", lambda model: False)
+    monkeypatch.setattr(liger, "is_on_cuda", lambda model: False)
     found = liger_kernels(build())
     assert found.reason == "no Liger kernels: the model is not on a CUDA device"
     assert found.applied == ()
@@ -180,7 +180,7 @@ def test_a_model_type_without_kernels_is_refused_before_training(package, monkey
     alone(site(build())).prepare()
     with pytest.raises(ValueError, match=r"liger kernels \(use_liger_kernel=True\).*none for model type gpt_neox"):
         alone(site(build("gpt_neox"))).prepare()
-    monkeypatch.setattr(liger, "_on_cuda", lambda model: False)
+    monkeypatch.setattr(liger, "is_on_cuda", lambda model: False)
     with pytest.raises(ValueError, match="the model is not on a CUDA device"):
         alone(site(build())).begin()
     monkeypatch.setattr(table, "find_spec", lambda name: None)

@@ -95,8 +95,8 @@ def test_a_master_comes_back_whatever_its_bits(moment):
     weight = torch.empty_like(master, dtype=torch.bfloat16)
     remainder = torch.empty_like(master, dtype=torch.int16)
     exp_avg_sq = torch.full_like(master, moment)
-    compressed_adamw._encode_(master, weight, remainder, exp_avg_sq)
-    back = compressed_adamw._decode(weight, remainder, exp_avg_sq)
+    compressed_adamw.split_master_(master, weight, remainder, exp_avg_sq)
+    back = compressed_adamw.joined_master(weight, remainder, exp_avg_sq)
     number = ~master.isnan()
     assert same_bits(weight, master.bfloat16())
     assert same_bits(back[number], master[number])
@@ -291,7 +291,7 @@ def test_stochastic_rounding_is_right_on_average():
     generator = torch.Generator().manual_seed(0)
     master = value.repeat(20_000, 1)
     weight = torch.empty_like(master, dtype=torch.bfloat16)
-    compressed_adamw._round_stochastically_(master, weight, generator)
+    compressed_adamw.round_stochastically_(master, weight, generator)
     lower, upper = weight.float().amin(0), weight.float().amax(0)
     assert ((lower <= value) & (value <= upper)).all()
     spread = (upper - lower).clamp(min=1e-45) / 20_000**0.5
@@ -302,7 +302,7 @@ def test_stochastic_rounding_leaves_what_is_not_finite():
     master = torch.tensor([torch.inf, -torch.inf, torch.nan])
     master = torch.cat([master, torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)])
     weight = torch.empty_like(master, dtype=torch.bfloat16)
-    compressed_adamw._round_stochastically_(master, weight, torch.Generator().manual_seed(0))
+    compressed_adamw.round_stochastically_(master, weight, torch.Generator().manual_seed(0))
     torch.testing.assert_close(weight.float(), master, equal_nan=True)
 
 

@@ -106,7 +106,7 @@ def test_states_are_home_before_the_next_but_one_are_brought(monkeypatch):
         def synchronize(self) -> None:
             said.append("waited")
 
-    class Lane(host_states._Lane):
+    class Lane(host_states.Lane):
         @contextlib.contextmanager
         def copying(self, *, after_step: bool = False):
             said.append("sent" if after_step else "brought")
@@ -118,7 +118,7 @@ def test_states_are_home_before_the_next_but_one_are_brought(monkeypatch):
         def arrive(self, brought, mark) -> None:
             pass
 
-    monkeypatch.setattr(host_states, "_Lane", Lane)
+    monkeypatch.setattr(host_states, "Lane", Lane)
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
     optimizer = torch.optim.AdamW(parameters)
     HostStates(optimizer, offload=everywhere)

@@ -34,9 +34,9 @@ DESCRIBED = LlamaConfig(
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     """Each test begins and ends with nothing known."""
-    known_results._known.clear()
+    known_results.KNOWN.clear()
     yield
-    known_results._known.clear()
+    known_results.KNOWN.clear()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,12 @@ def test_a_full_disk_is_said_with_the_bytes(kilobytes, disk):
 def test_a_failure_of_torch_asks_the_disk_for_the_reason(tmp_path, monkeypatch):
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
     assert write_reason(error, tmp_path) == str(error)
-    monkeypatch.setattr("lowtide.trainers.checkpoints.write_errors._probe", lambda folder: errno.ENOSPC)
+
+    def full(dir: Path) -> None:
+        assert dir == tmp_path
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     assert write_reason(error, tmp_path) == "the disk is full"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -13,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.trainers.checkpoints import lock
 from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
 from lowtide.trainers.checkpoints.whole import STAGING
 from tests.support.small_runs import small, trained
@@ -80,7 +81,10 @@ def test_a_thread_may_ask_again_and_another_may_not(tmp_path):
 
 @pytest.mark.parametrize("whose", ["gone", "alive", "another machine's"])
 def test_where_the_file_system_has_no_locks_the_process_is_looked_up(whose, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_flock", lambda descriptor: None)
+    def no_locks(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     child = subprocess.Popen(["true"])
     child.wait()
     pid = child.pid if whose == "gone" else os.getppid()

@@ -34,10 +34,10 @@ def check_columns(columns: Sequence[str], row_format: RowFormat[Any], source: st
             "`datasets` in a run file)."
         )
     if unused:
-        _warn_once(quoted(row_format.columns), quoted(unused))
+        warn_of_unused(quoted(row_format.columns), quoted(unused))
 
 
 @functools.cache
-def _warn_once(read: str, unused: str) -> None:
-    """Rows with the same columns may be prepared several times: for a plan, for training, for evaluation."""
+def warn_of_unused(read: str, unused: str) -> None:
+    """Names columns that are not used, once: the same may be prepared for a plan, for training and for evaluation."""
     logger.warning("rows are read from the columns %s; not used: %s.", read, unused)

@@ -47,7 +47,7 @@ def settle_heap(model: nn.Module) -> bool:
         whether its layers trim: as each begins, and when the last has ended, forward and backward.
     """
     parameters = list(model.parameters())
-    heap = _glibc()
+    heap = glibc()
     if heap is None or any(p.device.type != "cpu" for p in parameters):
         return False
     heap.mallopt(M_MXFAST, 0)  # slivers between tensors are parts of the holes again, see `allocator`
@@ -55,15 +55,15 @@ def settle_heap(model: nn.Module) -> bool:
     heap.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     large = sum(p.numel() * p.element_size() for p in parameters) >= LARGE
     if large:
-        trim_in_layers(model, functools.partial(_trim, heap))
+        trim_in_layers(model, trim_heap)
     return large
 
 
 def trim_heap() -> None:
     """Gives the heap's holes back to the system if they add up; without glibc it does nothing."""
-    heap = _glibc()
-    if heap is not None:
-        _trim(heap)
+    heap = glibc()
+    if heap is not None and heap.mallinfo2().fordblks > TRIM_ABOVE:
+        heap.malloc_trim(0)
 
 
 def trim_in_layers(model: nn.Module, trim: Callable[[], None]) -> None:
@@ -94,16 +94,11 @@ def trim_in_layers(model: nn.Module, trim: Callable[[], None]) -> None:
 
 
 @functools.cache
-def _glibc() -> Any:
-    """The C library, if it is a glibc that tells of its heap."""
+def glibc() -> Any:
+    """The C library, if it is a glibc that tells of its heap; None elsewhere."""
     try:
         library: Any = ctypes.CDLL("libc.so.6")
         library.mallinfo2.restype = _MallocInfo
     except (OSError, AttributeError):
         return None
     return library
-
-
-def _trim(heap: Any) -> None:
-    if heap.mallinfo2().fordblks > TRIM_ABOVE:
-        heap.malloc_trim(0)

@@ -73,7 +73,7 @@ class PinnedHost:
     def put(self, tensor: Tensor) -> Pinned:
         """Begins to copy the storage of a tensor out."""
         size = tensor.untyped_storage().nbytes()
-        stored = Pinned(self._count, size, self.needs(size), self._buffer(size))
+        stored = Pinned(self._count, size, self.needs(size), self.buffer(size))
         self._count += 1
         content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.out.wait_stream(self.cuda.current_stream(self.device))
@@ -103,6 +103,10 @@ class PinnedHost:
         self.cuda.current_stream(self.device).wait_event(stored.arrived)
         return back.untyped_storage()
 
+    def buffer(self, size: int) -> Tensor:
+        """Host memory for a copy of so many bytes."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
     def free(self, stored: Pinned) -> None:
         """Forgets a copy, whether or not it was read back."""
         self._waiting.pop(stored.number, None)
@@ -111,9 +115,6 @@ class PinnedHost:
         if stored.back is not None:  # it set out and nobody asked: its memory is the computation's again
             self.cuda.current_stream(self.device).wait_event(stored.arrived)
             stored.back = None
-
-    def _buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def _let_go(self) -> None:
         stored, tensor, version = self._leaving.popleft()

@@ -85,10 +85,11 @@ def _not_installed() -> str | None:
 
 
 def _elsewhere(model: nn.Module) -> str | None:
-    return None if _on_cuda(model) else "the model is not on a CUDA device"
+    return None if is_on_cuda(model) else "the model is not on a CUDA device"
 
 
-def _on_cuda(model: nn.Module) -> bool:
+def is_on_cuda(model: nn.Module) -> bool:
+    """Whether the whole model is on CUDA devices."""
     return all(p.device.type == "cuda" for p in model.parameters())
 
 

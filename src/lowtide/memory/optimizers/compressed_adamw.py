@@ -130,7 +130,7 @@ class CompressedAdamW(Optimizer):
                 parameter.data = master.to(torch.bfloat16)
                 if group["remainder"] == "exact":
                     state = self._start_state(parameter, group)
-                    _encode_(master, parameter.data, state["remainder"], state["exp_avg_sq"])
+                    split_master_(master, parameter.data, state["remainder"], state["exp_avg_sq"])
         self._seed_parameters()
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ class CompressedAdamW(Optimizer):
         if "remainder" not in state:
             return parameter.detach().float()
         _sign_ties(state)
-        return _decode(parameter.detach(), state["remainder"], state["exp_avg_sq"])
+        return joined_master(parameter.detach(), state["remainder"], state["exp_avg_sq"])
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and safe for any AdamW: no second moment has a sign, `ties` lists where they were."""
@@ -212,13 +212,13 @@ class CompressedAdamW(Optimizer):
         remainders = iter(() if remainder is None else remainder.view(-1).split(size))
         for weight, grad, first, second in zip(*tensors, *moments, strict=True):
             rest, exp_avg, exp_avg_sq = next(remainders, None), first.read(), second.read()
-            master = weight.float() if rest is None else _decode(weight, rest, exp_avg_sq)
+            master = weight.float() if rest is None else joined_master(weight, rest, exp_avg_sq)
             exp_avg_sq.abs_()
             _adamw([master], [grad.float()], [exp_avg], [exp_avg_sq], [state["step"].clone()], group)
             if rest is None:
-                _round_stochastically_(master, weight, generator)
+                round_stochastically_(master, weight, generator)
             else:
-                _encode_(master, weight, rest, exp_avg_sq)
+                split_master_(master, weight, rest, exp_avg_sq)
             first.write(exp_avg)
             second.write(exp_avg_sq)
         state["step"] += 1
@@ -251,7 +251,7 @@ def _adamw(
     )
 
 
-def _decode(
+def joined_master(
     weight: BFloat16[Tensor, " *shape"], remainder: Int16[Tensor, " *shape"], exp_avg_sq: Float32[Tensor, " *shape"]
 ) -> Float32[Tensor, " *shape"]:
     """The master, in memory of its own."""
@@ -261,7 +261,7 @@ def _decode(
     return bits.view(torch.float32)
 
 
-def _encode_(
+def split_master_(
     master: Float32[Tensor, " *shape"],
     weight: BFloat16[Tensor, " *shape"],
     remainder: Int16[Tensor, " *shape"],
@@ -274,7 +274,7 @@ def _encode_(
     exp_avg_sq.copysign_(0.5 - (left == TIE).float())
 
 
-def _round_stochastically_(
+def round_stochastically_(
     master: Float32[Tensor, " *shape"], weight: BFloat16[Tensor, " *shape"], generator: torch.Generator | None
 ) -> None:
     """The weight becomes one of the two neighbours of the master, each the likelier the nearer it is."""

@@ -71,7 +71,7 @@ class HostStates:
         self.optimizer = unwrap_optimizer(optimizer)
         check_host_states(self.optimizer)
         self._offload = offload
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._lanes: dict[torch.device, Lane] = {}
         replaced: Any = self.optimizer
         replaced.step = types.MethodType(lambda _, closure=None: self.step(closure), replaced)
         replaced.load_state_dict = types.MethodType(lambda _, state_dict: self.load_state_dict(state_dict), replaced)
@@ -138,9 +138,9 @@ class HostStates:
             }
             return _Visit(lane, home, brought, lane.mark())
 
-    def _lane(self, parameter: Tensor) -> _Lane:
+    def _lane(self, parameter: Tensor) -> Lane:
         if parameter.device not in self._lanes:
-            self._lanes[parameter.device] = _Lane(parameter.device)
+            self._lanes[parameter.device] = Lane(parameter.device)
         return self._lanes[parameter.device]
 
     def _step_visiting(self, group: dict[str, Any], parameter: Tensor, visit: _Visit | None) -> None:
@@ -156,7 +156,7 @@ class HostStates:
             raise
         self._send(parameter, visit.lane, visit.home)
 
-    def _send(self, parameter: Tensor, lane: _Lane, homes: dict[str, Tensor]) -> None:
+    def _send(self, parameter: Tensor, lane: Lane, homes: dict[str, Tensor]) -> None:
         state = self.optimizer.state[parameter]
         with lane.copying(after_step=True):
             for name, value in state.items():
@@ -169,7 +169,7 @@ class HostStates:
             lane.last_sent = lane.mark()
 
 
-class _Lane:
+class Lane:
     """The stream that a device's states travel on. Without CUDA, copies are done when they are asked for."""
 
     def __init__(self, device: torch.device):
@@ -220,7 +220,7 @@ class _Lane:
 class _Visit(NamedTuple):
     """A parameter's states on their way to the device."""
 
-    lane: _Lane
+    lane: Lane
     home: dict[str, Tensor]
     """Where they live in host memory, which they go back to."""
     brought: dict[str, Tensor]

@@ -170,28 +170,8 @@ class FakeRun:
         costs = with_transfers(traced.costs, traced.events)
         return replace(traced, costs=costs, notes=(*self.notes, *traced.notes))
 
-    def _unrolled(self, device: Device) -> TracedRun:
-        model, together = self.model, self._together
-        layers, groups = model.layers, model.layers // together
-        if groups <= TRACED_LAYERS:
-            return self._traced(layers, device)
-        try:
-            if layers % together or not model.layers_alike():
-                raise UnlikeLayers
-            few = self._traced(TRACED_LAYERS * together, device, together)
-            events = unrolled(few.events, groups)
-        except UnlikeLayers:
-            whose = "the adapters" if self.peft_config is not None else f"model type {self.described.model_type}"
-            note = f"the layers of {whose} are not alike: all {layers} were traced"
-            return replace(self._traced(layers, device), notes=(note,))
-        return replace(few, events=events, costs={name: each.unrolled(groups) for name, each in few.costs.items()})
-
-    @property
-    def _together(self) -> int:
-        """After so many layers a run does the same again."""
-        return self.config.checkpointing_every if self.config.gradient_checkpointing else 1
-
-    def _traced(self, layers: int, device: Device, together: int = 1) -> TracedRun:
+    def traced_layers(self, layers: int, device: Device, together: int = 1) -> TracedRun:
+        """A step of the model with so many layers, of which all are traced; each `together` count as one."""
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         trace = StorageTrace(together, KnownResults(fake))
         costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
@@ -208,6 +188,27 @@ class FakeRun:
             batch, traced_scores, micro_batches = self._run(trace, fake, layers, device)
         share = batch.scores / max(traced_scores, 1)
         return TracedRun(list(trace.events), costs, batch.tokens, micro_batches, head_share=share)
+
+    def _unrolled(self, device: Device) -> TracedRun:
+        model, together = self.model, self._together
+        layers, groups = model.layers, model.layers // together
+        if groups <= TRACED_LAYERS:
+            return self.traced_layers(layers, device)
+        try:
+            if layers % together or not model.layers_alike():
+                raise UnlikeLayers
+            few = self.traced_layers(TRACED_LAYERS * together, device, together)
+            events = unrolled(few.events, groups)
+        except UnlikeLayers:
+            whose = "the adapters" if self.peft_config is not None else f"model type {self.described.model_type}"
+            note = f"the layers of {whose} are not alike: all {layers} were traced"
+            return replace(self.traced_layers(layers, device), notes=(note,))
+        return replace(few, events=events, costs={name: each.unrolled(groups) for name, each in few.costs.items()})
+
+    @property
+    def _together(self) -> int:
+        """After so many layers a run does the same again."""
+        return self.config.checkpointing_every if self.config.gradient_checkpointing else 1
 
     def _run(
         self, trace: StorageTrace, fake: FakeTensorMode, layers: int, device: Device

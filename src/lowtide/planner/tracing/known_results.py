@@ -21,7 +21,8 @@ MOST = 50_000
 PLAIN = frozenset(
     (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )  # of an argument that is its own description
-_known: dict[Any, Any] = {}
+KNOWN: dict[Any, Any] = {}
+"""By operation and the forms of its arguments, how to make what it gives, of all traces of a process."""
 
 
 class _NotKept(Exception):
@@ -70,8 +71,8 @@ class KnownResults:
             key = self._key(func, args, kwargs, tensors)
         except _NotKept:
             return func(*args, **kwargs)
-        known = _known.get(key, _known)
-        if known is _known:
+        known = KNOWN.get(key, KNOWN)
+        if known is KNOWN:
             return self._found(func, args, kwargs, key, tensors)
         if known is _NotKept:
             return func(*args, **kwargs)
@@ -117,8 +118,8 @@ class KnownResults:
         """What torch says, which is kept if it says the same each time."""
         storages = [storage_id(tensor.untyped_storage()) for tensor in tensors]
         out = func(*args, **kwargs)
-        if len(_known) >= MOST:
-            _known.clear()
+        if len(KNOWN) >= MOST:
+            KNOWN.clear()
         try:
             kind = type(out) if type(out) in (list, tuple) else None
             results = [self._form(each, tensors, storages) for each in (out if kind else (out,))]
@@ -128,9 +129,9 @@ class KnownResults:
                 or [storage_id(tensor.untyped_storage()) for tensor in tensors] != storages
             )
             shared = len(set(made)) < len(made) and any(isinstance(each, _Made) for each in results)
-            _known[key] = _NotKept if changed or shared else (kind, results)
+            KNOWN[key] = _NotKept if changed or shared else (kind, results)
         except _NotKept:
-            _known[key] = _NotKept
+            KNOWN[key] = _NotKept
         return out
 
     def _form(self, out: Any, tensors: list[FakeTensor], storages: list[int]) -> Any:

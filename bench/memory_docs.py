@@ -56,9 +56,9 @@ def memory_section(results: dict[str, Any]) -> str:
     what = (
         "the allocator's peak, bfloat16 mixed precision"
         if on_cuda
-        else "the resident peak less what the imports hold, float32 unless the row says otherwise"
+        else "the resident peak minus what the imports take, float32 unless the row says otherwise"
     )
-    of_cores = "" if on_cuda else " on one core, as the kernel counts them: other processes hardly change those"
+    of_cores = "" if on_cuda else " on one core, as the kernel counts them, which other processes hardly change"
     batches = sorted({run["batch"] for run in results["runs"]})
     tables = [line for batch in batches for line in memory_table(results, batch)]
     command = "python -m bench.memory" + " --quick" * (BATCH not in batches)
@@ -68,8 +68,8 @@ def memory_section(results: dict[str, Any]) -> str:
             "",
             f"Two steps of supervised fine-tuning with gradient checkpointing: {what}, and the seconds of the second "
             f"step{of_cores}. Loading the model is not counted. Weights, gradients and AdamW's moments are 16 bytes a "
-            "parameter, 7.90 GB. Each technique is alone on top of the plain run, which has a token budget of one "
-            "row, as all have that do not step in backward. Rows in italics change the numbers, beyond rounding. "
+            "parameter, 7.90 GB. Each technique is added alone to the plain run. All runs have a token budget of one "
+            "row, except those that step in backward. Rows in italics change the numbers beyond rounding. "
             f"Targets are for {BATCH} rows of 1,024 tokens on a CPU.",
             "",
             *tables,
@@ -209,10 +209,10 @@ def longest_section(results: dict[str, Any]) -> str:
         [
             "## The longest row that one GPU trains: Llama-3.1-8B",
             "",
-            "One row a step, weights in bfloat16, LoRA of rank 16 on all linear layers or all weights; in tokens, to a "
-            "sixteenth. Predicted is what the planner finds to fit, without a GPU, with at most 512 GiB of host memory "
-            "beside it; trained and not trained are the longest row that ran two steps on one, and the shortest that "
-            "did not fit.",
+            "One row per step, weights in bfloat16, and either LoRA of rank 16 on all linear layers or all weights "
+            "trained. Lengths are in tokens, to a sixteenth. *Predicted* is the longest row that fits by the planner, "
+            "without a GPU, with at most 512 GiB of host memory. *Trained* is the longest row that ran two steps on a "
+            "GPU, and *not trained* the shortest that did not fit.",
             *lines,
             "",
             f"{machine}{dated(runs[-1]['versions'])}.",

@@ -136,13 +136,13 @@ TECHNIQUES: dict[str, Technique] = {
     for each in (
         Technique(
             "gradient checkpointing",
-            "all activations of a layer but its input, for a third more compute",
+            "all activations of a layer except its input, for a third more compute",
             {"gradient_checkpointing": True},
             option_is("gradient_checkpointing"), lowers=("activations",), named=False,
         ),
         Technique(
             "checkpointing that keeps attention",
-            "activations but attention's outputs, which are dear to compute again for long rows",
+            "activations except attention's outputs, which are slow to compute again for long rows",
             {"checkpointing_policy": "attention"},
             option_is("checkpointing_policy", "attention"),
             refused=_without_checkpointing,
@@ -150,7 +150,7 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         Technique(
             "checkpointing that keeps products",
-            "activations but the outputs of matrix products and attention: little is computed again",
+            "activations except the outputs of matrix products and attention: little is computed again",
             {"checkpointing_policy": "matmul"},
             option_is("checkpointing_policy", "matmul"),
             refused=_without_checkpointing,
@@ -166,7 +166,7 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         Technique(
             "activation offloading",
-            "what backward needs waits in host memory (GPU) or in a file (CPU); with checkpointing the layers' inputs",
+            "activations, moved to host memory (GPU) or to a file (CPU); with checkpointing the layers' inputs",
             {"activation_offloading": True},
             option_is("activation_offloading"),
             lowers=("activations",),
@@ -224,14 +224,14 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         Technique(
             "bfloat16 AdamW with stochastic rounding and 8-bit moments",
-            "float32 masters and three quarters of the moments: 4 bytes a parameter in all",
+            "float32 masters and three quarters of the moments: 4 bytes a parameter and its gradient remain",
             {"optim": "adamw_stochastic_8bit"},
             option_is("optim", "adamw_stochastic_8bit"),
             lowers=("weights", "gradients", "optimizer"),
             changes=f"as with stochastic rounding alone, and {EIGHT}",
         ),
         _optimizer(
-            "Adafactor", "both moments, but a row and a column of the second", "arXiv 1804.04235", "adafactor"
+            "Adafactor", "both moments, except a row and a column of the second", "arXiv 1804.04235", "adafactor"
         ),
         _optimizer(
             "8-bit AdamW (torchao)", "three quarters of the moments", EIGHT, "adamw_torch_8bit", needs=("torchao",)
@@ -252,16 +252,16 @@ TECHNIQUES: dict[str, Technique] = {
             "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", needs=("bitsandbytes",),
         ),
         _optimizer(
-            "GaLore", "moments: those of a low-rank projection of the gradient", "arXiv 2403.03507",
+            "GaLore", "moments: keeps those of a low-rank projection of the gradient", "arXiv 2403.03507",
             "galore_adamw", "galore_adamw_8bit", "galore_adafactor", needs=("galore_torch",),
         ),
         _optimizer(
-            "APOLLO", "moments: those of a random low-rank projection", "arXiv 2412.05270",
+            "APOLLO", "moments: keeps those of a random low-rank projection", "arXiv 2412.05270",
             "apollo_adamw", needs=("apollo_torch",),
         ),
         Technique(
             "optimizer states in host memory",
-            "moments visit the GPU a parameter at a time",
+            "moments: on the GPU for one parameter at a time",
             {"optimizer_states_on_host": True},
             option_is("optimizer_states_on_host"),
             lowers=("optimizer",),
@@ -269,7 +269,7 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         Technique(
             "bfloat16 mixed precision",
-            "half of what matrix products give; weights and moments stay float32, cast weights come besides",
+            "half of the outputs of matrix products; weights and moments stay float32, cast weights are added",
             {"bf16": True},
             option_is("bf16"),
             lowers=("activations", "head"),
@@ -322,7 +322,7 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         Technique(
             "rehearsal",
-            "nothing, but what will not fit fails before the first step",
+            "nothing: a run that does not fit fails before the first step",
             {"rehearsal": True},
             option_is("rehearsal"), named=False,
         ),

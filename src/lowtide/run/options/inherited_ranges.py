@@ -1,6 +1,6 @@
 """The ranges of the numbers among the options of `transformers.TrainingArguments`, which checks few of them.
 
-From its documentation and from what its code does with them; `tests/trainers/test_option_ranges.py` goes through its
+From its documentation and from what its code does with them; `tests/run/options/test_option_ranges.py` goes through its
 fields, so that a number that a newer version adds is noticed.
 """
 

@@ -15,6 +15,8 @@ from tests.support.marks import slow_but
 from tests.support.matrix import TECHNIQUES, TRAINERS, check_equal, make, watched, with_it
 from tests.support.sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
 
+pytestmark = pytest.mark.slow
+
 IN_BACKWARD = "optimizer in backward"
 BUDGET = 80
 """Tokens of a micro-batch, of which the first step then has three or more."""

@@ -336,3 +336,11 @@ def test_arguments_that_there_are_not_are_refused(tmp_path):
         estimate_method("sft", described, "rows.jsonl", devise="cpu")
     with pytest.raises(TypeError, match="a run has no argument 'adapters'"):
         FakeRun(method_of(config), config, described, Dataset.from_list(rows_of([8])), adapters=None)
+
+
+def test_options_that_need_a_gpu_are_taken_where_there_is_none():
+    rows = Dataset.from_list([{"text": "17 + 5 = 22 "}] * 8)
+    described, tokenizer = LlamaConfig(**SIZES), make_tokenizer()
+    on_gpu = {"device": "H100-80GB", "processing_class": tokenizer}
+    plain = estimate_method("sft", described, rows, **on_gpu)
+    assert estimate_method("sft", described, rows, config={"tf32": True}, **on_gpu).phases == plain.phases

@@ -21,6 +21,7 @@ from tests.support.adapted_models import (
     quantized,
     torchao,
 )
+from tests.support.marks import slow_but
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]]
 
@@ -54,7 +55,7 @@ def assert_close(got, wanted, tolerance: float = 1e-4) -> None:
     assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
 
 
-@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("accumulate", slow_but([True], [True, False]))
 @pytest.mark.parametrize(("make", "options"), CASES.values(), ids=CASES.keys())
 def test_gradients_are_those_of_peft_alone(make, options, accumulate):
     plain, model = adapted(make(), **options), adapted(make(), **options)

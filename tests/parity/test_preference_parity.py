@@ -113,8 +113,8 @@ CASES = {
     "cpo, alphapo": Case("cpo", flags={"loss_type": "simpo", "alpha": 0.1}),
 }
 
-QUICK = ("sigmoid", "reward")
-LONG = (*QUICK, "kto", "orpo", "cpo", "dpo, lora", "sync_ref_model")
+QUICK = ("sigmoid",)
+LONG = (*QUICK, "reward", "kto", "orpo", "cpo", "dpo, lora", "sync_ref_model")
 
 
 def pair(question: str, answer: str) -> tuple[str, str, str]:

@@ -13,6 +13,7 @@ from peft import LoraConfig
 import lowtide
 from lowtide.demo.model import save
 from lowtide.methods import METHODS
+from tests.support.marks import slow_but
 
 TURNS = [[{"role": "user", "content": "1 + 1"}], [{"role": "assistant", "content": "2"}]]
 WRONG = [{"role": "assistant", "content": "3"}]
@@ -57,7 +58,7 @@ def trained(method, folder, tmp_path, **more):
     return trainer
 
 
-@pytest.mark.parametrize("method", ROWS)
+@pytest.mark.parametrize("method", slow_but([*ROWS][:2], ROWS))
 def test_what_a_script_pushes_has_a_card(method, folder, tmp_path, uploads):
     trainer = trained(method, folder, tmp_path)
     trainer.push_to_hub(dataset_name="trl-lib/Capybara", tags="mine", license="mit")

@@ -559,7 +559,7 @@ def test_our_own_collator_may_be_given(tmp_path):
     trainer("dpo", tmp_path, max_steps=1, arguments={"data_collator": collator}).train()
 
 
-@pytest.mark.parametrize("options", [{}, {"prefix_sharing": False}, {"padding_free": False}], ids=str)
+@pytest.mark.parametrize("options", slow_but([{}], [{}, {"prefix_sharing": False}, {"padding_free": False}]), ids=str)
 @pytest.mark.parametrize("method", slow_but(["dpo"], ALL))
 def test_a_budget_that_a_trainer_takes_holds_every_row(method, options, tmp_path):
     single = [

@@ -159,6 +159,7 @@ def test_operations_of_others_are_asked_each_time(fake):
     assert func.times == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", slow_but([{}], [{}, {"bf16": True, "tokens_per_microbatch": 48}, {"optim": "adafactor"}]), ids=str
 )

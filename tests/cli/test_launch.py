@@ -147,6 +147,7 @@ def test_an_option_of_older_versions_says_what_replaced_it(name, sft, tmp_path):
     assert str(error.value).endswith(said)
 
 
+@pytest.mark.slow
 def test_folders_are_output_dir_and_older_names_are_accepted(model, data, tmp_path, capsys):
     rows = [str(data), "--tokenizer", str(model), "--max_length", "16"]
     for name in ("output_dir", "out"):

@@ -77,6 +77,7 @@ def test_a_planned_run_trains_the_adapters_of_all_layers(plan, sft, tmp_path):
     assert {name.split(".layers.")[1][0] for name in trained["plain"]} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_as_json_it_has_runners_up_and_what_each_technique_would_do(plan):
     status, out, err = plan("--budget", "64GiB", "--json", *FEW)
     assert status == 0, err

@@ -118,6 +118,7 @@ def test_a_second_start_finds_the_cache(tokenizer, monkeypatch):
             prepared(Dataset.from_list(TEXTS), tokenizer, **changed)
 
 
+@pytest.mark.slow
 def test_streams_give_the_same_rows(tokenizer):
     rows = [row | {"prompt": row["prompt"] + str(index)} for index in range(401) for row in TEXTS]
     dataset = Dataset.from_list(rows)

@@ -167,6 +167,7 @@ def test_labelled_completions_are_those_of_kto_trainer(name, max_length, templat
     assert prepared == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the real data is not here")
 def test_real_pairs_are_those_of_dpo_trainer(tokenizer):
     with open(GSM8K / "gsm8k_solutions.preference.jsonl", encoding="utf-8") as lines:

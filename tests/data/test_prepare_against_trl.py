@@ -181,6 +181,7 @@ def test_a_tokenizer_that_begins_texts_with_a_token(tokenizer):
         assert prepared_here(DATASETS[name], tokenizer) == prepared_by_trl(DATASETS[name], tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"no {os.path.relpath(GSM8K)}")
 @pytest.mark.parametrize("assistant_only_loss", [False, True])
 def test_gsm8k(marked_tokenizer, assistant_only_loss):

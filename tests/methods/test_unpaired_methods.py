@@ -85,6 +85,7 @@ def test_apo_zero_unpaired_has_no_baseline():
     assert_equal(ours, gradients(plain))
 
 
+@pytest.mark.slow
 def test_bcos_running_mean_goes_on_from_batch_to_batch():
     made = unpaired_rows()
     plain, ratios = dense_ratios(made, "completion_ids")

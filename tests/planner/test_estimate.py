@@ -185,6 +185,7 @@ def counted(events: Sequence[Event], layer_of: Callable[[Event], int | None]) ->
     )
 
 
+@pytest.mark.slow
 def test_no_layer_is_told_by_others_that_are_not_like_it(tmp_path):
     """Two kinds of MLP in turn: all layers are traced, and the estimate says so."""
     from transformers import Qwen3MoeConfig
@@ -269,6 +270,7 @@ def test_mixed_precision_holds_no_casts_of_weights_beyond_their_layer(tmp_path):
     assert in_layers < 0.5 * found["weights"] / SIZES["num_hidden_layers"]
 
 
+@pytest.mark.slow
 def test_several_micro_batches_keep_their_gradients_with_the_optimizer_in_backward(tmp_path):
     options = {"optimizer_in_backward": "two_pass", "report_to": "none", "use_cpu": True}
     one, several = (
@@ -289,6 +291,7 @@ BITSANDBYTES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", BITSANDBYTES)
 def test_optimizers_of_bitsandbytes_are_traced_for_a_gpu_that_is_not_here(optim, tmp_path):
     pytest.importorskip("bitsandbytes")

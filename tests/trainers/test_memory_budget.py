@@ -45,6 +45,7 @@ def test_a_roomy_budget_buys_time(tmp_path):
     assert made.train().global_step == 1
 
 
+@pytest.mark.slow
 def test_what_was_set_by_hand_stays(tmp_path):
     made = trainer(config(tmp_path, memory_budget="auto", tokens_per_microbatch=256, **CHECKPOINTED))
     assert made.planned.settings == {}

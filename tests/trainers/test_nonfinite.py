@@ -17,6 +17,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["SFT", "Reward"], TRAINERS))
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_module_that_gave_a_nan_is_named(kind: str, way: str):

@@ -142,6 +142,7 @@ def test_a_rehearsal_holds_room_for_states_that_are_not_there_yet(optim):
     assert sum(piece.nbytes for piece in reserved_for_states(run.runner)) == wanted > 0
 
 
+@pytest.mark.slow
 def test_states_that_do_not_fit_are_reported_before_the_first_step(monkeypatch):
     run = make("SFT", rehearsal=True)
     zeros = torch.zeros

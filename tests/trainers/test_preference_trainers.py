@@ -158,6 +158,7 @@ def rows_computed(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 def test_a_precomputed_reference_is_found_again_and_never_when_it_is_stale(tmp_path, rows_computed):
     made, rows = rows_computed(tmp_path)
     assert rows == len(made.train_dataset) == 16
@@ -207,6 +208,7 @@ def test_precomputed_log_probs_are_the_references_own(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluation_uses_the_precomputed_reference_too(tmp_path):
     arguments = {"eval_dataset": data("dpo", 8)}
     found = []
@@ -416,6 +418,7 @@ def test_bad_input_gets_one_message(name, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("storage", "package"), [("8bit", "torchao"), ("4bit", "bitsandbytes")])
 def test_a_quantized_reference_is_smaller_and_close(storage, package, tmp_path):
     pytest.importorskip(package, reason=f"{package} is not installed")
@@ -586,6 +589,7 @@ def test_a_prompt_and_its_longest_completion_need_a_models_positions(tmp_path):
         trainer("dpo", tmp_path, model=AutoModelForCausalLM.from_config(config), dataset=dataset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_rows_are_grouped_by_what_they_have_of_tokens(method, strategy, tmp_path):

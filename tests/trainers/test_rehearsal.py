@@ -65,6 +65,7 @@ def test_a_model_that_was_loaded_is_rehearsed_as_it_trains(tmp_path):
     assert all(modes)
 
 
+@pytest.mark.slow
 def test_what_will_not_fit_is_found_before_the_first_step(tmp_path):
     run = trainer(tmp_path)
     with out_of_memory(run.model, "forward", 0) as fired:

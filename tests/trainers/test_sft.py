@@ -222,6 +222,7 @@ def test_training_learns_and_saves_what_it_trained(tmp_path, rows, tokenizer):
     torch.testing.assert_close(again(ids).logits, trainer.model(ids).logits)
 
 
+@pytest.mark.slow
 def test_options_that_leave_the_numbers_alone(tmp_path, rows, tokenizer):
     """Padded, budgeted, accumulated otherwise, checkpointed or not: the same weights after six steps."""
     found = []

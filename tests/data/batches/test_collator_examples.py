@@ -38,6 +38,7 @@ def test_flattening_trainer(run_example):
             torch.testing.assert_close(together[start:stop], alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_completion_only_collator(run_example):
     names = run_example("completion_only_collator.py")
     trainer, tokenizer, collator = names["trainer"], names["tokenizer"], names["collator"]

@@ -52,6 +52,7 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+@pytest.mark.slow
 def test_an_optimizers_states_leave_the_device(tmp_path):
     plain, away = predicted(tmp_path), predicted(tmp_path, optimizer_states_on_host=True)
     assert plain.host_bytes == 0

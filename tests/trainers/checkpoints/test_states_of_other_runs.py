@@ -73,6 +73,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("then", "now", "message"), OTHERS, ids=lambda value: value if "_" in value else "")
 def test_states_of_another_optimizer_are_refused(then, now, message, tmp_path):
     if "8bit" in now:
@@ -86,6 +87,7 @@ def test_states_of_another_optimizer_are_refused(then, now, message, tmp_path):
     assert isinstance(told.optimizer.optimizer, CompressedAdamW) == now.startswith("adamw_c") or "stochastic" in now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("then", "now", "message"), OTHERS[:4], ids=lambda value: value if "_" in value else "")
 def test_states_of_another_optimizer_are_refused_without_a_record_too(then, now, message, tmp_path):
     """As far as they tell: those of a checkpoint that transformers or an earlier version wrote."""

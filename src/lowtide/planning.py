@@ -36,9 +36,6 @@ class PlanInputs(ModelInputs, total=False):
     """Your own settings, which are never overruled: those that a config was made with, or options by name."""
 
 
-PLAN_INPUTS = {*ModelInputs.__annotations__, *PlanInputs.__annotations__}
-
-
 def estimate(
     config: TrainingConfig,
     model: str | PretrainedConfig,
@@ -129,7 +126,7 @@ def plan(
         PlanError: nothing fits; says what takes most, and what would be needed.
         ValueError: the method, the device, the budget or the rows are none, or the model cannot be traced.
     """
-    check_arguments_known("plan", inputs, PLAN_INPUTS)
+    check_arguments_known("plan", inputs, PlanInputs.__annotations__)
     run, loaded = _run(method, model, dataset, device, inputs)
     rows, notes = first_rows(loaded)
     own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
@@ -155,7 +152,7 @@ def estimate_method(
     **inputs: Unpack[PlanInputs],
 ) -> Estimate:
     """The peak of a run as `lowtide estimate` describes it: arguments are those of `plan`."""
-    check_arguments_known("estimate_method", inputs, PLAN_INPUTS)
+    check_arguments_known("estimate_method", inputs, PlanInputs.__annotations__)
     run, rows = _run(method, model, dataset, device, inputs)
     rows, notes = first_rows(rows)
     found = in_tracing_process(_estimated_as_planned, run, rows)

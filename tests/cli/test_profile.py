@@ -43,7 +43,7 @@ def test_it_writes_numbers_a_picture_and_a_page(profile, tmp_path, monkeypatch):
         phases = {"forward": {"weights": 10 * MIB}, "backward": {"weights": size * MIB, "runtime": 670 * MIB}}
         return Estimate(700 * MIB, "backward", phases, "cpu")
 
-    def predicted(_trainer, changes) -> list[Estimate]:
+    def predicted(_trainer, changes, beside) -> list[Estimate]:
         asked.extend(dict(settings) for settings in changes)
         return [estimated(20 if settings else 30) for settings in changes]
 
@@ -71,7 +71,7 @@ def test_it_writes_numbers_a_picture_and_a_page(profile, tmp_path, monkeypatch):
 
 
 def test_a_run_that_cannot_be_predicted_says_why(profile, tmp_path, monkeypatch):
-    def refuse(_trainer, changes) -> list[ValueError]:
+    def refuse(_trainer, changes, beside) -> list[ValueError]:
         return [ValueError("this is not <traceable>")] * len(changes)
 
     monkeypatch.setattr(predictions, "predicted", refuse)

@@ -54,7 +54,7 @@ def test_what_would_not_help_is_not_named_and_effects_are(tmp_path: Path, monkey
     def predicted(_trainer, changes, beside) -> list[Estimate]:
         return [estimated(60 if "mlp_tile_tokens" in settings else 100) for settings in changes]
 
-    monkeypatch.setattr("lowtide.trainers.reports.oom_report.predicted", predicted)
+    monkeypatch.setattr("lowtide.trainers.predictions.predicted", predicted)
     tiled = "mlp_tile_tokens=3 (exact, predicted peak of tensors 60.0 MiB in place of 100.0 MiB)"
     assert failed(trainer(tmp_path, per_device_train_batch_size=1)).endswith(f"What helps first: {tiled}")
 
@@ -75,6 +75,6 @@ def test_an_estimate_that_fails_does_not_hide_the_error(tmp_path: Path, monkeypa
     def predicted(_trainer, changes, beside) -> list[Estimate]:
         raise RuntimeError("cannot be traced")
 
-    monkeypatch.setattr("lowtide.trainers.reports.oom_report.predicted", predicted)
+    monkeypatch.setattr("lowtide.trainers.predictions.predicted", predicted)
     text = failed(trainer(tmp_path, per_device_train_batch_size=1))
     assert "What helps first: activation_offloading=True (exact)" in text

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,22 +112,11 @@ def _predicted(profile: Profile, trainer: Any) -> Profile:
     """A profile with what an estimate says of the run, and of each change that would help."""
     from rich.console import Console
 
-    from lowtide.planner.advice import advise
-    from lowtide.trainers.predictions import predicted
+    from lowtide.trainers.predictions import advised
     from lowtide.trainers.profiling import heaviest_micro_batch
 
-    estimates: list[Estimate | ValueError] = []
-
-    def peaks(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        try:
-            estimates[:] = predicted(trainer, changes)
-        except (ValueError, RuntimeError) as error:
-            estimates[:] = [ValueError(str(error))] * len(changes)
-        return [None if isinstance(each, ValueError) else each.tensor_bytes for each in estimates]
-
     with Console(stderr=True).status("Estimating what changes would do"):
-        advice = advise(trainer.site, profile.at_peak, heaviest_micro_batch(trainer), peaks, each=5)
-    now = estimates[0]
+        advice, now = advised(trainer, profile.at_peak, heaviest_micro_batch(trainer), each=5)
     if isinstance(now, ValueError):
         return dataclasses.replace(profile, not_predicted=str(now).split("\n")[0], advice=advice)
     return dataclasses.replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,6 +10,7 @@ from datasets import Dataset
 
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.planner.advice import Advice, advise
 from lowtide.planner.candidate import PlannedRun, config_of_model
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
@@ -18,6 +20,8 @@ from lowtide.trainers.reports.reported import Reported
 if TYPE_CHECKING:
     from lowtide.methods.method import Method
     from lowtide.run.options.training import TrainingConfig
+
+logger = logging.getLogger(__name__)
 
 
 def run_of(
@@ -47,6 +51,36 @@ def run_of(
         own["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
     device = device_named(args.device.type).with_rates()
     return PlannedRun(method, described, own, device, processing_class, peft_config, quantization_config, samples=False)
+
+
+def advised(
+    trainer: Reported,
+    held: Mapping[str, int],
+    row_tokens: tuple[int, ...],
+    *,
+    beside: int | None = None,
+    each: int = 2,
+) -> tuple[list[Advice], Estimate | ValueError]:
+    """What would lower a trainer's peak, with its predicted effect; and the estimate of the run as it is, or why there
+    is none, in which case the advice has no effects.
+
+    Args:
+        held: bytes by category, at the peak.
+        row_tokens: of each row of the heaviest micro-batch.
+        beside: see `predicted`.
+        each: how many changes are considered of each category.
+    """
+    estimates: list[Estimate | ValueError] = []
+
+    def peaks(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        try:
+            estimates[:] = predicted(trainer, changes, beside=beside)
+        except Exception as reason:  # an advice without its effect is one still
+            logger.info(f"no predictions: {reason}")
+            estimates[:] = [ValueError(str(reason))] * len(changes)
+        return [None if isinstance(found, ValueError) else found.tensor_bytes for found in estimates]
+
+    return advise(trainer.site, held, row_tokens, peaks, each), estimates[0]
 
 
 def predicted(

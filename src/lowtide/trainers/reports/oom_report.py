@@ -7,18 +7,17 @@ the table of techniques, what lowers the largest of them, with the effect that a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.allocators.out_of_memory import free_caches
 from lowtide.memory.optimizers.states import predict_states
 from lowtide.planner.advice import Advice, advise
 from lowtide.planner.budget import unused_bytes
+from lowtide.planner.estimate import Estimate
 from lowtide.planner.tracing_process import ROOM_BYTES
 from lowtide.ranks.world import distributed
 from lowtide.step.rank_sync import OutOfMemory
-from lowtide.trainers.predictions import predicted
+from lowtide.trainers.predictions import advised
 from lowtide.trainers.reports.reported import Reported
 
 MOST = 2
@@ -55,22 +54,14 @@ def _largest(trainer: Reported, error: OutOfMemory) -> list[str]:
 def _advice(trainer: Reported, error: OutOfMemory) -> list[str]:
     """What a change would save is predicted on one process only, and where there is memory for it."""
     affordable = not distributed() and unused_bytes() >= ROOM_BYTES
-    now: int | None = None
-
-    def predict(changes: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        nonlocal now
-        try:
-            estimates = predicted(trainer, changes, beside=0)
-        except Exception as reason:  # an advice without its effect is one still
-            logger.info(f"no predictions: {reason}")
-            return [None] * len(changes)
-        peaks = [None if isinstance(each, ValueError) else each.tensor_bytes for each in estimates]
-        now = peaks[0]
-        return peaks
-
     rows = error.failure.row_tokens if error.failure is not None else ()
-    advice = advise(trainer.site, _held(trainer), rows, predict if affordable else None)[:MOST]
-    return [f"What helps first: {'; or '.join(_text(each, now) for each in advice)}"] if advice else []
+    now: Estimate | ValueError | None = None
+    if affordable:
+        advice, now = advised(trainer, _held(trainer), rows, beside=0)
+    else:
+        advice = advise(trainer.site, _held(trainer), rows)
+    peak = now.tensor_bytes if isinstance(now, Estimate) else None
+    return [f"What helps first: {'; or '.join(_text(each, peak) for each in advice[:MOST])}"] if advice else []
 
 
 def _held(trainer: Reported) -> dict[str, int]:

@@ -11,6 +11,7 @@ tokens with `prefix = [-1, 0, 0]`; padded it would be 2 x 9 = 18.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
@@ -310,7 +311,7 @@ class RaggedBatch:
     def rows(self) -> int:
         return self.segments[-1].row + 1
 
-    @property
+    @functools.cached_property
     def row_tokens(self) -> list[int]:
         """Tokens of each row."""
         counts = [0] * self.rows
@@ -376,6 +377,12 @@ class RaggedBatch:
         nothing = {name: value[:0] for name, value in self.score_values.items()}
         places = self.token_ids, self.position_ids, self.score_index[:0], self.score_target[:0]
         return self._assemble(*places, segments, self.row_values, nothing)
+
+    def twice(self) -> RaggedBatch:
+        """The batch, and behind it the same rows once more with prefixes that are taken for others: none is shared
+        between the two."""
+        others = [part._replace(key=~part.key if part.key else 0) for part in self.segments]
+        return RaggedBatch.concat([self, replace(self, segments=tuple(others))])
 
     def select_rows(self, rows: Sequence[int]) -> RaggedBatch:
         """The batch of some rows alone, in ascending order, renumbered from 0."""
@@ -482,28 +489,90 @@ class RaggedBatch:
                 f"{max_tokens:,} a micro-batch: raise `tokens_per_microbatch` to at least {tokens[longest]:,}, "
                 "or lower `max_length`"
             )
+        families = self._families(max_tokens, max_rows)
+        costs = [self.tokens_of(rows) for rows in families]
         count = max(pieces, 1)
         if max_tokens is not None:
-            count = max(count, -(-sum(tokens) // max_tokens))
+            count = max(count, -(-sum(costs) // max_tokens))
         if max_rows is not None:
             count = max(count, -(-len(tokens) // max_rows))
-        count = min(count, len(tokens))
-        while (groups := _balance(tokens, count, max_tokens, max_rows)) is None:
+        while len(families) < count and (divided := _halved(families)):
+            families = divided
+            costs = [self.tokens_of(rows) for rows in families]
+        count = min(count, len(families))
+        while (groups := _balance(families, costs, count, max_tokens, max_rows)) is None:
             count += 1
         return groups
 
+    def tokens_of(self, rows: Sequence[int]) -> int:
+        """The tokens of some rows together, where a prefix that several of them repeat is computed once."""
+        tokens, seen = self.row_tokens, set()
+        total = sum(tokens[row] for row in rows)
+        for row in rows:
+            for key in self._shareable.get(row, ()):
+                if key in seen:
+                    total -= key[1]
+                seen.add(key)
+        return total
 
-def _balance(tokens: Sequence[int], count: int, max_tokens: int | None, max_rows: int | None) -> list[list[int]] | None:
-    """Longest row first into the lightest group with room (Graham's LPT), or None if a cap is broken."""
+    @functools.cached_property
+    def _shareable(self) -> dict[int, list[tuple[int, int]]]:
+        """By row, (key, length) of its prefixes that `share_prefixes` can compute for several rows at once."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for part in self.segments:
+            if part.key and part.score_start == part.score_stop:
+                found.setdefault(part.row, []).append((part.key, part.length))
+        return found
+
+    def _families(self, max_tokens: int | None, max_rows: int | None) -> list[list[int]]:
+        """Rows that repeat a prefix together, as many as the caps let; every other row by itself."""
+        by_prefix: dict[tuple[int, int], list[int]] = {}
+        for row in range(self.rows):
+            shared = self._shareable.get(row)
+            by_prefix.setdefault(shared[0] if shared else (-1, row), []).append(row)
+        families: list[list[int]] = []
+        for (_, length), rows in by_prefix.items():
+            family, total = [], 0
+            for row in rows:
+                cost = self.row_tokens[row] - (length if family else 0)
+                full = max_rows is not None and len(family) == max_rows
+                if family and (full or (max_tokens is not None and total + cost > max_tokens)):
+                    families.append(family)
+                    family, total, cost = [], 0, self.row_tokens[row]
+                family.append(row)
+                total += cost
+            families.append(family)
+        return families
+
+
+def _halved(families: Sequence[list[int]]) -> list[list[int]]:
+    """The largest family in two; nothing where all are of one row."""
+    largest = max(range(len(families)), key=lambda number: len(families[number]))
+    rows = families[largest]
+    if len(rows) < 2:
+        return []
+    half = len(rows) // 2
+    return [*families[:largest], rows[:half], rows[half:], *families[largest + 1 :]]
+
+
+def _balance(
+    families: Sequence[Sequence[int]],
+    costs: Sequence[int],
+    count: int,
+    max_tokens: int | None,
+    max_rows: int | None,
+) -> list[list[int]] | None:
+    """Heaviest family first into the lightest group with room (Graham's LPT), or None if a cap is broken."""
     groups: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
-    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
-        open_groups = [g for g in range(count) if max_rows is None or len(groups[g]) < max_rows]
+    for number in sorted(range(len(families)), key=lambda number: (-costs[number], number)):
+        rows = families[number]
+        open_groups = [g for g in range(count) if max_rows is None or len(groups[g]) + len(rows) <= max_rows]
         if not open_groups:
             return None
         lightest = min(open_groups, key=lambda g: (loads[g], g))
-        groups[lightest].append(row)
-        loads[lightest] += tokens[row]
+        groups[lightest] += rows
+        loads[lightest] += costs[number]
         if max_tokens is not None and loads[lightest] > max_tokens:
             return None
     return [sorted(group) for group in groups if group]

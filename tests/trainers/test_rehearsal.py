@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def test_lengths_are_of_all_columns_of_tokens():
     data = Dataset.from_dict({"prompt_ids": [[1, 2], [3]], "chosen_ids": [[1], [1, 2, 3]], "margin": [0.0, 1.0]})
     assert row_lengths(data).tolist() == [3, 4]
     assert row_lengths(data.select([1])).tolist() == [4]
-    assert row_lengths(data, prompts=2).tolist() == [5, 5]
+    assert row_lengths(data, SimpleNamespace(prompts_per_row=2)).tolist() == [5, 5]
     assert row_lengths(iter([])) is None
 
 

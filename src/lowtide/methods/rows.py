@@ -62,6 +62,10 @@ class RowLayout(ABC):
         """The columns of a prepared row that become row values."""
         return ()
 
+    def together(self, options: Any) -> int:
+        """Rows of a batch that one prepared row becomes, and that a micro-batch holds together."""
+        return 1
+
     def bin_tokens(self, options: Any) -> int | None:
         """The tokens of a packed row, where rows are packed."""
         return None

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def distributed() -> bool:
     """Whether several ranks train together."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def launched() -> int:
+    """How many processes a launcher has started, before they have met."""
+    return max(int(os.environ.get("WORLD_SIZE", "1") or 1), 1)
+
+
+def gathered(values: Tensor) -> Tensor:
+    """The values of all ranks, one after the other; all have as many."""
+    if not distributed():
+        return values
+    everyones = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, values.contiguous())
+    return torch.cat(everyones)

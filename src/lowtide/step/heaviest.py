@@ -13,17 +13,21 @@ STARTS = 256
 """Row lengths to begin with, in the search for rows that fill a budget."""
 
 
-def row_lengths(dataset: Any, prompts: int = 1) -> np.ndarray | None:
+def row_lengths(dataset: Any, collator: Any = None) -> np.ndarray | None:
     """[rows]: the tokens of each prepared row; None for streams and for data of other kinds.
 
     Args:
-        prompts: how often a row's prompt is computed.
+        collator: makes batches of rows. It may say how often it computes a row's prompt (`prompts_per_row`), or what
+            each prompt comes to with completions that have yet to be written (`lengths`).
     """
     if not isinstance(dataset, Dataset):
         return None
     counted = _token_counts(dataset)
     if counted is None:
         return None
+    if hasattr(collator, "lengths"):
+        return collator.lengths(counted["prompt_ids"])
+    prompts = getattr(collator, "prompts_per_row", 1)
     return sum(each * (prompts if name == "prompt_ids" else 1) for name, each in counted.items())  # type: ignore[return-value]
 
 

@@ -203,12 +203,14 @@ def scores_of(
     return Scores(
         part.score_index,
         part.score_target,
-        objective.want,
-        objective.loss if isinstance(objective, TokenObjective) else None,
-        factor,
-        grad_scale,
+        want=objective.want,
+        temperature=objective.temperature,
+        loss=objective.loss if isinstance(objective, TokenObjective) else None,
+        factor=factor,
+        grad_scale=grad_scale,
         accumulate=accumulate,
         aux_loss=objective.aux_coefficient != 0,
+        head=objective.head if isinstance(objective, RowObjective) else None,
     )
 
 

@@ -88,7 +88,7 @@ def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory) -> Limits:
         OutOfMemory: there is nothing left to halve.
     """
     tokens = batch.row_tokens
-    heaviest = max(sum(tokens[row] for row in group) for group in batch.plan_split(limits.tokens, limits.rows))
+    heaviest = max(map(batch.tokens_of, batch.plan_split(limits.tokens, limits.rows)))
     longest = max(tokens)
     if distributed():
         both = torch.tensor([heaviest, longest], device=batch.token_ids.device)

@@ -27,12 +27,18 @@ from lowtide.step.runner import StepRunner
 logger = logging.getLogger(__name__)
 
 
-def rehearse(runner: StepRunner, lengths: np.ndarray | None, batch_of: Callable[[Sequence[int]], RaggedBatch]) -> None:
+def rehearse(
+    runner: StepRunner,
+    lengths: np.ndarray | None,
+    batch_of: Callable[[Sequence[int]], RaggedBatch],
+    together: int = 1,
+) -> None:
     """Runs the heaviest micro-batch of the rows; smaller ones if it does not fit, which lowers the token budget.
 
     Args:
         lengths: [rows], the tokens of each row; None where they are not known, and nothing is run.
         batch_of: a batch of some rows, by their numbers.
+        together: rows of the batch that one row becomes.
 
     Raises:
         ValueError: the options do not say how many rows a micro-batch has at most.
@@ -50,10 +56,10 @@ def rehearse(runner: StepRunner, lengths: np.ndarray | None, batch_of: Callable[
         with sync.local():
             runner.reserved = reserved_for_states(runner)
         sync.meet(runner.device)
-        for rows in heaviest_rows(lengths, limits.rows, limits.tokens):
-            several = len(rows) < min(rows_in_a_step(runner.options), len(lengths))
+        for rows in heaviest_rows(lengths, -(-limits.rows // together), limits.tokens):
             batch = batch_of(rows)
-            runner.rehearsal(RaggedBatch.concat([batch, batch]) if several else batch)
+            several = batch.rows < min(rows_in_a_step(runner.options), together * len(lengths))
+            runner.rehearsal(batch.twice() if several else batch)
         if runner.in_backward is not None:
             runner.reserved.clear()  # states are made while activations are there
     before.put_back()

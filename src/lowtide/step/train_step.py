@@ -201,9 +201,10 @@ def evaluate_batch(
         else:
             rows.append(objective.read(part, output.stats, models.referred(part, objective)))
     if isinstance(objective, RowObjective):
-        outcome = objective.loss(join_rows(rows), counts)
-        totals.add_mean("loss", outcome.loss * batch.rows, batch.rows)
-        totals.take_outcome(outcome)
+        outcomes = [objective.loss(each, counts) for each in ([join_rows(rows)] if objective.whole else rows)]
+        totals.add_mean("loss", torch.stack([each.loss for each in outcomes]).sum() * batch.rows, batch.rows)
+        for outcome in outcomes:
+            totals.take_outcome(outcome)
     return results
 
 
@@ -228,7 +229,8 @@ def _baseline(
         return batch, {}
 
     def policy(part: RaggedBatch) -> Tensor:
-        return models.forward(part, Scores(part.score_index, part.score_target)).scored
+        temperature = objective.temperature
+        return models.forward(part, Scores(part.score_index, part.score_target, temperature=temperature)).scored
 
     def reference(part: RaggedBatch) -> Tensor:
         referred = models.referred(part, objective)

@@ -3,7 +3,8 @@
 Registered under the name `lowtide` with transformers' `AttentionInterface`. The plan of the batch travels as a
 keyword argument through the model's own forward; the few models that drop unknown ones (stablelm, nemotron) pass
 `position_ids` on, to which it is attached as well. A context would not do: with checkpointing, layers run again in
-backward. Without a plan (generation, a user's own call) the same function serves the ordinary padded batch.
+backward. Without a plan (a user's own call) the same function serves the ordinary padded batch. While lowtide
+generates, the plan is one of keys that are held from before (`ops.cached_attention`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lowtide.ops.varlen_attention import AttentionPlan, varlen_attention
+from lowtide.ops.cached_attention import CachedPlan
+from lowtide.ops.varlen_attention import AttentionPlan, AttentionRules, varlen_attention
 from lowtide.ragged import RaggedBatch
 
 NAME = "lowtide"
@@ -32,12 +35,18 @@ _masks_wanted: ContextVar[bool] = ContextVar("masks_wanted", default=True)
 @contextlib.contextmanager
 def ragged_inputs(batch: RaggedBatch) -> Iterator[dict[str, Any]]:
     """The inputs of a model's forward for a ragged batch; while the context lasts, the model builds no masks."""
-    plan = AttentionPlan.build(batch)
-    position_ids = batch.position_ids[None]
+    with planned_inputs(batch.token_ids, AttentionPlan.build(batch)) as inputs:
+        yield inputs
+
+
+@contextlib.contextmanager
+def planned_inputs(token_ids: Int[Tensor, " tokens"], plan: AttentionPlan | CachedPlan) -> Iterator[dict[str, Any]]:
+    """The inputs of a model's forward whose tokens attend by a plan; while the context lasts, it builds no masks."""
+    position_ids = plan.positions[None]
     setattr(position_ids, PLAN, plan)
     token = _masks_wanted.set(False)
     try:
-        yield {"input_ids": batch.token_ids[None], "position_ids": position_ids, PLAN: plan}
+        yield {"input_ids": token_ids[None], "position_ids": position_ids, PLAN: plan}
     finally:
         _masks_wanted.reset(token)
 
@@ -67,20 +76,19 @@ def attention(
         return _dense(query, key, value, attention_mask, scaling, dropout, softcap, s_aux), None
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         query = query * _temperature_correction(module, plan)
+    asked: AttentionRules = {
+        "scale": scaling,
+        "window": _window(module, kwargs),
+        "chunk": _chunk(module),
+        "softcap": softcap,
+        "sinks": s_aux,
+        "dropout": dropout,
+    }
+    layer = plan.stands_for(module, key) if isinstance(plan, CachedPlan) else module
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = varlen_attention(
-        query,
-        key,
-        value,
-        plan,
-        scale=scaling,
-        window=_window(module, kwargs),
-        chunk=_chunk(module),
-        softcap=softcap,
-        sinks=s_aux,
-        dropout=dropout,
-    )
-    return out[None], None
+    if isinstance(plan, CachedPlan):
+        return plan.attend(layer, query, key, value, asked)[None], None
+    return varlen_attention(query, key, value, plan, **asked)[None], None
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
@@ -98,7 +106,7 @@ def _chunk(module: nn.Module) -> int | None:
     return getattr(config, "attention_chunk_size", None)
 
 
-def _temperature_correction(module: Any, plan: AttentionPlan) -> Tensor:
+def _temperature_correction(module: Any, plan: AttentionPlan | CachedPlan) -> Tensor:
     """Llama 4 scales queries by their place in the row; here the row is the batch, the place is the position."""
 
     def tuned(position: Tensor) -> Tensor:

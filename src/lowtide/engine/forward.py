@@ -6,22 +6,27 @@ with the same result; that path is also the reference that the ragged one is tes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowtide.engine.attention import NAME, ragged_inputs
+from lowtide.engine.attention import NAME, planned_inputs, ragged_inputs
 from lowtide.engine.convolution import install_convolution
 from lowtide.engine.embedding import install_embedding
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.heads.install import install_head
+from lowtide.engine.heads.next_token import NextToken
 from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.virtual_tokens import leading_states
 from lowtide.engine.weights.quantized import keep_trainable
+from lowtide.ops.attention_plan import AttentionPlan
+from lowtide.ops.cached_attention import CachedPlan
 from lowtide.ragged import RaggedBatch
 
 COMPUTED_IN = "_lowtide_computed_in"
@@ -123,6 +128,25 @@ def score_shared(
     if scores is not None:
         scores = replace(scores, index=shared.score_index, target=shared.score_target)
     return score(model, shared, scores, padding_free=padding_free)
+
+
+def read_next(
+    model: nn.Module,
+    token_ids: Int[Tensor, " tokens"],
+    plan: AttentionPlan | CachedPlan,
+    index: Int[Tensor, " rows"],
+    read: Callable[[Tensor, slice], Tensor],
+) -> Float[Tensor, "numbers rows"]:
+    """What a function reads off the logits of the tokens that follow: one forward of generation.
+
+    Args:
+        model: prepared by `install`, wrapped or not.
+        plan: how the tokens attend.
+        index: after which of the tokens, one for each row.
+        read: see `ops.linear_logprobs.read_logits`.
+    """
+    with computing(model), planned_inputs(token_ids, plan) as inputs:
+        return model(**inputs, scores=Scores(index, index, head=NextToken, read=read)).read
 
 
 def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:

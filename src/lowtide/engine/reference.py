@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model, embedding_weight, install, score_shared
-from lowtide.engine.heads.head import Scores
+from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.merging import Weights, effective_weights
 from lowtide.engine.weights.quantized import is_quantized
@@ -25,25 +25,25 @@ from lowtide.ragged import RaggedBatch
 class AdapterOff:
     """The policy without its adapters: the model that they were put on."""
 
-    def __init__(self, model: nn.Module, *, padding_free: bool) -> None:
-        self.model, self.padding_free = model, padding_free
+    def __init__(self, model: nn.Module, *, padding_free: bool, temperature: float = 1.0) -> None:
+        self.model, self.padding_free, self.temperature = model, padding_free, temperature
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
         with adapters_off(self.model):
-            return logprobs(self.model, batch, padding_free=self.padding_free)
+            return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
 
 
 class FrozenModel:
     """Another model, or a copy of the policy as it was; or the policy itself, for as long as it is not trained."""
 
-    def __init__(self, model: nn.Module, *, padding_free: bool) -> None:
-        self.model, self.padding_free = model, padding_free
+    def __init__(self, model: nn.Module, *, padding_free: bool, temperature: float = 1.0) -> None:
+        self.model, self.padding_free, self.temperature = model, padding_free, temperature
 
     @classmethod
-    def of(cls, model: nn.Module, *, padding_free: bool) -> FrozenModel:
+    def of(cls, model: nn.Module, *, padding_free: bool, temperature: float = 1.0) -> FrozenModel:
         """Another model, which is frozen and made ready here."""
         install(model, padding_free=padding_free)
-        return cls(model.eval().requires_grad_(False), padding_free=padding_free)
+        return cls(model.eval().requires_grad_(False), padding_free=padding_free, temperature=temperature)
 
     @classmethod
     def copy_of(cls, model: nn.Module, *, padding_free: bool = True) -> FrozenModel:
@@ -51,7 +51,7 @@ class FrozenModel:
         return cls.of(copy.deepcopy(model), padding_free=padding_free)
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
-        return logprobs(self.model, batch, padding_free=self.padding_free)
+        return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
 
     def check_follows(self, policy: nn.Module) -> None:
         """Refuses a policy whose weights, with its adapters in them, are not one for one those of this model.
@@ -94,12 +94,24 @@ class FrozenModel:
 
 
 @torch.no_grad()
-def logprobs(model: nn.Module, batch: RaggedBatch, *, padding_free: bool) -> Tensor:
-    """[scores]: a model's log-probabilities of a micro-batch, without gradient and without dropout."""
+def logprobs(
+    model: nn.Module,
+    batch: RaggedBatch,
+    *,
+    padding_free: bool,
+    temperature: float = 1.0,
+    head: type[Head] = LanguageModel,
+) -> Tensor:
+    """[scores]: a model's log-probabilities of a micro-batch, without gradient and without dropout.
+
+    Args:
+        temperature: divisor of the logits.
+        head: another one gives other numbers in their place.
+    """
     training = model.training
     model.eval()
     try:
-        scores = Scores(batch.score_index, batch.score_target, head=LanguageModel)
+        scores = Scores(batch.score_index, batch.score_target, temperature=temperature, head=head)
         return score_shared(model, batch, scores, padding_free=padding_free).scored
     finally:
         model.train(training)

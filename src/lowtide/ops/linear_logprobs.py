@@ -26,12 +26,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lowtide.ops.in_place import takes_gradient_in_place
-from lowtide.ops.logit_rows import Projection, RowStats, Slopes, Want
+from lowtide.ops.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
 from lowtide.ops.rows_of import Rows, rows_of
 from lowtide.ops.target import target_of
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Workspace for a chunk's logits: large enough for an efficient matmul, small beside everything else."""
+FEW_ROWS = 32
+"""Scores up to which the head's products take the weight as their left factor: 4.2 ms in place of 9.2 for 2 scores,
+8.1 for 11.3 for 8 (32,000 x 384 in float32, one core), and no slower on CUDA."""
 BLOCK_BYTES = 1 << 20
 """On a CPU the passes over a chunk's logits go in blocks that stay in the second-level cache."""
 
@@ -137,6 +140,28 @@ def linear_loss(
     return total, _wanted(spec.want, *stats)
 
 
+def read_logits(
+    terms: Sequence[Term],
+    index: Int[Tensor, " scores"],
+    read: Callable[[Float[Tensor, "rows vocab"], slice], Float[Tensor, "numbers rows"]],
+    *,
+    bias: Float[Tensor, " vocab"] | None = None,
+    projection: Projection = PLAIN,
+) -> Float[Tensor, "numbers scores"]:
+    """What a function reads off the logits, a chunk of scores at a time: for tokens that are drawn, not given.
+
+    Args:
+        terms: whose products make the logits; hidden states of all tokens.
+        index: the token whose hidden state predicts each score.
+        read: called with a chunk's logits, at least in float32, which it may overwrite, and its place among the scores.
+    """
+    head = ChunkedHead(_Spec(projection), index, index, bias, terms)
+    with torch.autocast(index.device.type, enabled=False):
+        chunks = head.chunks() if len(index) > FEW_ROWS else head.few()
+        found = [read(TorchRows(logits, index[span], projection).x, span) for span, _, logits in chunks]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
 # -- inside ------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +232,17 @@ class ChunkedHead:
             if self.bias is not None:
                 logits += self.bias
             yield span, xs, logits
+
+    def few(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+        """As `chunks`, all at once, with the weight as the left factor, which is faster for few scores on a CPU."""
+        xs = [term.x.index_select(0, self.index).to(self.dtype) for term in self.terms]
+        logits = torch.mm(self.terms[0].weight, xs[0].t())
+        for x, term in zip(xs[1:], self.terms[1:], strict=True):
+            logits.addmm_(term.weight, x.t())
+        logits = logits.t().contiguous()
+        if self.bias is not None:
+            logits += self.bias
+        yield slice(0, len(self.index)), xs, logits
 
     def blocks(self, span: slice, logits: Tensor) -> Iterator[tuple[slice, Rows]]:
         """Rows of a chunk that are worked on together: (their scores, the rows)."""

@@ -112,11 +112,8 @@ def varlen_attention(
     Raises:
         ValueError: `backend` cannot serve the call, and why.
     """
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        # A norm with float32 weights leaves queries and keys in float32, and values in the lower dtype.
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    rules = _rules(_Asked(**asked), query.shape[-1], plan)
+    query, key, value = in_autocast(query, key, value)
+    rules = rules_of(asked, query.shape[-1], plan.longest, causal=plan.causal)
     name = backend or _choose(query, key, value, rules)
     observed = _observed.get()
     if observed is not None:
@@ -141,7 +138,18 @@ class _Asked(NamedTuple):
     dropout: float = 0.0
 
 
-def _rules(asked: _Asked, dim: int, plan: AttentionPlan) -> Rules:
-    scale = dim**-0.5 if asked.scale is None else asked.scale
-    sight = Sight(asked.window, asked.chunk).within(plan.longest)
-    return Rules(scale, sight, asked.softcap, asked.sinks, asked.dropout, plan.causal)
+def in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three in one dtype: a norm with float32 weights leaves queries and keys in float32 under autocast, and values
+    in the lower dtype."""
+    if not torch.is_autocast_enabled(query.device.type) or query.dtype == torch.float64:
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def rules_of(asked: AttentionRules, dim: int, keys: int, *, causal: bool = True) -> Rules:
+    """What a layer asks for, with plain values for the rest, and without limits that so many keys never reach."""
+    known = _Asked(**asked)
+    scale = dim**-0.5 if known.scale is None else known.scale
+    sight = Sight(known.window, known.chunk).within(keys)
+    return Rules(scale, sight, known.softcap, known.sinks, known.dropout, causal)

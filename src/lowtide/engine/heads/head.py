@@ -30,6 +30,8 @@ class Scores:
     target: Tensor
     """[scores]: what is predicted there; not read by a head without targets."""
     want: Want = NOTHING_MORE
+    temperature: float = 1.0
+    """Divisor of the logits, of a head that has them."""
     loss: ScoreLoss | None = None
     """A loss that is known score by score: its gradients are formed in forward, and `ScoreOutput.loss` is set."""
     factor: float = 1.0
@@ -40,6 +42,8 @@ class Scores:
     """The head's weight takes its gradient straight into `.grad` (see `ops.linear_logprobs`)."""
     aux_loss: bool = False
     """Also the load-balancing loss of a mixture of experts."""
+    read: Callable[[Tensor, slice], Tensor] | None = None
+    """What the head of next tokens reads off the logits (see `ops.linear_logprobs.read_logits`)."""
     head: type[Head] | None = None
     """The head that is asked; None for the one that `install_head` found on the model."""
 
@@ -83,6 +87,8 @@ class Head(ABC):
     """What the model's config says beyond what is saved."""
     new_module: ClassVar[str | None] = None
     """The module that starts from random weights where the saved model has none; None if it has to be saved."""
+    added_module: ClassVar[str | None] = None
+    """The module that `attach` adds to a model, which PEFT trains whole; None if none."""
     task_type: ClassVar[str]
     """What PEFT calls the task."""
     pipeline: ClassVar[str]
@@ -103,6 +109,11 @@ class Head(ABC):
         Raises:
             ValueError: names the head, and what to do.
         """
+
+    @classmethod
+    def attach(cls, model: PreTrainedModel) -> None:
+        """Adds to a model that was loaded what this head needs beyond it; by default nothing."""
+        return
 
     @classmethod
     @abstractmethod

@@ -73,21 +73,23 @@ class LanguageModel(Head):
 
     @classmethod
     def check(cls, model: PreTrainedModel) -> None:
-        _parts(model)
+        head_parts(model)
 
     @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> TokenOutput:
-        parts = _parts(model)
+        parts = head_parts(model)
         names = ["logprobs", *(name for name in Want._fields if getattr(scores.want, name))]
         if scores.loss is not None:
             names.append("loss")
 
+        projection = projection_of(model.config.get_text_config())._replace(temperature=scores.temperature)
+
         def fused(hidden: Tensor) -> tuple[Tensor, ...]:
-            loss, stats = _fused(parts, hidden, scores, projection_of(model.config.get_text_config()))
+            loss, stats = _fused(parts, hidden, scores, projection)
             found: dict[str, Any] = {**vars(stats), "loss": loss}
             return tuple(found[name] for name in names)
 
-        found = _within(parts.modules, fused, hidden)
+        found = within(parts.modules, fused, hidden)
         return TokenOutput(**dict(zip(names, found, strict=True)))
 
     @classmethod
@@ -155,7 +157,7 @@ def projection_of(config: PretrainedConfig) -> Projection:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class HeadParts:
     """The modules that a head is made of."""
 
     base: nn.Linear
@@ -171,7 +173,7 @@ class _Parts:
         return [*self.wrappers, *(self.lora.lora_B[name] for name in self.adapters), self.base]
 
 
-def _parts(model: PreTrainedModel) -> _Parts:
+def head_parts(model: PreTrainedModel) -> HeadParts:
     """The modules of the output head.
 
     Raises:
@@ -200,18 +202,20 @@ def _parts(model: PreTrainedModel) -> _Parts:
             f"weights of type {type(getattr(base, 'weight', None)).__name__}, which lowtide cannot fuse: keep the head "
             "in full precision and untouched (`llm_int8_skip_modules`, `modules_to_not_convert`), or adapt it with LoRA"
         )
-    return _Parts(base, lora, adapters, wrappers)
+    return HeadParts(base, lora, adapters, wrappers)
 
 
-def _within(modules: Sequence[nn.Module], function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+def within(modules: Sequence[nn.Module], function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
     """A function of the hidden states, run within the own calls of modules, each inside the one before."""
     first, *rest = modules
-    return own_call(first, (lambda x: _within(rest, function, x)) if rest else function, hidden)
+    return own_call(first, (lambda x: within(rest, function, x)) if rest else function, hidden)
 
 
-def _fused(parts: _Parts, hidden: Tensor, scores: Scores, projection: Projection) -> tuple[Tensor | None, TokenStats]:
+def _fused(
+    parts: HeadParts, hidden: Tensor, scores: Scores, projection: Projection
+) -> tuple[Tensor | None, TokenStats]:
     """The loss, where it is known score by score, and the statistics."""
-    terms, bias = _terms(parts, hidden)
+    terms, bias = head_terms(parts, hidden)
     shared = {"bias": bias, "projection": projection, "want": scores.want, "accumulate": scores.accumulate}
     if scores.loss is None:
         return None, linear_logprobs(terms, scores.index, scores.target, **shared)
@@ -219,7 +223,7 @@ def _fused(parts: _Parts, hidden: Tensor, scores: Scores, projection: Projection
     return linear_loss(terms, scores.index, scores.target, scores.loss, **shared)
 
 
-def _terms(parts: _Parts, hidden: Tensor) -> tuple[list[Term], Tensor | None]:
+def head_terms(parts: HeadParts, hidden: Tensor) -> tuple[list[Term], Tensor | None]:
     """The products that make the logits, and the bias."""
     terms, bias, lora = [Term(hidden, parts.base.weight)], parts.base.bias, parts.lora
     for name in parts.adapters:

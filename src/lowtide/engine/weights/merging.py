@@ -60,15 +60,50 @@ def save_merged(
     base = causal_model(model)
     dense = embedding_weight(model).dtype if dtype is None else dtype
     parts = list(effective_weights(base, "", dtype, dense))
-    known = {name: what for part in parts for name, what in part.names.items()}
-    sources: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
-    tied = {name for name, source in sources.items() if name != source and name in known}
-    same = {name for name in tied if known[name] is known.get(sources[name])}
+    tied, same = _tied(base, parts)
 
     folder.mkdir(parents=True, exist_ok=True)
     _save_configs(base, folder, dense, untied=tied != same)
     left_out = same | names_not_saved(base)
     _write_shards(_checkpoint_weights(base, parts, left_out), folder, max_shard_bytes)
+
+
+def checkpoint_weights(
+    model: nn.Module, wanted: Callable[[str], bool] = lambda module: True
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the merged model one by one, under the names that checkpoints of the model type have.
+
+    What needs neither merging nor another name is the model's own tensor. Tied weights come once.
+
+    Args:
+        wanted: of a module's name, whether its weights are. Where a model type's checkpoints name weights otherwise,
+            all modules of a layer are to be wanted together.
+
+    Raises:
+        ValueError: an adapter cannot be merged, or only one of two tied weights has adapters: then they are no longer
+            the same, and the config that says so would have to change.
+    """
+    base = causal_model(model)
+    with torch.no_grad():
+        parts = list(effective_weights(base, "", None, embedding_weight(model).dtype))
+        tied, same = _tied(base, parts)
+        if tied != same:
+            name = sorted(tied - same)[0]
+            raise ValueError(
+                f"{name} is tied to another weight, and adapters make the two differ: a copy of the model that ties "
+                "them cannot take them. Leave it out of the adapters' target modules, or set "
+                "ensure_weight_tying=True in the LoraConfig"
+            )
+        chosen = [part for part in parts if wanted(next(iter(part.names)).rpartition(".")[0])]
+        yield from _checkpoint_weights(base, chosen, same | names_not_saved(base))
+
+
+def _tied(base: PreTrainedModel, parts: list[Weights]) -> tuple[set[str], set[str]]:
+    """The names that the model ties to others, and those of them whose weights are indeed the same."""
+    known = {name: what for part in parts for name, what in part.names.items()}
+    sources: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
+    tied = {name for name, source in sources.items() if name != source and name in known}
+    return tied, {name for name in tied if known[name] is known.get(sources[name])}
 
 
 def _save_configs(model: PreTrainedModel, folder: Path, dtype: torch.dtype, *, untied: bool) -> None:

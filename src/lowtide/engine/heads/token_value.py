@@ -1,0 +1,123 @@
+"""The heads of a language model that also has a value function: one number at each scored position, from the hidden
+states that its log-probability is from.
+
+The value function is a linear layer on the model's trunk, `value_head`, which `attach` adds: it is saved and loaded
+with the model's weights, and PEFT trains it whole beside adapters. These heads are no entries of `engine.heads.HEADS`:
+who asks names them, and to all others the model stays a language model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowtide.engine.heads.head import Scores
+from lowtide.engine.heads.language_model import LanguageModel, TokenOutput
+from lowtide.engine.heads.value import ValueOutput
+from lowtide.ops.linear_logprobs import TokenStats
+
+VALUE_HEAD = "value_head"
+"""The module's name in the model."""
+
+
+@dataclass(frozen=True)
+class ValuedTokens:
+    """The statistics of the scored tokens, and the values before them."""
+
+    tokens: TokenStats
+    values: Float[Tensor, " scores"]
+
+
+@dataclass
+class ValuedOutput(TokenOutput):
+    """What both heads together give."""
+
+    values: Tensor | None = None
+    """[scores]"""
+
+    @property
+    def stats(self) -> ValuedTokens:  # type: ignore[override]
+        assert self.values is not None
+        return ValuedTokens(super().stats, self.values)
+
+
+class WithValues(LanguageModel):
+    """Log-probabilities of tokens and, from the same forward, the values before them."""
+
+    added_module = VALUE_HEAD
+
+    @classmethod
+    def attach(cls, model: PreTrainedModel) -> None:
+        """Adds the value head: that of the folder which the model came from, or a new one of small random weights."""
+        if hasattr(model, VALUE_HEAD):
+            return
+        hidden = model.config.get_text_config().hidden_size
+        like = cast(nn.Embedding, model.get_input_embeddings()).weight
+        made = nn.Linear(hidden, 1, device=like.device, dtype=like.dtype)
+        nn.init.normal_(made.weight, std=1 / (hidden + 1))
+        nn.init.zeros_(made.bias)
+        for name, saved in _saved(model.config.name_or_path or "").items():
+            getattr(made, name).data.copy_(saved)
+        model.add_module(VALUE_HEAD, made)
+
+    @classmethod
+    def begin_from(cls, model: PreTrainedModel, other: Any) -> None:
+        """Takes the weights of a classifier with one label for the value head's start.
+
+        Raises:
+            ValueError: it has no such head, or one for another hidden size.
+        """
+        theirs: Any = getattr(other, "score", None)
+        ours = _layer(model)
+        if theirs is None or theirs.weight.shape != ours.weight.shape:
+            found = "no `score` head" if theirs is None else f"a `score` head of shape {list(theirs.weight.shape)}"
+            raise ValueError(
+                f"value_model ({type(other).__name__}) has {found}; the value head starts from weights of shape "
+                f"{list(ours.weight.shape)}. Pass a classifier with one label of the policy's hidden size, or leave "
+                "value_model out"
+            )
+        ours.weight.data.copy_(theirs.weight.data)
+        ours.bias.data.zero_()
+
+    @classmethod
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ValuedOutput:
+        found = super().outputs(model, hidden, scores)
+        return ValuedOutput(**{**found}, values=values_at(model, hidden, scores))
+
+
+class TokenValue(WithValues):
+    """The values alone; nothing meets the vocabulary."""
+
+    @classmethod
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ValueOutput:  # type: ignore[override]
+        return ValueOutput(values_at(model, hidden, scores))
+
+
+def values_at(model: PreTrainedModel, hidden: Float[Tensor, "tokens hidden"], scores: Scores) -> Tensor:
+    """[scores]: the values before the scored tokens, at least in float32."""
+    values = cast(Any, model).value_head(hidden.index_select(0, scores.index)).squeeze(-1)
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _layer(model: Any) -> nn.Linear:
+    """The value head that is trained, out of PEFT's wrapper."""
+    found = model.value_head
+    return found.modules_to_save[found.active_adapters[0]] if hasattr(found, "modules_to_save") else found
+
+
+def _saved(name: str) -> dict[str, Tensor]:
+    """The value head's weights in a model's folder; empty where there are none."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(Path(name).glob("model*.safetensors")) if name else ():
+        with safe_open(str(path), "pt") as file:  # type: ignore[no-untyped-call]
+            for key in file.keys():  # noqa: SIM118
+                if key.startswith(f"{VALUE_HEAD}."):
+                    found[key.removeprefix(f"{VALUE_HEAD}.")] = file.get_tensor(key)
+    return found

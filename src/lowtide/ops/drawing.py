@@ -1,0 +1,97 @@
+"""Drawing one entry of each row of a distribution, and the cuts that are made to it before.
+
+The cuts are those of transformers' `LogitsProcessor`s. Top-k and top-p look at so many of the likeliest entries, and
+sort all only where these do not settle them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+BLOCK = 256
+"""Entries that are summed before the blocks are searched: about the root of a vocabulary."""
+SPARE = 32
+"""Candidates beyond the k likeliest, so that entries as likely as the last of them are among them."""
+CANDIDATES = 256
+"""Candidates that top-p looks at before it sorts all."""
+
+
+def draw(probabilities: Float[Tensor, "rows entries"], uniform: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+    """The entry at which the sum of the probabilities up to it passes `uniform` times their sum, in each row.
+
+    An entry of probability 0 is never drawn.
+    """
+    entries = probabilities.shape[1]
+    if entries <= 4 * BLOCK:
+        return _search(probabilities, uniform * probabilities.sum(-1).to(uniform.dtype))
+    whole = entries // BLOCK * BLOCK
+    sums = probabilities[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
+    if whole < entries:
+        sums = torch.cat([sums, probabilities[:, whole:].sum(-1, keepdim=True)], dim=1)
+    ends = sums.to(uniform.dtype).cumsum(-1)
+    wanted = uniform * ends[:, -1]
+    block = _search(sums, wanted)[:, None]
+    start = ends.gather(1, block) - sums.gather(1, block)
+    place = block * BLOCK + torch.arange(BLOCK, device=block.device)
+    inside = probabilities.gather(1, place.clamp(max=entries - 1)).masked_fill(place >= entries, 0)
+    return block[:, 0] * BLOCK + _search(inside, wanted - start[:, 0])
+
+
+def _search(weights: Tensor, wanted: Tensor) -> Tensor:
+    """The first entry of each row at which the sum so far is above `wanted`; the last that is above 0 if none is."""
+    ends = weights.to(wanted.dtype).cumsum(-1)
+    # A sum that was rounded elsewhere may be as large as the whole; below it, something is always found.
+    wanted = torch.minimum(wanted, ends[:, -1] * (1 - torch.finfo(wanted.dtype).eps))
+    return torch.searchsorted(ends, wanted[:, None].clamp(min=0), right=True)[:, 0].clamp(max=weights.shape[1] - 1)
+
+
+def penalize(scores: Float[Tensor, "rows entries"], used: Int[Tensor, "rows ids"], penalty: float) -> Tensor:
+    """The scores, of which those of used entries are divided by the penalty if positive, and multiplied if not."""
+    own = scores.gather(1, used)
+    return scores.scatter(1, used, torch.where(own < 0, own * penalty, own / penalty))
+
+
+def cut_below(scores: Float[Tensor, "rows entries"], share: float) -> Float[Tensor, "rows entries"]:
+    """The scores, -inf where an entry is less than `share` times as likely as the likeliest."""
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(share), float("-inf"))
+
+
+def candidates(
+    scores: Float[Tensor, "rows entries"], top_k: int, top_p: float
+) -> tuple[Float[Tensor, "rows likeliest"], Int[Tensor, "rows likeliest"]]:
+    """The scores that top-k, then top-p leave, in falling order (-inf where they do not), and their entries.
+
+    Args:
+        top_k: 0 for all; entries as likely as the last one stay, too.
+        top_p: 1 for all.
+    """
+    entries = scores.shape[1]
+    count = min(entries, top_k + SPARE if top_k else CANDIDATES)
+    while (found := _cut(scores, count, top_k, top_p)) is None:
+        count = entries
+    return found
+
+
+def _cut(scores: Tensor, count: int, top_k: int, top_p: float) -> tuple[Tensor, Tensor] | None:
+    """`candidates` among so many of the likeliest; None where more of them have to be looked at."""
+    whole = count == scores.shape[1]
+    found, ids = scores.sort(dim=-1, descending=True) if whole else scores.topk(count, dim=-1)
+    if top_k and top_k < count:
+        beyond = found < found[:, top_k - 1, None]
+        if not whole and not bool(beyond[:, -1].all()):
+            return None
+        found = found.masked_fill(beyond, float("-inf"))
+    if top_p < 1:
+        all_of_row = found if top_k or whole else scores
+        shares = (found - all_of_row.logsumexp(-1, keepdim=True)).exp_()
+        sums = shares.cumsum(-1)
+        if not top_k and not whole and not bool((sums[:, -1] >= top_p).all()):
+            return None
+        above = sums - shares
+        above[:, 0] = 0  # the likeliest always stays
+        found = found.masked_fill(above >= top_p, float("-inf"))
+    return found, ids

@@ -155,3 +155,13 @@ def numbers(entries: list[dict[str, float]]) -> dict[str, torch.Tensor]:
     """Returns the values of each key that all entries have, in their order."""
     shared = set.intersection(*(set(entry) for entry in entries))
     return {key: torch.tensor([float(entry[key]) for entry in entries], dtype=torch.float64) for key in shared}
+
+
+def assert_metrics_agree(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], names: Collection[str]
+) -> None:
+    """Compares every step's value of the metrics, up to rounding in the size that the metric has."""
+    for metric in names:
+        size = expected[metric].abs().max().item()
+        message = lambda text, metric=metric: f"{metric}: {text}"  # noqa: E731
+        torch.testing.assert_close(actual[metric], expected[metric], rtol=1e-3, atol=2e-4 * size + 1e-6, msg=message)

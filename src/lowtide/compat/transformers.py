@@ -156,6 +156,17 @@ HOOKS = (
         "a run that is complete does not train on",
     ),
     Hook("_get_train_sampler", ("train_dataset",), "get_train_dataloader", "the order is repeatable on any ranks"),
+    Hook(
+        "_get_eval_sampler", ("eval_dataset",), "get_eval_dataloader", "completions of a prompt are rows of their own"
+    ),
+    Hook("get_train_dataloader", (), "_inner_training_loop", "rows are collated once their completions are written"),
+    Hook("get_eval_dataloader", ("eval_dataset",), "evaluate", "rows are collated once their completions are written"),
+    Hook(
+        "_get_dataloader",
+        ("dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
+        "get_eval_dataloader",
+        "a batch of prompts is a window of completions",
+    ),
     Hook("create_accelerator_and_postprocess", (), "__init__", "accelerate wraps and moves less than usual"),
     Hook("create_optimizer", ("model",), "create_optimizer_and_scheduler", "optimizers of lowtide's own"),
     Hook("get_optimizer_cls_and_kwargs", ("args", "model"), "create_optimizer", "optimizers of lowtide's own"),
@@ -192,6 +203,7 @@ HOOKS = (
     Hook("_load_from_checkpoint", ("resume_from_checkpoint", "model"), "train", "loads converted names as well"),
     Hook("_load_best_model", (), "_finalize_training", "the best checkpoint is checked first"),
     Hook("_load_rng_state", ("checkpoint",), "_run_epoch", "a checkpoint may lack a rank's random state"),
+    Hook("_save_rng_state", ("output_dir",), "_save_checkpoint", "completions that are learned from are saved beside"),
     Hook("create_model_card", None, "push_to_hub", "the model card is lowtide's"),
 )
 """Every method of the Trainer that `lowtide.trainers` overrides, but its public entry points `train`, `evaluate` and
@@ -200,6 +212,7 @@ HOOKS = (
 
 USED = {
     "_wrap_model": "an evaluation outside of training gets the model as the Trainer's would",
+    "_save_rng_state": "completions that are learned from are saved beside it, a file a rank too",
     "_get_output_dir": "a checkpoint is written under another name, and then gets its own",
     "_get_collator_with_removed_columns": "extra columns are left to the collator that was passed",
     "_signature_columns": "the columns that are kept, which the Trainer reads off the model's forward",

@@ -1,0 +1,116 @@
+"""What a generator is: prompts in, completions sampled from the policy out.
+
+Three stand behind it: lowtide's own on the ragged engine (`generators.ragged`), transformers' `generate`
+(`generators.transformers`), and vLLM (`generators.vllm`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import nn
+
+Finish = Literal["stop", "length"]
+"""Why a completion ended: at a stop token or string, or at its most tokens."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; the defaults draw from the model's own distribution.
+
+    The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """Divisor of the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw among so many of the likeliest tokens; 0 among all."""
+    top_p: float = 1.0
+    """Draw among the fewest likeliest tokens whose probabilities add up to this."""
+    min_p: float = 0.0
+    """Draw among tokens that are at least this times as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the completion so far."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, and belong to it."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion with the token that completes them."""
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < math.inf, "0 (the likeliest token) or above"),
+            "top_k": (self.top_k >= 0, "0 (all) or above"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (all)"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 (all) and 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 (1 is none)"),
+            "stop_strings": (all(self.stop_strings), "without empty texts, which are found everywhere"),
+        }
+        for name, (holds, wanted) in ranges.items():
+            if not holds:
+                raise ValueError(f"`{name}` of Sampling is {getattr(self, name)!r}, but has to be {wanted}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how many completions of it are wanted."""
+
+    prompt_ids: Sequence[int]
+    count: int = 1
+    seed: int = 0
+    """Keys the random numbers of its completions, whatever else is generated beside them."""
+
+
+@dataclass
+class Completion:
+    """What was written after a prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """In nats, of each token under the distribution that it was drawn from: after penalty, temperature and cuts. 0 at
+    temperature 0, and for tokens that the policy did not write."""
+    plain_logprobs: list[float] = field(default_factory=list)
+    """Likewise under the whole distribution at the temperature alone, which is what a policy is scored by. At
+    temperature 0, at temperature 1."""
+    written: list[bool] = field(default_factory=list)
+    """Whether the policy wrote each token; False for what a tool or an environment returned."""
+    finish: Finish = "length"
+
+
+Reply = Callable[[int, int, Completion], Sequence[int] | None]
+"""Called with (request, number of the completion, the completion so far) when one ends at a stop: the tokens that a
+tool or an environment returns, after which the policy goes on writing; None where it is over."""
+
+Lengths = Callable[[int, int], int]
+"""(request, number of the completion) to the most tokens of it."""
+
+
+class Generator(Protocol):
+    """Samples completions from a model."""
+
+    def generate(
+        self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, reply: Reply | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, in their order."""
+        ...
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """A generator with a copy of the weights."""
+
+    def sync(self, model: nn.Module, version: int) -> None:
+        """Copies the weights that have changed since the last copy; afterwards it writes with those of `model`.
+
+        Args:
+            version: optimizer steps that they have taken.
+
+        Raises:
+            ConnectionError: whoever holds the copy cannot be reached, or does not answer in time.
+            ValueError: it holds another model.
+        """
+        ...

@@ -1,0 +1,262 @@
+"""How the tokens of each forward of a generation attend: whole prompts, one token a completion, or several of one.
+
+Each plan keeps the keys and values of its tokens in a `KeyStore`. What does not depend on the layer (masks, places) is
+worked out once a forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
+from lowtide.ops.cached_attention import CachedPlan, Part, as_bias, gather_from, merged, seen
+from lowtide.ops.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
+from lowtide.ragged import RaggedBatch
+from lowtide.rollout.generators.cache import Group, KeyStore, LayerKeys, Line
+
+T = TypeVar("T")
+
+
+class PromptPlan(CachedPlan):
+    """Whole prompts laid end to end, each a segment of its own, in the order of their blocks."""
+
+    def __init__(self, store: KeyStore, blocks: range):
+        self.store, self.blocks = store, [store.blocks[number] for number in blocks]
+        prompts = [group.prompt for block in self.blocks for group in block]
+        self.batch = RaggedBatch.from_segments(prompts, [[-100] * len(prompt) for prompt in prompts]).to(store.device)
+        self.ragged = AttentionPlan.build(self.batch)
+        self.positions = self.batch.position_ids
+        self._index = [self._places(start, block) for start, block in self._starts()]
+        self._given: list[tuple[weakref.ref[Tensor], Hashable]] = []
+
+    @property
+    def groups(self) -> list[Group]:
+        """In the order of the segments."""
+        return [group for block in self.blocks for group in block]
+
+    def stands_for(self, layer: Hashable, key: Tensor) -> Hashable:
+        first = next((first for given, first in self._given if given() is key), None)
+        if first is None:
+            self._given.append((weakref.ref(key), layer))
+            return layer
+        self.store.shared[layer] = first
+        return first
+
+    def attend(self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, asked: AttentionRules) -> Tensor:
+        query, key, value = in_autocast(query, key, value)
+        held = self.store.layers.setdefault(layer, LayerKeys())
+        if len(held.blocks) < len(self.store.blocks):  # layers that share keys keep them once
+            for index in self._index:
+                held.blocks.append((_heads_first(key, index), _heads_first(value, index)))
+        return varlen_attention(query, key, value, self.ragged, **asked)
+
+    def _starts(self) -> list[tuple[int, list[Group]]]:
+        starts, start = [], 0
+        for block in self.blocks:
+            starts.append((start, block))
+            start += sum(len(group.prompt) for group in block)
+        return starts
+
+    def _places(self, start: int, block: Sequence[Group]) -> Tensor:
+        """[prompts, longest]: the token that goes to each place; padding repeats the last one."""
+        longest, rows = max(len(group.prompt) for group in block), []
+        for group in block:
+            length = len(group.prompt)
+            rows.append(torch.arange(longest).clamp_(max=length - 1) + start)
+            start += length
+        return torch.stack(rows).to(self.store.device)
+
+
+def _heads_first(x: Tensor, index: Tensor) -> Tensor:
+    """[tokens, kv_heads, dim] to [prompts, kv_heads, longest, dim], a copy that holds on to nothing."""
+    return x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2).contiguous()
+
+
+class _LaterPlan(CachedPlan):
+    """Tokens of completions whose earlier keys are held."""
+
+    def __init__(self, store: KeyStore):
+        self.store = store
+        self._worked_out: dict[Hashable, object] = {}
+
+    def stands_for(self, layer: Hashable, key: Tensor) -> Hashable:
+        return self.store.shared.get(layer, layer)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made only once for a key: all layers ask for the same."""
+        if key not in self._worked_out:
+            self._worked_out[key] = make()
+        return self._worked_out[key]  # type: ignore[return-value]
+
+
+class NextPlan(_LaterPlan):
+    """One token of each completion, in the order of `KeyStore.lines`.
+
+    Args:
+        positions: [lines], of the tokens in their rows.
+        held: [lines], tokens of each completion whose keys are held.
+    """
+
+    def __init__(self, store: KeyStore, positions: Tensor, held: Tensor):
+        super().__init__(store)
+        self.positions, self.held = positions, held
+        self.width = 1 + max(line.held for line in store.lines)
+        self.longest = 1 + max(line.position for line in store.lines)
+        store.reserve(self.width)
+        self._appended: set[Hashable] = set()
+
+    def attend(self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, asked: AttentionRules) -> Tensor:
+        query, key, value = in_autocast(query, key, value)
+        rules = rules_of(asked, query.shape[-1], self.longest)
+        held = self.store.layers[layer]
+        own = held.own_for(key, value, self.store.allotted, self.store.capacity)
+        if layer not in self._appended:  # layers that share keys append them once
+            self._appended.add(layer)
+            place = self._place(key.shape[1])
+            for into, new in zip(own, (key, value), strict=True):
+                into.view(-1, into.shape[-1]).index_copy_(0, place, new.reshape(-1, new.shape[-1]))
+        heads = query.unflatten(1, (key.shape[1], -1))  # [lines, kv_heads, share, dim]
+        parts = [self._from_own(heads, own, rules), self._from_prompts(heads, held.blocks, rules)]
+        return merged(parts, rules.sinks)
+
+    def _place(self, kv_heads: int) -> Tensor:
+        """[lines * kv_heads]: where each head of a new key goes in the tensors, seen as lines of `dim` numbers."""
+
+        def make() -> Tensor:
+            lines = torch.arange(len(self.store.lines), device=self.store.device)[:, None] * kv_heads
+            heads = torch.arange(kv_heads, device=self.store.device)
+            return ((lines + heads) * self.store.capacity + self.held[:, None]).flatten()
+
+        return self.once(("place", kv_heads), make)
+
+    def _from_own(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules) -> Part:
+        lines, kv_heads, share = query.shape[:3]
+        keys, values = (x.flatten(0, 1)[: lines * kv_heads, : self.width] for x in own)
+
+        def make() -> Tensor:
+            places = torch.arange(self.width, device=self.store.device)[None, :]
+            prompts = self.positions - self.held
+            mask = seen(self.positions[:, None, None], (places + prompts[:, None])[:, None], rules.sight)
+            return as_bias(mask, kv_heads, share, query.dtype)
+
+        bias = self.once(("own", rules.sight, query.dtype, kv_heads), make)
+        out, lse = gather_from(query.flatten(0, 1), keys, values, bias, rules)
+        return Part(out.view(lines, kv_heads * share, -1), lse.view(lines, kv_heads * share))
+
+    def _from_prompts(self, query: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], rules: Rules) -> Part:
+        grids, inverse = self.store.once("grids", self._grids)
+        outs, lses, (_, kv_heads, share, dim) = [], [], query.shape
+        for number, ((keys, values), grid) in enumerate(zip(blocks, grids, strict=True)):
+            prompts, most = grid.shape
+            bias = self.once(
+                ("prompts", number, rules.sight, query.dtype, kv_heads),
+                lambda number=number: self._prompt_bias(number, rules.sight, query),
+            )
+            of_group = query.index_select(0, grid.view(-1)).view(prompts, most, kv_heads, share, dim).transpose(1, 2)
+            stacked = of_group.reshape(prompts * kv_heads, most * share, dim)
+            found = gather_from(stacked, keys.flatten(0, 1), values.flatten(0, 1), bias, rules)
+            out, lse = (x.view(prompts, kv_heads, most, share, -1).transpose(1, 2) for x in found)
+            outs.append(out.reshape(prompts * most, kv_heads * share, -1))
+            lses.append(lse.reshape(prompts * most, kv_heads * share))
+        out, lse = (each[0] if len(each) == 1 else torch.cat(each) for each in (outs, lses))
+        return Part(out.index_select(0, inverse), lse.index_select(0, inverse))
+
+    def _grids(self) -> tuple[list[Tensor], Tensor]:
+        """For each block [prompts, most lines of a prompt] the line at each place, and for each line its place."""
+        grids, inverse, start = [], [0] * len(self.store.lines), 0
+        for block in self.store.blocks:
+            most = max(len(group.lines) for group in block)
+            rows = []
+            for group in block:
+                places = [line.place for line in group.lines]
+                for number, place in enumerate(places):
+                    inverse[place] = start + number
+                rows.append(places + [places[0]] * (most - len(places)))
+                start += most
+            grids.append(torch.tensor(rows, device=self.store.device))
+        return grids, torch.tensor(inverse, device=self.store.device)
+
+    def _prompt_bias(self, number: int, sight: Sight, query: Tensor) -> Tensor | None:
+        """`query` [lines, kv_heads, share, dim] says for how many heads."""
+        block, device = self.store.blocks[number], self.store.device
+        lengths, heads = [len(group.prompt) for group in block], (query.shape[1], query.shape[2], query.dtype)
+        if sight == Sight():
+            if min(lengths) == max(lengths):
+                return None
+            return self.store.once(("lengths", number, heads), lambda: _length_bias(lengths, heads, device))
+        grid = self.store.once("grids", self._grids)[0][number]
+        places = torch.arange(max(lengths), device=device)
+        mask = seen(self.positions[grid][:, :, None], places[None, None], sight)
+        return as_bias(mask & (places < torch.tensor(lengths, device=device)[:, None])[:, None], *heads)
+
+
+def _length_bias(lengths: Sequence[int], heads: tuple[int, int, torch.dtype], device: torch.device) -> Tensor:
+    """Hides the padding of prompts."""
+    places = torch.arange(max(lengths), device=device)
+    return as_bias((places < torch.tensor(lengths, device=device)[:, None])[:, None], *heads)
+
+
+class RepliesPlan(_LaterPlan):
+    """Several tokens of some completions, one completion after the other.
+
+    Args:
+        lines: the completions, and how many tokens of each come.
+    """
+
+    def __init__(self, store: KeyStore, lines: Sequence[tuple[Line, int]]):
+        super().__init__(store)
+        self.lines = lines
+        spans = [torch.arange(line.position, line.position + count) for line, count in lines]
+        self.positions = torch.cat(spans).to(store.device)
+        self.longest = max(line.position + count for line, count in lines)
+        store.reserve(max(line.held + count for line, count in lines))
+        self._appended: set[Hashable] = set()
+
+    def attend(self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, asked: AttentionRules) -> Tensor:
+        query, key, value = in_autocast(query, key, value)
+        rules = rules_of(asked, query.shape[-1], self.longest)
+        held = self.store.layers[layer]
+        own = held.own_for(key, value, self.store.allotted, self.store.capacity)
+        fresh = layer not in self._appended
+        self._appended.add(layer)
+        heads = query.unflatten(1, (key.shape[1], -1))
+        outs, start = [], 0
+        for line, count in self.lines:
+            span, stop = slice(start, start + count), line.held + count
+            if fresh:
+                for into, new in zip(own, (key, value), strict=True):
+                    into[line.place, :, line.held : stop] = new[span].transpose(0, 1)
+            mine = (own[0][line.place, None, :, :stop], own[1][line.place, None, :, :stop])
+            of_line = heads[span].transpose(0, 1)[None]  # [1, kv_heads, tokens, share, dim]
+            prompt = self._prompt_of(line, held)
+            parts = [self._part(of_line, mine, line, rules, own=True), self._part(of_line, prompt, line, rules)]
+            outs.append(merged(parts, rules.sinks))
+            start += count
+        return torch.cat(outs)
+
+    def _prompt_of(self, line: Line, held: LayerKeys) -> tuple[Tensor, Tensor]:
+        for block, (keys, values) in zip(self.store.blocks, held.blocks, strict=True):
+            if line.group in block:
+                place, length = block.index(line.group), len(line.group.prompt)
+                return keys[place, None, :, :length], values[place, None, :, :length]
+        raise AssertionError("a completion is written of a prompt whose keys are held")
+
+    def _part(self, query: Tensor, keys: tuple[Tensor, Tensor], line: Line, rules: Rules, own: bool = False) -> Part:
+        first = len(line.group.prompt) if own else 0
+
+        def make() -> Tensor:
+            device = self.store.device
+            position = torch.arange(line.position, line.position + query.shape[2], device=device)[None, :, None]
+            key_position = torch.arange(first, first + keys[0].shape[2], device=device)[None, None]
+            mask = seen(position, key_position, rules.sight)
+            return as_bias(mask, query.shape[1], query.shape[3], query.dtype)
+
+        bias = self.once((line, own, rules.sight, query.dtype, query.shape[1]), make)
+        found = gather_from(query[0].flatten(1, 2), keys[0][0], keys[1][0], bias, rules)
+        out, lse = (x.unflatten(1, query.shape[2:4]).transpose(0, 1).flatten(1, 2) for x in found)
+        return Part(out, lse[..., 0])

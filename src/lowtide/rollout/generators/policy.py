@@ -1,0 +1,61 @@
+"""What every generator does around its work: checks of what is asked, and the mode that the model writes in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.rollout.generators.generator import Request, Sampling
+
+
+@contextlib.contextmanager
+def writing(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def check_requests(model: nn.Module, requests: Sequence[Request], sampling: Sampling) -> None:
+    """Refuses what cannot be written.
+
+    Raises:
+        ValueError: names the request, and what is wrong with it.
+    """
+    config = causal_model(model).config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    vocab = embedding_weight(model).shape[0]
+    for number, request in enumerate(requests):
+        prompt, where = request.prompt_ids, f"request {number}"
+        if len(prompt) == 0:
+            raise ValueError(f"{where} has an empty prompt: give it one token at least, such as the beginning of text")
+        if request.count < 1:
+            raise ValueError(f"{where} asks for {request.count} completions: ask for 1 at least")
+        if not 0 <= min(prompt) <= max(prompt) < vocab:
+            raise ValueError(f"{where} has a token outside of the model's vocabulary of {vocab:,}")
+        total = len(prompt) + sampling.max_new_tokens
+        if positions is not None and total > positions:
+            raise ValueError(
+                f"{where} has a prompt of {len(prompt):,} tokens, which with `max_new_tokens` of "
+                f"{sampling.max_new_tokens:,} makes {total:,}, above the {positions:,} positions of the model "
+                "(`max_position_embeddings`): shorten the prompt, or lower `max_new_tokens`"
+            )
+
+
+def not_finite(request: int, number: int, place: int) -> FloatingPointError:
+    """The error of a completion whose next token cannot be drawn."""
+    return FloatingPointError(
+        f"the logits of request {request}, completion {number}, are not finite at its token {place}, so that nothing "
+        "can be drawn: the model's weights or activations have overflowed (look at the loss and the learning rate of "
+        "the steps before, or compute in bfloat16 or float32 in place of float16)"
+    )

@@ -1,0 +1,273 @@
+"""lowtide's own generator: completions of unlike lengths without padding, on the attention that training uses.
+
+A prompt is computed once, and its keys and values are held once, for all completions that are asked of it. In each step
+all completions write a token; those that end leave at once, and their places are taken by further prompts as long as
+the budget lasts. What is held is `P + G * R` tokens of keys and values for a prompt of P tokens and G completions of R.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.engine.forward import causal_model, embedding_weight, read_next
+from lowtide.ops.counter_random import stream_key
+from lowtide.rollout.generators.cache import Group, KeyStore, Line, padded_tokens
+from lowtide.rollout.generators.generator import Completion, Finish, Lengths, Reply, Request, Sampling
+from lowtide.rollout.generators.plans import NextPlan, PromptPlan, RepliesPlan
+from lowtide.rollout.generators.policy import check_requests, not_finite, writing
+from lowtide.rollout.generators.sampling import Streams, draw_tokens
+from lowtide.rollout.generators.stops import Stops
+from lowtide.rollout.generators.support import why_not
+
+
+class RaggedGenerator:
+    """Writes completions with a model that `engine.forward.install` has prepared.
+
+    Args:
+        tokenizer: of transformers; needed for stop strings alone.
+        tokens_per_generation_batch: the most tokens whose keys and values are held at once. A prompt counts once, and
+            each of its completions with `max_new_tokens`. None holds all requests at once.
+        lengths: for benchmarks, which compare generators on completions of the same lengths: the most tokens of each
+            completion, where that is below `max_new_tokens`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        tokens_per_generation_batch: int | None = None,
+        lengths: Lengths | None = None,
+    ):
+        self.tokenizer, self.budget, self.lengths = tokenizer, tokens_per_generation_batch, lengths
+        self._served: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def generate(
+        self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, reply: Reply | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, in their order.
+
+        Raises:
+            ValueError: the model cannot be served, or a request cannot be written; says which and why.
+            FloatingPointError: the logits are not finite.
+        """
+        inner = causal_model(model)
+        if inner not in self._served:
+            if reason := why_not(model):
+                raise ValueError(
+                    f"the ragged generator cannot serve {type(inner).__name__}, which {reason}: "
+                    "use `TransformersGenerator`"
+                )
+            self._served.add(inner)
+        check_requests(model, requests, sampling)
+        self._check_budget(requests, sampling)
+        run = _Run(model, requests, sampling, Stops(sampling, self.tokenizer))
+        run.budget, run.reply, run.lengths = self.budget, reply, self.lengths
+        with writing(model):
+            run.finish()
+        return run.completions
+
+    def _check_budget(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        if self.budget is None:
+            return
+        for number, request in enumerate(requests):
+            tokens = len(request.prompt_ids) + request.count * sampling.max_new_tokens
+            if tokens > self.budget:
+                raise ValueError(
+                    f"request {number} alone needs {tokens:,} tokens of keys and values (a prompt of "
+                    f"{len(request.prompt_ids):,} and {request.count} x {sampling.max_new_tokens:,} of completions), "
+                    f"above `tokens_per_generation_batch` of {self.budget:,}: raise it, or ask for fewer or shorter "
+                    "completions"
+                )
+
+
+@dataclass(eq=False)
+class _Row(Line):
+    """A completion that is being written."""
+
+    request: int = 0
+    number: int = 0
+    key: int = 0
+    """Of its random numbers."""
+    most: int = 0
+    """Tokens, at most."""
+    completion: Completion = field(default_factory=Completion)
+    pending: list[int] = field(default_factory=list)
+    """Its last tokens, whose keys are not held yet."""
+    turn: int = 0
+    """Where the policy's turn begins among its tokens."""
+    used: dict[int, None] = field(default_factory=dict)
+    """Tokens of its prompt and its own, where a repetition penalty asks for them."""
+
+
+class _Run:
+    """One call of `generate`."""
+
+    budget: int | None = None
+    reply: Reply | None = None
+    lengths: Lengths | None = None
+
+    def __init__(self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, stops: Stops):
+        self.model, self.requests, self.sampling, self.stops = model, requests, sampling, stops
+        self.device = embedding_weight(model).device
+        self.store = KeyStore(sampling.max_new_tokens, self.device)
+        self.waiting = deque(range(len(requests)))
+        self.completions: list[list[Completion]] = [[] for _ in requests]
+
+    @property
+    def rows(self) -> list[_Row]:
+        """Those that are being written, in the order of their keys."""
+        return cast("list[_Row]", self.store.lines)
+
+    def finish(self) -> None:
+        """Writes everything."""
+        while self.waiting or self.rows:
+            self._enter()
+            self._take_replies()
+            self._step()
+
+    # -- forwards -----------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Runs as many of the waiting prompts as the budget has places for, and draws their first tokens."""
+        groups = self._admitted()
+        if not groups:
+            return
+        plan = PromptPlan(self.store, self.store.admit(groups))
+        rows = [cast(_Row, line) for group in plan.groups for line in group.lines]
+        counts = [len(group.lines) for group in plan.groups]
+        ends = [part.stop - 1 for part in plan.batch.segments]
+        index = [end for end, count in zip(ends, counts, strict=True) for _ in range(count)]
+        self._write(rows, self._forward(plan.batch.token_ids, plan, rows, torch.tensor(index, device=self.device)))
+
+    def _take_replies(self) -> None:
+        """Runs what was returned to completions, and draws what follows."""
+        while rows := [row for row in self.rows if len(row.pending) > 1]:
+            plan = RepliesPlan(self.store, [(row, len(row.pending)) for row in rows])
+            tokens = [token for row in rows for token in row.pending]
+            ends = torch.tensor([len(row.pending) for row in rows]).cumsum(0) - 1
+            found = self._forward(self._tensor(tokens), plan, rows, ends.to(self.device))
+            for row in rows:
+                row.held += len(row.pending)
+            self._write(rows, found)
+
+    def _step(self) -> None:
+        """Draws a token for each completion."""
+        rows = list(self.rows)
+        if not rows or any(len(row.pending) > 1 for row in rows):
+            return
+        numbers = self._tensor(
+            [[row.pending[0] for row in rows], [row.position for row in rows], [r.held for r in rows]]
+        )
+        plan = NextPlan(self.store, numbers[1], numbers[2])
+        found = self._forward(numbers[0], plan, rows, torch.arange(len(rows), device=self.device))
+        for row in rows:
+            row.held += 1
+        self._write(rows, found)
+
+    def _forward(self, token_ids: Tensor, plan: Any, rows: Sequence[_Row], index: Tensor) -> Tensor:
+        """[3, rows]: tokens, log-probabilities and plain ones."""
+        streams = self._streams(rows)
+
+        def read(logits: Tensor, span: slice) -> Tensor:
+            drawn = draw_tokens(logits, self.sampling, streams[span])
+            # Vocabularies are below 2^24, so that a float32 holds a token.
+            return torch.stack([drawn.tokens.to(drawn.logprobs.dtype), drawn.logprobs, drawn.plain_logprobs])
+
+        return read_next(self.model, token_ids, plan, index, read)
+
+    def _streams(self, rows: Sequence[_Row]) -> Streams:
+        keys, places = self._tensor([[row.key for row in rows], [len(row.completion.token_ids) for row in rows]])
+        if self.sampling.repetition_penalty == 1:
+            return Streams(keys, places)
+        most = max(len(row.used) for row in rows)
+        used = [[*row.used, *([next(iter(row.used))] * (most - len(row.used)))] for row in rows]
+        return Streams(keys, places, self._tensor(used))
+
+    def _tensor(self, numbers: Any) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
+
+    # -- prompts that enter -------------------------------------------------------------------------------------
+
+    def _admitted(self) -> list[Group]:
+        """The prompts that enter now, with their completions; requests with the same prompt share one."""
+        groups: dict[tuple[int, ...], Group] = {}
+        lines, lengths = 0, []
+        while self.waiting:
+            request = self.requests[self.waiting[0]]
+            prompt = tuple(request.prompt_ids)
+            if self.budget is not None:
+                if prompt not in groups:
+                    lengths.append(len(prompt))
+                if self._reserved(lines + request.count) + padded_tokens(lengths) > self.budget:
+                    break
+            lines += request.count
+            number = self.waiting.popleft()
+            group = groups.setdefault(prompt, Group(prompt))
+            rows = [self._row(group, number, place) for place in range(request.count)]
+            self.completions[number] = [row.completion for row in rows]
+            group.lines.extend(rows)
+        return list(groups.values())
+
+    def _reserved(self, more: int) -> int:
+        """Tokens reserved for what is being written and for so many more completions, without further prompts."""
+        prompts = sum(max(len(group.prompt) for group in block) * len(block) for block in self.store.blocks)
+        return prompts + (len(self.store.lines) + more) * self.sampling.max_new_tokens
+
+    def _row(self, group: Group, request: int, number: int) -> _Row:
+        most = self.sampling.max_new_tokens
+        if self.lengths is not None:
+            most = min(most, self.lengths(request, number))
+        key = stream_key(self.requests[request].seed, number)
+        row = _Row(group, request=request, number=number, key=key, most=most)
+        if self.sampling.repetition_penalty != 1:
+            row.used = dict.fromkeys(group.prompt)
+        return row
+
+    # -- what was written ---------------------------------------------------------------------------------------
+
+    def _write(self, rows: Sequence[_Row], found: Tensor) -> None:
+        """Appends a token to each completion; those that end leave."""
+        ended = []
+        for row, token, logprob, plain in zip(rows, *found.tolist(), strict=True):
+            if not math.isfinite(plain):
+                raise not_finite(row.request, row.number, len(row.completion.token_ids))
+            self._append(row, [int(token)], logprob, plain, written=True)
+            row.pending = [int(token)]
+            finish = self._finish(row)
+            if finish is not None:
+                row.completion.finish = finish
+                ended.append(row)
+        self.store.remove(ended)
+
+    def _append(self, row: _Row, tokens: Sequence[int], logprob: float, plain: float, written: bool) -> None:
+        completion, count = row.completion, len(tokens)
+        completion.token_ids += tokens
+        completion.logprobs += [logprob] * count
+        completion.plain_logprobs += [plain] * count
+        completion.written += [written] * count
+        if self.sampling.repetition_penalty != 1:
+            row.used.update(dict.fromkeys(tokens))
+
+    def _finish(self, row: _Row) -> Finish | None:
+        """Why a completion is over; None where it goes on, with what was returned to it if it has come to a stop."""
+        completion = row.completion
+        left = row.most - len(completion.token_ids)
+        if not self.stops.at_end(completion.token_ids, row.turn):
+            return None if left > 0 else "length"
+        if self.reply is None or left == 0:
+            return "stop"
+        reply = self.reply(row.request, row.number, completion)
+        if reply is None:
+            return "stop"
+        tokens = [int(token) for token in reply][:left]
+        self._append(row, tokens, 0.0, 0.0, written=False)
+        row.pending += tokens
+        row.turn = len(completion.token_ids)
+        return "length" if len(tokens) == left else None

@@ -1,0 +1,86 @@
+"""How tokens are drawn from rows of logits, and their log-probabilities, for many rows at once.
+
+The random number of a token is keyed by the request's seed, the completion's number and the token's place in it:
+it does not depend on what else is generated beside it, nor on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lowtide.ops.counter_random import uniforms
+from lowtide.ops.drawing import candidates, cut_below, draw, penalize
+from lowtide.rollout.generators.generator import Sampling
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What a draw depends on beside the logits."""
+
+    keys: Int[Tensor, " rows"]
+    """Of the random numbers of each row's completion (`ops.counter_random.stream_key` of seed and number)."""
+    places: Int[Tensor, " rows"]
+    """The place of the token in its completion."""
+    used: Int[Tensor, "rows ids"] | None = None
+    """Tokens that the repetition penalty counts as used, some of them several times; None without penalty."""
+
+    def __getitem__(self, rows: slice) -> Streams:
+        return Streams(self.keys[rows], self.places[rows], None if self.used is None else self.used[rows])
+
+
+class Drawn(NamedTuple):
+    """What was drawn, [rows] each."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    """Under the distribution that was drawn from; 0 where the likeliest was taken."""
+    plain_logprobs: Tensor
+    """Under the whole distribution at the temperature (at 1 where that is 0)."""
+
+
+def draw_tokens(logits: Float[Tensor, "rows vocab"], sampling: Sampling, streams: Streams) -> Drawn:
+    """A token for each row.
+
+    Args:
+        logits: at least in float32; used up. A row that is not finite gives log-probabilities that are not.
+    """
+    if sampling.temperature == 0:
+        return _likeliest(logits, sampling, streams)
+    if sampling.temperature != 1:
+        logits.div_(sampling.temperature)
+    uniform = uniforms(streams.keys, streams.places)
+    cuts = sampling.top_k > 0 or sampling.top_p < 1
+    if not cuts and sampling.min_p == 0 and streams.used is None:
+        probabilities = torch.softmax(logits, -1)
+        tokens = draw(probabilities, uniform)
+        logprobs = probabilities.gather(1, tokens[:, None]).log_()[:, 0]
+        return Drawn(tokens, logprobs, logprobs)
+    scores = logits
+    if streams.used is not None:
+        # The temperature has divided the logits already, which changes no sign: the two commute.
+        scores = penalize(logits, streams.used, sampling.repetition_penalty)
+    found, ids = candidates(scores, sampling.top_k, sampling.top_p) if cuts else (scores, None)
+    if sampling.min_p > 0:
+        found = cut_below(found, sampling.min_p)
+    probabilities = torch.softmax(found, -1)
+    place = draw(probabilities, uniform)[:, None]
+    tokens = place if ids is None else ids.gather(1, place)
+    logprobs = probabilities.gather(1, place).log_()[:, 0]
+    return Drawn(tokens[:, 0], logprobs, _logprobs(logits, tokens))
+
+
+def _likeliest(logits: Tensor, sampling: Sampling, streams: Streams) -> Drawn:
+    used = streams.used
+    scores = logits if used is None else penalize(logits, used, sampling.repetition_penalty)
+    top, tokens = scores.max(-1, keepdim=True)
+    plain = logits.sub_(top).exp_().sum(-1).log_().neg_() if used is None else _logprobs(logits, tokens)
+    return Drawn(tokens[:, 0], torch.zeros_like(plain), plain)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    return (logits.gather(1, tokens) - logits.logsumexp(-1, keepdim=True))[:, 0]

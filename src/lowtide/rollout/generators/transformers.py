@@ -1,0 +1,238 @@
+"""Completions by transformers' `generate`: for models that the ragged generator cannot serve, and to test it against.
+
+Rows are padded on the left, and all of a batch run until the last of them ends. The cuts of the distribution are made
+by transformers' own processors, and tokens are drawn by its own draw. Random numbers are seeded by the requests' seeds,
+but depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lowtide.engine.forward import causal_model, computing, embedding_weight
+from lowtide.engine.virtual_tokens import prompt_config
+from lowtide.ops.counter_random import stream_key
+from lowtide.rollout.generators.generator import Completion, Lengths, Reply, Request, Sampling
+from lowtide.rollout.generators.policy import check_requests, not_finite, writing
+from lowtide.rollout.generators.stops import Stops
+
+
+class TransformersGenerator:
+    """Writes completions by the model's own `generate`.
+
+    Args:
+        tokenizer: of transformers; needed for stop strings alone.
+        rows_per_generation_batch: the most completions that are written at once; None for all.
+        lengths: as of `RaggedGenerator`.
+    """
+
+    def __init__(
+        self, tokenizer: Any = None, rows_per_generation_batch: int | None = None, lengths: Lengths | None = None
+    ):
+        self.tokenizer, self.rows, self.lengths = tokenizer, rows_per_generation_batch, lengths
+
+    def generate(
+        self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, reply: Reply | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, in their order. A completion that is replied to is computed again.
+
+        Raises:
+            ValueError: a request cannot be written; says which and why.
+            FloatingPointError: the logits are not finite.
+        """
+        check_requests(model, requests, sampling)
+        stops = Stops(sampling, self.tokenizer)
+        rows = [
+            _Row(request, number, requests[request].prompt_ids, self._most(request, number, sampling))
+            for request in range(len(requests))
+            for number in range(requests[request].count)
+        ]
+        seeds = [request.seed for request in requests]
+        pending, turn = rows, 0
+        with writing(model), _seeded(embedding_weight(model).device):
+            while pending:
+                torch.manual_seed(stream_key(*seeds, turn))
+                size = self.rows or len(pending)
+                for start in range(0, len(pending), size):
+                    _write(model, pending[start : start + size], sampling, stops)
+                pending, turn = [row for row in pending if row.goes_on(reply)], turn + 1
+        completions = iter(row.completion for row in rows)
+        return [[next(completions) for _ in range(request.count)] for request in requests]
+
+    def _most(self, request: int, number: int, sampling: Sampling) -> int:
+        most = sampling.max_new_tokens
+        return most if self.lengths is None else min(most, self.lengths(request, number))
+
+
+class _Row:
+    """A completion that is being written."""
+
+    def __init__(self, request: int, number: int, prompt: Sequence[int], most: int):
+        self.request, self.number, self.prompt, self.most = request, number, list(prompt), most
+        self.completion, self.turn = Completion(), 0
+
+    @property
+    def left(self) -> int:
+        return self.most - len(self.completion.token_ids)
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float], plain: Sequence[float], written: bool) -> None:
+        """Adds tokens to the completion."""
+        completion = self.completion
+        completion.token_ids += tokens
+        completion.logprobs += logprobs
+        completion.plain_logprobs += plain
+        completion.written += [written] * len(tokens)
+
+    def goes_on(self, reply: Reply | None) -> bool:
+        """Whether there is more to write, after what is returned to the completion."""
+        if reply is None or self.completion.finish != "stop" or self.left == 0:
+            return False
+        found = reply(self.request, self.number, self.completion)
+        if found is None:
+            return False
+        tokens = [int(token) for token in found][: self.left]
+        self.append(tokens, [0.0] * len(tokens), [0.0] * len(tokens), written=False)
+        self.turn = len(self.completion.token_ids)
+        self.completion.finish = "length"
+        return self.left > 0
+
+
+@contextlib.contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """Afterwards the random state of torch is what it was."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
+def _write(model: nn.Module, rows: Sequence[_Row], sampling: Sampling, stops: Stops) -> None:
+    """Writes one turn of some completions."""
+    inner: Any = causal_model(model)
+    writer: Any = model if prompt_config(model) is not None else inner
+    prompts = [row.prompt + row.completion.token_ids for row in rows]
+    width, device = max(len(prompt) for prompt in prompts), embedding_weight(model).device
+    input_ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    record, ends = _Record(rows, sampling), _Ends(rows, width, stops)
+    config = GenerationConfig(
+        max_new_tokens=max(row.left for row in rows),
+        do_sample=sampling.temperature > 0,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        pad_token_id=int(input_ids[0, 0]),
+        use_cache=True,
+    )
+    with _no_defaults(writer, inner), computing(model):
+        found = writer.generate(
+            input_ids=input_ids,
+            attention_mask=mask,
+            generation_config=config,
+            logits_processor=LogitsProcessorList([record]),
+            stopping_criteria=StoppingCriteriaList([ends]),
+        )
+    record.resolve(found)
+    logprobs, plain = (torch.stack(each, dim=1).tolist() for each in (record.logprobs, record.plain))
+    tokens = found[:, width:].tolist()
+    for place, row in enumerate(rows):
+        count, finish = ends.ended[place] or (row.left, "length")
+        row.append(tokens[place][:count], logprobs[place][:count], plain[place][:count], written=True)
+        row.completion.finish = finish
+
+
+@contextlib.contextmanager
+def _no_defaults(*models: Any) -> Iterator[None]:
+    """While it lasts, models have no wishes of their own as to how they generate."""
+    before = [(model, model.generation_config) for model in models if hasattr(model, "generation_config")]
+    for model, _ in before:
+        model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        for model, config in before:
+            model.generation_config = config
+
+
+class _Record(LogitsProcessor):
+    """Makes the distribution that is drawn from, and remembers the log-probabilities of what was drawn."""
+
+    def __init__(self, rows: Sequence[_Row], sampling: Sampling):
+        self.rows, self.sampling = rows, sampling
+        self.logprobs: list[Tensor] = []
+        self.plain: list[Tensor] = []
+        self._last: tuple[Tensor, Tensor] | None = None
+        self._cuts = _processors(sampling)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        self.resolve(input_ids)
+        # Padding on the left repeats the first token of the prompt, so that a penalty counts no other one.
+        cut = self._cuts(input_ids, scores.clone())  # type: ignore[arg-type]
+        plain = torch.log_softmax(scores / (self.sampling.temperature or 1.0), -1)
+        finite = plain.amax(-1).isfinite().tolist()
+        if not all(finite):
+            row = self.rows[finite.index(False)]
+            raise not_finite(row.request, row.number, len(self.logprobs))
+        drawn_from = torch.log_softmax(cut, -1) if self.sampling.temperature > 0 else torch.zeros_like(cut)
+        self._last = (drawn_from, plain)
+        return cut
+
+    def resolve(self, input_ids: Tensor) -> None:
+        """The last token is what was drawn from the last scores."""
+        if self._last is not None:
+            drawn, plain = (each.gather(1, input_ids[:, -1:])[:, 0] for each in self._last)
+            self.logprobs.append(drawn)
+            self.plain.append(plain)
+            self._last = None
+
+
+def _processors(sampling: Sampling) -> LogitsProcessorList:
+    found = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.temperature not in (0, 1):
+        found.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.temperature > 0:
+        if sampling.top_k > 0:
+            found.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            found.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p > 0:
+            found.append(MinPLogitsWarper(sampling.min_p))
+    return found
+
+
+class _Ends(StoppingCriteria):
+    """Says which rows are over, and remembers where and why they ended."""
+
+    def __init__(self, rows: Sequence[_Row], width: int, stops: Stops):
+        self.rows, self.width, self.stops = rows, width, stops
+        self.ended: list[tuple[int, Any] | None] = [None] * len(rows)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        written = input_ids[:, self.width :].tolist()
+        for place, row in enumerate(self.rows):
+            if self.ended[place] is not None:
+                continue
+            count = len(written[place])
+            if self.stops.at_end(written[place]):
+                self.ended[place] = (count, "stop")
+            elif count >= row.left:
+                self.ended[place] = (count, "length")
+        return torch.tensor([each is not None for each in self.ended], device=input_ids.device)

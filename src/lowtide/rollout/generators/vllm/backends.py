@@ -1,0 +1,205 @@
+"""The servers that a trainer can speak to: `lowtide vllm-serve`, and vLLM's own `vllm serve`.
+
+vLLM's own takes weights where it is started with
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \\
+        --worker-extension-cls lowtide.rollout.generators.vllm.worker.WeightReceiver
+
+in an environment that lowtide is installed in too. What it cannot do is refused with what is missing.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from lowtide.rollout.generators.generator import Sampling
+from lowtide.rollout.generators.vllm.facts import Facts
+from lowtide.rollout.generators.vllm.http import Calls, Refused
+from lowtide.rollout.generators.vllm.label import Label
+from lowtide.rollout.generators.vllm.server import PROTOCOL
+from lowtide.rollout.generators.vllm.turns import UNKNOWN, Turn, WrittenTurn, answer_of_json, to_json
+from lowtide.rollout.generators.vllm.worker import RECEIVER
+
+AT_A_TIME = 32
+"""Completions that are asked of `vllm serve` at a time: each is a call of its own, for it has a seed of its own."""
+OWN = "lowtide vllm-serve --model MODEL"
+
+
+class Backend(Protocol):
+    """A server's interface."""
+
+    most: int
+    """The part of a bucket's bytes that it takes at a time, as a divisor."""
+
+    def facts(self) -> Facts:
+        """What it serves."""
+        ...
+
+    def label(self) -> Any:
+        """The label of the weights that it holds."""
+        ...
+
+    def begin(self, label: Label) -> None: ...
+
+    def send(self, label: Label, bucket: bytes) -> None: ...
+
+    def end(self, label: Label, buckets: int) -> None: ...
+
+    def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
+        """The label of the weights that wrote, and what they did."""
+        ...
+
+
+class LowtideServer:
+    """`lowtide vllm-serve`."""
+
+    most = 1
+
+    def __init__(self, calls: Calls, info: dict[str, Any], regex: str | None) -> None:
+        self.calls, self.info, self.regex = calls, info, regex
+        if info.get("protocol") != PROTOCOL:
+            raise ValueError(
+                f"the server at {calls.url} is of another version of lowtide (protocol {info.get('protocol')}, here "
+                f"{PROTOCOL}): install the same one on both sides"
+            )
+        if regex != info.get("regex"):
+            raise ValueError(
+                f"vllm_structured_outputs_regex={regex!r}, but the server at {calls.url} was started with "
+                f"{info.get('regex')!r}: start it with the same --structured_outputs_regex"
+            )
+
+    def facts(self) -> Facts:
+        return Facts(self.info["model"], self.info["max_model_length"], self.info["shapes"])
+
+    def label(self) -> Any:
+        return self.calls.get("/info").get("label")
+
+    def begin(self, label: Label) -> None:
+        self.calls.post("/weights/begin", {"label": asdict(label)})
+
+    def send(self, label: Label, bucket: bytes) -> None:
+        self.calls.post_bytes("/weights/bucket", bucket, {"X-Run": label.run})
+
+    def end(self, label: Label, buckets: int) -> None:
+        self.calls.post("/weights/end", {"label": asdict(label), "buckets": buckets})
+
+    def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
+        try:
+            found = self.calls.post("/generate", {"label": label, **to_json(turns, sampling)})
+        except Refused as error:
+            if error.status != 409:
+                raise
+            return self.label(), []
+        return found.get("label"), answer_of_json(found.get("completions"))
+
+
+class VLLMServe:
+    """vLLM's own server.
+
+    Raises:
+        ValueError: it cannot take weights, or says other log-probabilities than those that it draws by.
+    """
+
+    most = 2  # a bucket is text there
+
+    def __init__(self, calls: Calls, regex: str | None) -> None:
+        self.calls, self.regex = calls, regex
+        self.card = calls.get("/v1/models")["data"][0]
+        try:
+            config = calls.get("/server_info?config_format=json")["vllm_config"]["model_config"]
+        except Refused as error:
+            raise ValueError(
+                f"the server at {calls.url} is a `vllm serve` that takes no weights: start it with "
+                f"VLLM_SERVER_DEV_MODE=1 in its environment, --worker-extension-cls {RECEIVER} and --logprobs-mode "
+                f"processed_logprobs, or start `{OWN}` in its place"
+            ) from error
+        if config.get("logprobs_mode") != "processed_logprobs":
+            raise ValueError(
+                f"the server at {calls.url} says log-probabilities of another distribution than it draws from "
+                f"(--logprobs-mode {config.get('logprobs_mode')}): start it with processed_logprobs, or start "
+                f"`{OWN}` in its place"
+            )
+        try:
+            self.label()
+        except Refused as error:
+            raise ValueError(
+                f"the server at {calls.url} is a `vllm serve` without lowtide in its workers: start it with "
+                f"--worker-extension-cls {RECEIVER}, or start `{OWN}` in its place"
+            ) from error
+
+    def facts(self) -> Facts:
+        return Facts(self.card["id"], self.card.get("max_model_len"), self._rpc("lowtide_shapes"))
+
+    def _rpc(self, method: str, *args: str) -> Any:
+        found = self.calls.post("/collective_rpc", {"method": method, "args": list(args)})
+        return None if found is None else found["results"][0]
+
+    def label(self) -> Any:
+        return self._rpc("lowtide_label")
+
+    def begin(self, label: Label) -> None:
+        self._rpc("lowtide_begin")
+
+    def send(self, label: Label, bucket: bytes) -> None:
+        self._rpc("lowtide_load_text", base64.b64encode(bucket).decode())
+
+    def end(self, label: Label, buckets: int) -> None:
+        self._rpc("lowtide_end", label.run, str(label.version), str(label.copy))
+        self.calls.post("/reset_prefix_cache")
+
+    def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            found = list(pool.map(lambda turn: self._one(turn, sampling), turns))
+        return self.label(), found
+
+    def _one(self, turn: Turn, sampling: Sampling) -> WrittenTurn:
+        more = {} if self.regex is None else {"structured_outputs": {"regex": self.regex}}
+        asked = {
+            "model": self.card["id"],
+            "prompt": turn.token_ids,
+            "max_tokens": turn.most,
+            "seed": turn.seed,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop_strings),
+            "include_stop_str_in_output": True,
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            **more,
+        }
+        try:
+            choice = self.calls.post("/v1/completions", asked)["choices"][0]
+            ids = [int(token) for token in choice["token_ids"]]
+            numbers = [UNKNOWN if each is None else float(each) for each in choice["logprobs"]["token_logprobs"]]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"the server at {self.calls.url} answered /v1/completions without {error}") from error
+        stopped = choice.get("finish_reason") == "stop" or (bool(ids) and ids[-1] in sampling.stop_ids)
+        return WrittenTurn(ids, numbers, "stop" if stopped else "length")
+
+
+def backend_at(calls: Calls, regex: str | None) -> Backend:
+    """The interface of the server at an address.
+
+    Raises:
+        ServerError: there is none.
+        ValueError: it cannot be trained with; says why.
+    """
+    try:
+        info = calls.get("/info")
+    except Refused:
+        info = None
+    if isinstance(info, dict) and info.get("server") == "lowtide":
+        return LowtideServer(calls, info, regex)
+    try:
+        return VLLMServe(calls, regex)
+    except Refused as error:
+        raise ValueError(f"what answers at {calls.url} is no vLLM server: start `{OWN}`") from error

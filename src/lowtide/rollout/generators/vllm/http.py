@@ -1,0 +1,137 @@
+"""Calls of a server over HTTP, each of which ends within a given time."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+CHUNK = 1 << 20
+ERROR_CHARACTERS = 500
+"""Of what a server says, in a message."""
+
+
+class ServerError(ConnectionError):
+    """A server is not there, went away, took too long, or answered with an error."""
+
+
+class Refused(ServerError):
+    """A server answered with an error."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Calls:
+    """Calls of one server.
+
+    Args:
+        url: its address, `http://host:port` and perhaps a path.
+        timeout: seconds that a call may take.
+
+    Raises:
+        ValueError: the address is none.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"vllm_server_base_url={url!r} is no address of a server, such as http://localhost:8000")
+        self.url, self.timeout = url.rstrip("/"), timeout
+        self._parts = parts
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+
+    def get(self, path: str, timeout: float | None = None) -> Any:
+        """The JSON that a server answers; None for an empty answer.
+
+        Raises:
+            ServerError: as in its docstring.
+        """
+        return self._call("GET", path, None, {}, timeout)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """Likewise, of a server that is told something as JSON."""
+        data = b"" if body is None else json.dumps(body).encode()
+        return self._call("POST", path, data, {"Content-Type": "application/json"})
+
+    def post_bytes(self, path: str, data: bytes, headers: dict[str, str]) -> Any:
+        """Likewise, of a server that is sent bytes."""
+        return self._call("POST", path, data, {"Content-Type": "application/octet-stream", **headers})
+
+    def wait(self, path: str) -> None:
+        """Until a server answers.
+
+        Raises:
+            ServerError: it does not within the time.
+        """
+        until = time.monotonic() + self.timeout
+        while True:
+            left = until - time.monotonic()
+            try:
+                self.get(path, max(min(left, 10.0), 0.1))
+                return
+            except ServerError as error:
+                if left <= 0 or (isinstance(error, Refused) and error.status < 500):
+                    raise ServerError(
+                        f"no vLLM server answers at {self.url} within vllm_server_timeout={self.timeout:g} seconds "
+                        f"({error}): start one with `lowtide vllm-serve --model MODEL`, or correct vllm_server_host "
+                        "and vllm_server_port, or vllm_server_base_url"
+                    ) from error
+            time.sleep(min(0.5, max(left, 0.0)))
+
+    def _call(
+        self, method: str, path: str, data: bytes | None, headers: dict[str, str], timeout: float | None = None
+    ) -> Any:
+        timeout = self.timeout if timeout is None else timeout
+        until = time.monotonic() + timeout
+        connection = self._kind(self._parts.hostname or "", self._parts.port, timeout=timeout)
+        try:
+            connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
+            response = connection.getresponse()
+            content = self._read(connection, response, until)
+        except TimeoutError as error:
+            raise ServerError(
+                f"the vLLM server at {self.url} did not answer {path} within {timeout:g} seconds: it hangs, or what it "
+                "was asked takes longer (raise vllm_server_timeout then)"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(
+                f"the vLLM server at {self.url} cannot be reached, or went away during {path}: "
+                f"{error or type(error).__name__}"
+            ) from error
+        finally:
+            connection.close()
+        return self._content(path, response.status, content)
+
+    @staticmethod
+    def _read(connection: Any, response: http.client.HTTPResponse, until: float) -> bytes:
+        """All that is answered; a server that sends ever so little now and then is given no more time for it."""
+        parts = []
+        while part := response.read1(CHUNK):
+            parts.append(part)
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            if isinstance(connection.sock, socket.socket):
+                connection.sock.settimeout(left)
+        if response.length:
+            raise http.client.IncompleteRead(b"", response.length)
+        return b"".join(parts)
+
+    def _content(self, path: str, status: int, content: bytes) -> Any:
+        if status != 200:
+            try:
+                said = str(json.loads(content)["error"])
+            except (ValueError, KeyError, TypeError):
+                said = content.decode(errors="replace")
+            raise Refused(f"the vLLM server at {self.url} refuses {path} ({status}): {said[:ERROR_CHARACTERS]}", status)
+        if not content:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise ServerError(f"what answers at {self.url} is no vLLM server: {path} gave {content[:80]!r}") from error

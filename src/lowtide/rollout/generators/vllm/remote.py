@@ -1,0 +1,150 @@
+"""vLLM in a server's process, which is spoken to by HTTP: nothing of vLLM is needed here."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.ranks.world import distributed
+from lowtide.rollout.generators.generator import Completion, Reply, Request, Sampling
+from lowtide.rollout.generators.vllm.backends import Backend, backend_at
+from lowtide.rollout.generators.vllm.facts import SHAPES, Facts
+from lowtide.rollout.generators.vllm.http import Calls, ServerError
+from lowtide.rollout.generators.vllm.label import Label, StaleWeights
+from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn, check_answer, check_length, write_all
+from lowtide.rollout.generators.vllm.weights import MAX_BUCKET_BYTES, Copies, buckets, to_bytes
+
+
+class VLLMServerGenerator:
+    """Writes completions by a server, which gets the weights by buckets.
+
+    Of several ranks the first sends them, and all ask for completions of their own.
+
+    Args:
+        url: of the server.
+        model: that is trained.
+        timeout: seconds that each wait may take: for the server to answer at all, for a bucket, for a batch.
+        regex: what completions must match.
+        bucket_bytes: of the weights that travel at a time.
+
+    Raises:
+        ServerError: no server answers.
+        ValueError: it serves another model, or cannot be trained with; says why.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: nn.Module,
+        *,
+        timeout: float = 240.0,
+        regex: str | None = None,
+        bucket_bytes: int = MAX_BUCKET_BYTES,
+    ) -> None:
+        self.calls = Calls(url, timeout)
+        self.bucket_bytes = bucket_bytes
+        self.calls.wait("/health")
+        self.backend: Backend = backend_at(self.calls, regex)
+        self.facts = self.backend.facts()
+        check_model(self.facts, model, f"at {self.calls.url}")
+        self.run = _same_on_all_ranks(uuid.uuid4().hex)
+        self.label: Label | None = None
+        self._copies, self._count = Copies(), 0
+
+    @property
+    def whose(self) -> str:
+        """The server, for messages."""
+        return f"the vLLM server at {self.calls.url}"
+
+    def sync(self, model: nn.Module, version: int) -> None:
+        """As of `HoldsWeights`: the first rank sends, the others see it in what is written for them."""
+        if self.label is not None and self.label.version == version and self._copies.current(model):
+            return
+        before, self.label = self.label, None
+        label = Label(self.run, version, self._count + 1)
+        if distributed() and dist.get_rank():
+            self._await(label)
+            self._copies.took_all(model)
+            self._count, self.label = label.copy, label
+            return
+        if before is None or self.backend.label() != asdict(before):
+            self._copies.forget()  # a copy failed, or the server was started again: a part would not make it whole
+        self.backend.begin(label)
+        number = 0
+        most = self.bucket_bytes // self.backend.most
+        for number, bucket in enumerate(buckets(self._copies.lacking(model), most), start=1):  # noqa: B007
+            self.backend.send(label, to_bytes(bucket))
+        self.backend.end(label, number)
+        self._count, self.label = label.copy, label
+
+    def _await(self, label: Label) -> None:
+        """Until the first rank has sent the weights.
+
+        Raises:
+            ServerError: it has not within the time.
+        """
+        until = time.monotonic() + self.calls.timeout
+        while self.backend.label() != asdict(label):
+            if time.monotonic() > until:
+                raise ServerError(
+                    f"{self.whose} did not get the weights of step {label.version} from the first rank within "
+                    f"vllm_server_timeout={self.calls.timeout:g} seconds: see what that rank says"
+                )
+            time.sleep(0.1)
+
+    def generate(
+        self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, reply: Reply | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, in their order.
+
+        Raises:
+            ServerError: the server went away, or takes too long.
+            StaleWeights: it wrote by other weights than the model's.
+            ValueError: a request cannot be written, or what came back does not fit it.
+        """
+        label = self.label
+        if label is None:
+            raise StaleWeights(f"{self.whose} never got the weights of this run: `sync` copies them")
+        check_length(
+            requests, sampling, self.facts.max_model_length, "start the server with a larger --max_model_length"
+        )
+        vocabulary = embedding_weight(model).shape[0]
+
+        def write(turns: Sequence[Turn], how: Sampling) -> list[WrittenTurn]:
+            held, found = self.backend.write(turns, how, asdict(label))
+            label.check(held, self.whose)
+            check_answer(turns, found, vocabulary, self.whose)
+            return found
+
+        return write_all(write, requests, sampling, reply)
+
+
+def check_model(facts: Facts, model: nn.Module, where: str) -> None:
+    """Refuses vLLM with another model. Its name may differ: a folder here is a hub's name there.
+
+    Raises:
+        ValueError: says in what they differ.
+    """
+    config: Any = causal_model(model).config.get_text_config()
+    for name in SHAPES:
+        here, there = getattr(config, name, None), facts.shapes.get(name)
+        if here is not None and there is not None and here != there:
+            raise ValueError(
+                f"the vLLM {where} serves another model than the one that is trained: {facts.model} has a "
+                f"{name} of {there}, {causal_model(model).config.name_or_path or 'this one'} of {here}"
+            )
+
+
+def _same_on_all_ranks(run: str) -> str:
+    if not distributed():
+        return run
+    told = [run]
+    dist.broadcast_object_list(told)
+    return told[0]

@@ -1,0 +1,221 @@
+"""Which weights a copy lacks, and how they travel: merged, under the names of checkpoints, in buckets of bounded size.
+
+Adapters are merged one weight at a time, in float32, as `lowtide merge` does it, so that what vLLM computes is the
+policy to rounding, whatever kind of adapter it has. After the first copy only those blocks (the attention or the
+feed-forward part of a layer, an embedding) are sent again in which something can have changed: with adapters on
+attention alone, these.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from lowtide.compat.torch import version_of
+from lowtide.engine.forward import causal_model
+from lowtide.engine.weights.merging import checkpoint_weights
+
+MAX_BUCKET_BYTES = 256 << 20
+WHOLE = -1
+
+
+class Copies:
+    """Knows what a copy of the weights of a model has."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, Any] | None = None
+        self._renamed = False
+
+    def forget(self) -> None:
+        """The copy is lost, or of somebody else."""
+        self._marks = None
+
+    def current(self, model: nn.Module) -> bool:
+        """Whether nothing was written to the model's weights since they were copied."""
+        return self._marks is not None and self._marks == _marks(model)
+
+    def took_all(self, model: nn.Module) -> None:
+        """The copy has the weights of the model; another rank saw to that."""
+        self._marks = _marks(model)
+
+    def lacking(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The weights that a copy lacks, as checkpoints name them; it has them when all are taken.
+
+        Raises:
+            ValueError: as `checkpoint_weights`, or weights are sharded.
+        """
+        _refuse_sharded(model)
+        marks, before = _marks(model), self._marks
+        self._marks = None
+        if before is None:
+            self._renamed = False
+            known = {name for name, _ in causal_model(model).named_parameters()}
+            for name, weight in checkpoint_weights(model):
+                self._renamed |= name not in known and not _adapted(name, known)
+                yield name, weight
+        else:
+            blocks = {block for block, found in marks.items() if found.trained or found != before.get(block)}
+            if self._renamed:
+                layers = {_layer(block) for block in blocks}
+                yield from checkpoint_weights(model, lambda module: _layer(_block(module)) in layers)
+            else:
+                yield from checkpoint_weights(model, lambda module: _block(module) in blocks)
+        self._marks = marks
+
+
+class _Mark(NamedTuple):
+    """What tells whether a block was written to."""
+
+    trained: bool
+    written: tuple[tuple[int, int], ...]
+    """Of each parameter, which tensor it is, and how often it was written to."""
+
+
+def _marks(model: nn.Module) -> dict[str, _Mark]:
+    found: dict[str, list[Tensor]] = {}
+    for name, parameter in causal_model(model).named_parameters():
+        found.setdefault(_block(name), []).append(parameter)
+    return {
+        block: _Mark(any(p.requires_grad for p in own), tuple((id(p), version_of(p)) for p in own))
+        for block, own in found.items()
+    }
+
+
+ADAPTER_WORDS = ("base_layer", "modules_to_save", "original_module", "token_adapter", "lora_", "weight", "bias")
+
+
+def _block(name: str) -> str:
+    """The block of a module or parameter: of layers the part right below the layer, otherwise the module."""
+    words = name.split(".")
+    number = next((n for n, word in enumerate(words) if word.isdigit()), None)
+    if number is not None:
+        return ".".join(words[: number + 2])
+    end = next((n for n, word in enumerate(words) if word.startswith(ADAPTER_WORDS)), len(words))
+    return ".".join(words[:end])
+
+
+def _layer(block: str) -> str:
+    words = block.split(".")
+    return ".".join(words[:-1]) if len(words) > 1 and words[-2].isdigit() else block
+
+
+def _adapted(name: str, known: Iterable[str]) -> bool:
+    """Whether a weight stands below its name, since adapters are put around it."""
+    module, _, own = name.rpartition(".")
+    return any(
+        f"{module}.{inner}.{own}" in known
+        for inner in ("base_layer", "modules_to_save.default", "token_adapter.base_layer")
+    )
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id"):
+            raise ValueError(
+                f"use_vllm=True copies whole weights, and {name} is sharded over ranks: train with whole copies (plain "
+                "data parallelism), or leave use_vllm out"
+            )
+
+
+# -- buckets -----------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A weight, or some of its rows."""
+
+    name: str
+    rows: Tensor
+    first: int = 0
+    """The place of these rows in the weight."""
+    total: int = WHOLE
+    """The rows of the weight; `WHOLE` if this is all of it."""
+
+
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], most: int = MAX_BUCKET_BYTES, *, cut: bool = True
+) -> Iterator[list[Piece]]:
+    """Weights, in buckets of at most so many bytes.
+
+    Args:
+        cut: a weight above that is cut between rows; otherwise it is a bucket of its own.
+    """
+    held: list[Piece] = []
+    size = 0
+    for name, weight in weights:
+        for piece in _pieces(name, weight.detach(), most if cut else math.inf):
+            bytes_of_piece = piece.rows.numel() * piece.rows.element_size()
+            if held and size + bytes_of_piece > most:
+                yield held
+                held, size = [], 0
+            held.append(piece)
+            size += bytes_of_piece
+    if held:
+        yield held
+
+
+def _pieces(name: str, weight: Tensor, most: float) -> Iterator[Piece]:
+    size = weight.numel() * weight.element_size()
+    if size <= most or len(weight) == 1:
+        yield Piece(name, weight)
+        return
+    total = len(weight)
+    count = max(int(most * total // size), 1)
+    for first in range(0, total, count):
+        yield Piece(name, weight[first : first + count], first, total)
+
+
+def to_bytes(bucket: Iterable[Piece]) -> bytes:
+    """A bucket as safetensors."""
+    bucket = list(bucket)
+    tensors = {piece.name: piece.rows.detach().cpu().clone(memory_format=torch.contiguous_format) for piece in bucket}
+    places = {piece.name: [piece.first, piece.total] for piece in bucket}
+    return save(tensors, {"places": json.dumps(places)})
+
+
+def from_bytes(data: bytes) -> list[Piece]:
+    """The bucket again.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        tensors = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        places = json.loads(header["__metadata__"]["places"])
+        return [Piece(name, rows, *places[name]) for name, rows in tensors.items()]
+    except Exception as error:
+        raise ValueError(f"these {len(data):,} bytes are no bucket of weights: {error}") from error
+
+
+class Assembly:
+    """Puts weights together that come in pieces, in their order."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[Tensor, int]] = {}
+
+    def take(self, bucket: Iterable[Piece]) -> dict[str, Tensor]:
+        """The weights that are whole now.
+
+        Raises:
+            ValueError: rows are missing, or come twice.
+        """
+        whole = {}
+        for name, rows, first, total in bucket:
+            if total == WHOLE:
+                whole[name] = rows
+                continue
+            weight, there = self._open.pop(name, None) or (torch.empty(total, *rows.shape[1:], dtype=rows.dtype), 0)
+            if first != there or first + len(rows) > total:
+                raise ValueError(f"rows {first} and on of {name} came, where {there} of {total} are there")
+            weight[first : first + len(rows)] = rows
+            if first + len(rows) == total:
+                whole[name] = weight
+            else:
+                self._open[name] = (weight, first + len(rows))
+        return whole

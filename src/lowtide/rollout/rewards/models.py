@@ -1,0 +1,332 @@
+"""Reward models: sequence classifiers with one label, whose value at the end of a text is its reward.
+
+They run as the policy does, without padding, on the ragged engine: what the completions of one prompt begin with is
+computed once. A model that the engine does not know, or that lets segments see each other, runs its own padded forward;
+the rewards are the same to rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lowtide.compat.transformers import attention_implementation
+from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install, score_shared
+from lowtide.engine.heads.head import Scores
+from lowtide.engine.heads.value import Value
+from lowtide.engine.probe import Probe, probe
+from lowtide.engine.virtual_tokens import prompt_config
+from lowtide.engine.weights.complete_weights import load_complete
+from lowtide.engine.weights.loading import check_tokenizer, load_tokenizer
+from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
+from lowtide.ragged import LastToken, RaggedBatch
+from lowtide.rollout.rewards.completed import Completed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelOptions:
+    """How reward models are loaded, and run."""
+
+    tokens_per_microbatch: int = 8192
+    """Most tokens of one forward, but for a prompt with one completion that alone has more."""
+    padding_free: bool = True
+    """False runs the model's own padded forward."""
+    prefix_sharing: bool = True
+    """Compute what the completions of a prompt begin with once."""
+    computed_in: torch.dtype | None = None
+    """What autocast takes matrix products in (bfloat16 where the policy trains with bf16=True, as in TRL); None for the
+    dtype of the weights."""
+    inputs: Literal["text", "ids"] = "text"
+    """What a model reads. "text": prompt and completion as text, by its own tokenizer and chat template, without the
+    policy's special tokens, which is what TRL's models read. "ids": the very tokens of the rollout, its end token with
+    them, where the model has the policy's tokenizer; else as "text"."""
+    policy_tokenizer: PreTrainedTokenizerBase | None = None
+    """The policy's; for `inputs="ids"`."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further keywords of chat templates."""
+    init: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `from_pretrained` for models that are given by name; their dtype is the files' unless it says so."""
+
+    def __post_init__(self) -> None:
+        if self.inputs not in ("text", "ids"):
+            raise ValueError(f"reward models read inputs 'text' or 'ids', not {self.inputs!r}")
+        if self.inputs == "ids" and self.policy_tokenizer is None:
+            raise ValueError("inputs='ids' needs `policy_tokenizer`, to compare the reward model's with")
+        if self.tokens_per_microbatch < 1:
+            raise ValueError(f"tokens_per_microbatch={self.tokens_per_microbatch} must be at least 1")
+
+
+class Group(NamedTuple):
+    """Completions that begin alike: a row of the batch."""
+
+    prefix: Sequence[int]
+    """Tokens that all begin with; may be empty."""
+    rests: list[Sequence[int]]
+    """The tokens of each after that; none is empty."""
+    numbers: list[int]
+    """The place of each among all completions."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prefix) + sum(map(len, self.rests))
+
+
+class ModelReward:
+    """A reward model as a column of rewards.
+
+    Args:
+        model: loaded; moved to no device, put into evaluation mode.
+        tokenizer: its own; None for the one saved beside it.
+        name: for messages and logs.
+
+    Raises:
+        ValueError: it has not one label, or no tokenizer is known that goes with it.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, name: str, options: RewardModelOptions
+    ) -> None:
+        self.model, self.name, self.options = model.eval(), name, options
+        try:
+            self._inner: PreTrainedModel | None = causal_model(model)
+        except ValueError:  # no transformers model, or one that is compiled
+            self._inner = None
+        config: Any = getattr(self._inner or model, "config", None)
+        labels = getattr(config, "num_labels", 1)
+        if labels != 1:
+            raise ValueError(
+                f"reward model {name!r} gives {labels} numbers, and a reward is one: load it with num_labels=1, or "
+                "wrap it into a reward function that chooses"
+            )
+        own: Any = tokenizer
+        if own is None:
+            own = load_tokenizer(getattr(config, "name_or_path", "") or name)
+        self.tokenizer: Any = _with_padding(own, name)
+        if config is not None:  # the model reads at the last token that is not this one
+            config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        if self._inner is not None:
+            check_tokenizer(self.tokenizer, embedding_weight(self._inner).shape[0])
+            compute_in(self._inner, options.computed_in)
+        self._reads_ids = options.inputs == "ids" and _same_tokens(self.tokenizer, options.policy_tokenizer)
+        self._cap = options.tokens_per_microbatch
+        self._proved: Probe | None = None
+        self._asked = False
+
+    @property
+    def padding_free(self) -> bool:
+        """Whether it runs on the ragged engine; found out at the first use, on the device where it then is."""
+        if not self._asked:
+            self._proved, self._asked = self._prove(), True
+        return self._proved is not None
+
+    @torch.no_grad()
+    def __call__(self, completed: Completed) -> Float[Tensor, " completions"]:
+        """The rewards, on the CPU.
+
+        Raises:
+            ValueError: a completion has no tokens, or its reward is not finite; names the completion's row.
+        """
+        token_ids = self._encode(completed)
+        for number, ids in enumerate(token_ids):
+            if len(ids) == 0:
+                raise ValueError(f"reward model {self.name!r} has no token to read for {completed.where(number)}")
+        rewards = self._forward(completed, token_ids)
+        if not rewards.isfinite().all():
+            number = int((~rewards.isfinite()).nonzero()[0])
+            raise ValueError(f"reward model {self.name!r} gives {rewards[number]:g} for {completed.where(number)}")
+        return rewards
+
+    # -- texts -------------------------------------------------------------------------------------------------
+
+    def _encode(self, completed: Completed) -> Sequence[Sequence[int]]:
+        """The tokens that the model reads for each completion."""
+        prompt_ids, completion_ids = completed.prompt_ids, completed.completion_ids
+        if self._reads_ids and prompt_ids is not None and completion_ids is not None:
+            return [[*prompt, *own] for prompt, own in zip(prompt_ids, completion_ids, strict=True)]
+        pairs = zip(completed.prompts, completed.completions, strict=True)
+        if not completed.is_chat:
+            texts = [prompt + completion for prompt, completion in pairs]
+        else:
+            texts = [
+                self._render([*prompt, *completion], completed.where(number))
+                for number, (prompt, completion) in enumerate(pairs)
+            ]
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _render(self, messages: list[dict[str, Any]], where: str) -> str:
+        try:
+            options = self.options.chat_template_kwargs
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except Exception as error:
+            raise ValueError(
+                f"the chat template of reward model {self.name!r} cannot render {where}: {error}"
+            ) from error
+
+    # -- forwards ----------------------------------------------------------------------------------------------
+
+    def _prove(self) -> Probe | None:
+        """Puts the engine into the model; None where it runs its own forward."""
+        if self._inner is None or not self.options.padding_free or Value.why_not(self._inner) is not None:
+            return None
+        if prompt_config(self.model) is not None:  # virtual tokens stand before each padded row
+            return None
+        before = attention_implementation(self._inner.config) or "eager"
+        reason = "segments see each other when they are laid end to end"
+        try:
+            found = probe(self.model)
+            if found.isolated:
+                return found
+            if is_out_of_memory(found.error):
+                raise cast(Exception, found.error)  # it says nothing of the model
+        except ValueError as error:
+            reason = str(error)
+        install(self.model, padding_free=False)
+        self._inner.set_attn_implementation(before)
+        logger.warning("reward model %r runs padded: %s", self.name, reason)
+        return None
+
+    def _forward(self, completed: Completed, token_ids: Sequence[Sequence[int]]) -> Float[Tensor, " completions"]:
+        """The rewards, with half the tokens a micro-batch each time that memory runs out."""
+        self.model.eval()
+        rewards = torch.zeros(len(token_ids))
+        while True:
+            try:
+                parts = self._ragged(completed, token_ids) if self.padding_free else self._padded(token_ids)
+                for numbers, values in parts:
+                    rewards[numbers] = values.float().cpu()
+                return rewards
+            except Exception as error:
+                if not is_out_of_memory(error) or self._cap < max(map(len, token_ids)):
+                    raise
+                drop_frames(error)
+            self._cap //= 2
+            free_caches()
+            logger.warning("reward model %r: out of memory, now %s tokens a micro-batch", self.name, self._cap)
+
+    def _ragged(self, completed: Completed, token_ids: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        """The numbers of some completions, and their rewards, micro-batch by micro-batch."""
+        assert self._inner is not None
+        shares = self.options.prefix_sharing and cast(Probe, self._proved).shares_prefixes
+        whole = group_by_prompt(completed.prompts, token_ids, shares)
+        groups = [part for group in whole for part in _cut(group, self._cap)]
+        device = embedding_weight(self.model).device
+        batch = lay_groups(groups, Value.pad_id(self._inner))
+        for rows in batch.plan_split(max(self._cap, *(group.tokens for group in groups))):
+            part = batch.select_rows(rows).to(device)
+            values = score_shared(self.model, part, Scores(part.score_index, part.score_target, head=Value)).scored
+            yield [number for row in rows for number in groups[row].numbers], values
+
+    def _padded(self, token_ids: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        """The same by the model's own forward, rows of like length together."""
+        device = next(self.model.parameters()).device
+        order = sorted(range(len(token_ids)), key=lambda number: -len(token_ids[number]))
+        while order:
+            count = max(self._cap // len(token_ids[order[0]]), 1)
+            numbers, order = order[:count], order[count:]
+            chosen = {"input_ids": [token_ids[number] for number in numbers]}
+            inputs = self.tokenizer.pad(chosen, padding_side="right", return_tensors="pt").to(device)
+            dtype = self.options.computed_in
+            with nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False):
+                values = self.model(**inputs).logits[:, 0]
+            yield numbers, values
+
+
+def load_reward_model(name: str, options: RewardModelOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A reward model by hub name or path, and its tokenizer.
+
+    Raises:
+        ValueError: there is none, or its files hold no trained value head.
+    """
+    init = model_init(options.init)
+    try:
+        arguments = {"dtype": "auto", **Value.config_values, **init}
+        model = load_complete(Value.auto_class, name, **arguments)
+    except OSError as error:
+        line = str(error).strip().split("\n")[0]
+        raise ValueError(f"reward model {name!r} cannot be loaded: {line}") from error
+    return model, load_tokenizer(name, **config_init(init))
+
+
+def group_by_prompt(prompts: Sequence[Any], token_ids: Sequence[Sequence[int]], shares: bool = True) -> list[Group]:
+    """Completions of one prompt that stand together, with the tokens that they all begin with apart.
+
+    Args:
+        prompts: of each completion.
+        token_ids: of each, prompt and completion.
+        shares: False makes each completion a group of its own.
+    """
+    groups = []
+    places = range(len(token_ids))
+    runs = (list(run) for _, run in groupby(places, key=lambda n: prompts[n])) if shares else ([n] for n in places)
+    for numbers in runs:
+        whole = [list(token_ids[number]) for number in numbers]
+        common = _common(whole) if len(whole) > 1 else 0
+        groups.append(Group(whole[0][:common], [ids[common:] for ids in whole], numbers))
+    return groups
+
+
+def lay_groups(groups: Sequence[Group], pad_id: int | None) -> RaggedBatch:
+    """The ragged batch of some groups, each a row, with one score at the end of each completion."""
+    segments: list[Sequence[int]] = []
+    prefix: list[int] = []
+    row: list[int] = []
+    for number, group in enumerate(groups):
+        before = -1
+        if group.prefix:
+            before = len(segments)
+            segments, prefix, row = [*segments, group.prefix], [*prefix, -1], [*row, number]
+        segments += group.rests
+        prefix += [before] * len(group.rests)
+        row += [number] * len(group.rests)
+    rule = LastToken(pad_id)
+    return RaggedBatch.from_segments(segments, prefix=prefix, row=row, score_rule=rule)
+
+
+def _common(token_ids: list[list[int]]) -> int:
+    """How many tokens all begin with; each keeps one of its own at least."""
+    low, high = min(token_ids), max(token_ids)  # what these two share, all between them share
+    count = next((n for n, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    return min(count, min(map(len, token_ids)) - 1)
+
+
+def _cut(group: Group, cap: int) -> Iterator[Group]:
+    """A group in parts of at most `cap` tokens each where that can be, each with the prefix."""
+    rests: list[Sequence[int]] = []
+    numbers: list[int] = []
+    for rest, number in zip(group.rests, group.numbers, strict=True):
+        if rests and len(group.prefix) + sum(map(len, rests)) + len(rest) > cap:
+            yield Group(group.prefix, rests, numbers)
+            rests, numbers = [], []
+        rests, numbers = [*rests, rest], [*numbers, number]
+    yield Group(group.prefix, rests, numbers)
+
+
+def _with_padding(tokenizer: Any, name: str) -> Any:
+    """The tokenizer with a padding token: the end token where it has none, as in TRL."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            f"the tokenizer of reward model {name!r} has neither a padding nor an end token: set its pad_token"
+        )
+    return tokenizer
+
+
+def _same_tokens(tokenizer: Any, other: Any) -> bool:
+    """Whether two tokenizers give the same ids for the same conversation."""
+    if tokenizer is other:
+        return True
+    same = type(tokenizer) is type(other) and tokenizer.chat_template == other.chat_template
+    return same and tokenizer.get_vocab() == other.get_vocab()

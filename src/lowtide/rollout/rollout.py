@@ -1,0 +1,197 @@
+"""A rollout: what the policy wrote, how it was rewarded, and the batches that are learned from it.
+
+Prompts, completions and numbers are data, so that a rollout is saved with a checkpoint and a run that resumes in the
+middle of one goes on with the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.rollout.generators.generator import Completion
+
+FINISHES = ("stop", "length")
+
+
+@dataclass
+class Rollout:
+    """Completions of prompts, in the order of the rows that they were written for."""
+
+    prompts: list[list[int]]
+    """The tokens before each completion."""
+    completions: list[Completion]
+    version: int
+    """The optimizer steps that the weights which wrote them had taken."""
+    rewards: Float[Tensor, "completions functions"] = field(default_factory=lambda: torch.zeros(0, 0))
+    """What each function gave; NaN where it gave nothing."""
+    learned: list[bool] = field(default_factory=list)
+    """Whether a completion is learned from; False for one that was cut off, where that is asked for."""
+    row_values: dict[str, Tensor] = field(default_factory=dict)
+    """[completions] each, as a batch has them: advantages."""
+    score_values: dict[str, Tensor] = field(default_factory=dict)
+    """[scores] each, of the tokens that are learned from: log-probabilities of the policy that wrote them."""
+
+    def __post_init__(self) -> None:
+        self.learned = self.learned or [True] * len(self.completions)
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    @property
+    def scored(self) -> list[list[bool]]:
+        """Of each token of each completion, whether it is learned from."""
+        return [
+            list(each.written) if used else [False] * len(each.token_ids)
+            for each, used in zip(self.completions, self.learned, strict=True)
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each completion that the policy wrote."""
+        return [sum(each.written) for each in self.completions]
+
+    def of_scores(self, name: str) -> Float[Tensor, " scores"]:
+        """Numbers of the tokens that are learned from: "logprobs" or "plain_logprobs" of their completions."""
+        numbers = [
+            number
+            for each, flags in zip(self.completions, self.scored, strict=True)
+            for number, used in zip(getattr(each, name), flags, strict=True)
+            if used
+        ]
+        return torch.tensor(numbers, dtype=torch.float32)
+
+    def batch(self, chosen: Sequence[int] | None = None, *, sharing: bool = True) -> RaggedBatch:
+        """Some completions, by default all, as the rows of a batch."""
+        chosen = range(len(self)) if chosen is None else chosen
+        row_values = {name: values[list(chosen)] for name, values in self.row_values.items()}
+        return self.rows_of([(number,) for number in chosen], sharing=sharing, row_values=row_values)
+
+    def rows_of(
+        self, groups: Sequence[Sequence[int]], *, sharing: bool = True, row_values: Mapping[str, Tensor]
+    ) -> RaggedBatch:
+        """Groups of completions of one prompt as the rows of a batch.
+
+        Args:
+            groups: the completions of each row, in their order.
+            sharing: a prompt is a segment of its own, which is computed once.
+            row_values: [rows] each.
+        """
+        scored = self.scored
+        ends = [0, *accumulate(sum(flags) for flags in scored)]
+        spans = [torch.arange(ends[number], ends[number + 1]) for group in groups for number in group]
+        places = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)
+        return grouped_batch(
+            [self.prompts[group[0]] for group in groups],
+            [[self.completions[number].token_ids for number in group] for group in groups],
+            [[scored[number] for number in group] for group in groups],
+            sharing=sharing,
+            row_values=row_values,
+            score_values={name: values[places] for name, values in self.score_values.items()},
+        )
+
+    # -- on disk -----------------------------------------------------------------------------------------------
+
+    def save(self, path: Path, **more: Any) -> None:
+        """Writes it to a file of safetensors; `more` is JSON that `load` gives back."""
+        first: dict[tuple[int, ...], int] = {}
+        group = [first.setdefault(tuple(prompt), len(first)) for prompt in self.prompts]
+        of = self.completions
+        tensors = {
+            **_packed("prompts", [list(prompt) for prompt in first]),
+            **_packed("token_ids", [each.token_ids for each in of]),
+            "group": torch.tensor(group),
+            "written": torch.tensor([own for each in of for own in each.written]),
+            "logprobs": torch.tensor([p for each in of for p in each.logprobs], dtype=torch.float64),
+            "plain_logprobs": torch.tensor([p for each in of for p in each.plain_logprobs], dtype=torch.float64),
+            "finish": torch.tensor([FINISHES.index(each.finish) for each in of]),
+            "learned": torch.tensor(self.learned),
+            "rewards": self.rewards,
+            **{f"row.{name}": values for name, values in self.row_values.items()},
+            **{f"score.{name}": values for name, values in self.score_values.items()},
+        }
+        metadata = {"rollout": json.dumps({"version": self.version, **more})}
+        save_file({name: each.contiguous() for name, each in tensors.items()}, str(path), metadata)
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[Rollout, dict[str, Any]]:
+        """A rollout, and what was saved with it."""
+        with safe_open(str(path), "pt") as file:  # type: ignore[no-untyped-call]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            more = json.loads(file.metadata()["rollout"])
+        prompts, ids = _unpacked("prompts", tensors), _unpacked("token_ids", tensors)
+        columns = [
+            tensors[name].split([len(each) for each in ids]) for name in ("written", "logprobs", "plain_logprobs")
+        ]
+        completions = [
+            Completion(tokens, logprobs.tolist(), plain.tolist(), written.tolist(), FINISHES[finish])  # type: ignore[arg-type]
+            for tokens, written, logprobs, plain, finish in zip(ids, *columns, tensors["finish"].tolist(), strict=True)
+        ]
+        made = cls(
+            [prompts[number] for number in tensors["group"].tolist()],
+            completions,
+            more.pop("version"),
+            tensors["rewards"],
+            tensors["learned"].tolist(),
+            _named("row.", tensors),
+            _named("score.", tensors),
+        )
+        return made, more
+
+
+def grouped_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[Sequence[int]]],
+    scored: Sequence[Sequence[Sequence[bool]]],
+    *,
+    sharing: bool = True,
+    **values: Any,
+) -> RaggedBatch:
+    """Completions as a batch: a row is a prompt with one or several of them.
+
+    Args:
+        prompts: of each row.
+        completions: of each row.
+        scored: of each token of each completion, whether it is scored.
+        sharing: a prompt is a segment of its own, which is computed once for its row, and for rows that repeat it.
+        values: `row_values` and `score_values` of the batch.
+    """
+    token_ids, labels, prefix, row = [], [], [], []
+    for number, prompt in enumerate(prompts):
+        before = len(token_ids) if sharing else -1
+        if sharing:
+            token_ids.append(list(prompt))
+            labels.append([IGNORE] * len(prompt))
+            prefix.append(-1)
+            row.append(number)
+        for tokens, flags in zip(completions[number], scored[number], strict=True):
+            wanted = [token if used else IGNORE for token, used in zip(tokens, flags, strict=True)]
+            token_ids.append(list(tokens) if sharing else [*prompt, *tokens])
+            labels.append(wanted if sharing else [*[IGNORE] * len(prompt), *wanted])
+            prefix.append(before)
+            row.append(number)
+    return RaggedBatch.from_segments(token_ids, labels, prefix=prefix, row=row, **values)
+
+
+def _packed(name: str, lists: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    lengths = torch.tensor([len(each) for each in lists], dtype=torch.long)
+    return {name: torch.tensor([n for each in lists for n in each], dtype=torch.long), f"{name}.lengths": lengths}
+
+
+def _unpacked(name: str, tensors: Mapping[str, Tensor]) -> list[list[int]]:
+    return [part.tolist() for part in tensors[name].split(tensors[f"{name}.lengths"].tolist())]
+
+
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,147 @@
+"""How tokens are drawn: the distribution against transformers' processors, and the random numbers."""
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lowtide.ops.counter_random import stream_key, uniforms
+from lowtide.ops.drawing import draw
+from lowtide.rollout.generators.generator import Sampling
+from lowtide.rollout.generators.sampling import Streams, draw_tokens
+
+CASES = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.8, "temperature": 2.0},
+    "narrow top_p": {"top_p": 0.05},
+    "min_p": {"min_p": 0.1},
+    "top_k and top_p": {"top_k": 40, "top_p": 0.7},
+    "penalty": {"repetition_penalty": 1.7},
+    "all": {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 0.7},
+    "k beyond the vocabulary": {"top_k": 5000},
+}
+
+
+def wanted_logprobs(logits: torch.Tensor, used: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """[rows, vocab] by transformers' processors, in the order in which `generate` calls them."""
+    steps = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    steps.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        steps.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        steps.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        steps.append(MinPLogitsWarper(sampling.min_p))
+    return torch.log_softmax(steps(used, logits.clone()), -1)  # type: ignore[arg-type]
+
+
+def streams(rows: int, used: torch.Tensor | None = None) -> Streams:
+    return Streams(torch.tensor([stream_key(3, row) for row in range(rows)]), torch.zeros(rows).long(), used)
+
+
+@pytest.mark.parametrize("vocab", [50, 1201])
+@pytest.mark.parametrize("tied", [False, True], ids=["unlike", "tied"])
+@pytest.mark.parametrize("case", CASES)
+def test_frequencies_and_logprobs_are_those_of_transformers(case: str, tied: bool, vocab: int):
+    """Of 20,000 draws of one row; with ties at the cut, all that are tied there stay with top-k."""
+    sampling, rows = Sampling(1, **CASES[case]), 20000
+    if tied and sampling.top_p < 1:
+        pytest.skip("which of several equals top-p keeps depends on how they are sorted")
+    logits = 2 * torch.randn(1, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits = logits.round() if tied else logits
+    used = torch.tensor([[4, 9, 9, 30]])
+    wanted = wanted_logprobs(logits, used, sampling)[0]
+    given = used.expand(rows, -1) if sampling.repetition_penalty != 1 else None
+
+    drawn = draw_tokens(logits.repeat(rows, 1), sampling, streams(rows, given))
+
+    torch.testing.assert_close(drawn.logprobs, wanted[drawn.tokens], atol=1e-9, rtol=0)
+    plain = torch.log_softmax(logits[0] / sampling.temperature, -1)
+    torch.testing.assert_close(drawn.plain_logprobs, plain[drawn.tokens], atol=1e-9, rtol=0)
+    shares = torch.bincount(drawn.tokens, minlength=vocab) / rows
+    assert (shares - wanted.exp()).abs().max() < 4 * 0.5 / rows**0.5
+
+
+def test_greedy_takes_the_likeliest_after_the_penalty():
+    logits = torch.tensor([[3.0, 2.9, -1.0], [-3.0, -2.0, -1.9]])
+    sampling = Sampling(1, temperature=0, repetition_penalty=2.0)
+
+    drawn = draw_tokens(logits.clone(), sampling, streams(2, torch.tensor([[0, 0], [2, 0]])))
+
+    assert drawn.tokens.tolist() == [1, 1]
+    assert drawn.logprobs.tolist() == [0, 0]
+    torch.testing.assert_close(drawn.plain_logprobs, torch.log_softmax(logits, -1)[:, 1])
+
+
+@pytest.mark.parametrize("entries", [5, 1024, 1030, 4000, 50257])
+def test_nothing_of_probability_0_is_drawn(entries: int):
+    generator = torch.Generator().manual_seed(entries)
+    weights = torch.rand(300, entries, generator=generator) * (torch.rand(300, entries, generator=generator) < 0.01)
+    weights[:, entries // 2] += 1e-3
+    for uniform in (torch.rand(300, generator=generator).double(), torch.zeros(300).double()):
+        assert (weights.gather(1, draw(weights, uniform)[:, None]) > 0).all()
+    last = torch.full((300,), 1 - 2.0**-53, dtype=torch.float64)
+    assert (weights.gather(1, draw(weights, last)[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("entries", [700, 5000])
+def test_the_draw_inverts_the_cumulative_distribution(entries: int):
+    weights = torch.rand(64, entries, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    uniform = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    drawn = draw(weights, uniform)
+
+    wanted = (weights.cumsum(-1) <= (uniform * weights.sum(-1))[:, None]).sum(-1)
+    assert drawn.tolist() == wanted.tolist()
+
+
+def test_random_numbers_are_uniform_and_each_its_own():
+    keys = torch.tensor([stream_key(seed, number) for seed in range(-20, 20) for number in range(50)])
+    found = torch.stack([uniforms(keys, torch.full_like(keys, place)) for place in range(50)])
+
+    assert found.unique().numel() == found.numel()
+    assert found.min() >= 0
+    assert found.max() < 1
+    counts = torch.histc(found.float(), 100, 0, 1)
+    assert (counts / found.numel() - 0.01).abs().max() < 1.3e-3
+    assert abs(torch.corrcoef(torch.stack([found[:-1].flatten(), found[1:].flatten()]))[0, 1]) < 0.01
+
+
+def test_random_numbers_are_those_of_splitmix64():
+    """The first numbers of the reference implementation for the seed 1234567 (Vigna, splitmix64.c)."""
+    keys = torch.full((3,), 1234567)
+    words = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+    found = uniforms(keys, torch.arange(3))
+
+    assert found.tolist() == [(word >> 11) * 2.0**-53 for word in words]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0.0},
+        {"stop_strings": ("a", "")},
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused_by_name(wrong: dict):
+    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` of Sampling"):
+        Sampling(**{"max_new_tokens": 4, **wrong})

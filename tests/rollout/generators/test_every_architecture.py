@@ -1,0 +1,99 @@
+"""Every architecture: what is written with held keys is what transformers writes, and what the scorer scores."""
+
+import pytest
+import torch
+
+from lowtide.rollout.generators.generator import Sampling
+from lowtide.rollout.generators.ragged import RaggedGenerator
+from lowtide.rollout.generators.support import why_not
+from lowtide.rollout.generators.transformers import TransformersGenerator
+from tests.support.architectures import PADDED, RAGGED, TYPICAL
+from tests.support.generating import scored, some_requests, token_ids, writer, written_logprobs
+from tests.support.marks import slow_but
+
+SERVED = [name for name in RAGGED if name != "lfm2"]
+MOST = 20
+MISLED_BY_PADDING = {"llama4"}
+"""Their own forward counts padding on the left as positions."""
+
+
+@pytest.mark.parametrize("name", slow_but(TYPICAL, SERVED))
+def test_greedy_tokens_are_those_of_transformers(name: str):
+    model, sampling = writer(name), Sampling(MOST, temperature=0)
+
+    got = RaggedGenerator().generate(model, some_requests(), sampling)
+
+    oracle = TransformersGenerator(rows_per_generation_batch=1 if name in MISLED_BY_PADDING else None)
+    wanted = oracle.generate(model, some_requests(), sampling)
+    assert token_ids(got) == token_ids(wanted)
+    torch.testing.assert_close(written_logprobs(got), written_logprobs(wanted), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", slow_but(TYPICAL, SERVED))
+def test_sampled_logprobs_are_those_of_the_scorer(name: str):
+    model = writer(name)
+
+    got = RaggedGenerator().generate(model, some_requests(), Sampling(MOST))
+
+    wanted = scored(model, some_requests(), got)
+    torch.testing.assert_close(written_logprobs(got), wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(written_logprobs(got, plain=False), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", slow_but(TYPICAL, SERVED))
+def test_a_reply_is_computed_after_what_is_held(name: str):
+    """Completions longer than the windows are replied to, by more and by fewer tokens."""
+    model, replies = writer(name), [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]
+    sampling = Sampling(2 * MOST, stop_ids=tuple(range(3, 15)))
+
+    def reply(request: int, number: int, completion) -> list[int] | None:
+        return replies[(request + number) % 3] if all(completion.written) else None
+
+    got = RaggedGenerator().generate(model, some_requests(), sampling, reply)
+
+    wrote = torch.tensor([each for group in got for row in group for each in row.written])
+    assert not wrote.all()
+    wanted = scored(model, some_requests(), got)
+    torch.testing.assert_close(written_logprobs(got)[wrote], wanted[wrote], atol=1e-5, rtol=0)
+    assert (written_logprobs(got)[~wrote] == 0).all()
+
+
+@pytest.mark.parametrize("name", slow_but(["lfm2", "bloom", "mamba"], ["lfm2", *PADDED]))
+def test_what_cannot_be_served_is_told(name: str):
+    model = writer(name, dtype=torch.float32)
+
+    reason = why_not(model)
+
+    assert reason is not None
+    with pytest.raises(ValueError, match=r"the ragged generator cannot serve .* use `TransformersGenerator`"):
+        RaggedGenerator().generate(model, some_requests(), Sampling(2))
+
+
+def test_a_state_beside_the_keys_is_found_on_the_model_itself(monkeypatch: pytest.MonkeyPatch):
+    """Short convolutions under a name that nobody knows."""
+    monkeypatch.setattr("lowtide.engine.convolution.FAMILIES", set())
+    model = writer("lfm2", dtype=torch.float32)
+    model.config.layer_types = ["full_attention", "full_attention"]
+
+    reason = why_not(model)
+
+    assert reason is not None
+    assert "token by token" in reason or "held from before" in reason, reason
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("mamba", marks=pytest.mark.slow), "bloom"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_transformers_generator_says_what_it_drew(name: str, temperature: float):
+    model = writer(name, dtype=torch.float32, padding_free=False)
+    sampling = Sampling(8, temperature=temperature)
+
+    got = TransformersGenerator().generate(model, some_requests(), sampling)
+
+    for request, group in zip(some_requests(), got, strict=True):
+        for each in group:
+            with torch.no_grad():
+                logits = model.eval()(torch.tensor([[*request.prompt_ids, *each.token_ids]])).logits[0]
+            logprobs = torch.log_softmax(logits / (temperature or 1), -1)[len(request.prompt_ids) - 1 : -1]
+            wanted = logprobs.gather(1, torch.tensor(each.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(each.plain_logprobs), wanted, atol=1e-4, rtol=0)
+            assert each.logprobs == ([0] * 8 if temperature == 0 else pytest.approx(each.plain_logprobs, abs=1e-5))

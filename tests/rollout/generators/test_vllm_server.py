@@ -1,0 +1,415 @@
+"""The client of a vLLM server and lowtide's own server, without a vLLM: an engine that only remembers, and servers that
+do wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.rollout.generators.generator import HoldsWeights, Request, Sampling
+from lowtide.rollout.generators.vllm.http import Calls, Refused, ServerError
+from lowtide.rollout.generators.vllm.label import StaleWeights
+from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
+from lowtide.rollout.generators.vllm.server import PROTOCOL, Service, handler_of
+from lowtide.rollout.generators.vllm.turns import WrittenTurn
+from tests.support.tiny_llama import VOCAB, tiny_llama
+
+SAMPLING = Sampling(4, stop_ids=(2,))
+REQUESTS = [Request([5, 6], 2, seed=1), Request([7], 1, seed=2)]
+INFO = {
+    **{"server": "lowtide", "protocol": PROTOCOL, "model": "m", "max_model_length": 64, "regex": None},
+    "shapes": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "model_type": "llama"},
+}
+
+
+class Remembers:
+    """An engine that has weights, and writes the number of what it was asked."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.asked: list = []
+        self.logprobs = 2
+
+    def begin(self) -> None:
+        self.coming: dict[str, torch.Tensor] = {}
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        self.coming |= weights
+
+    def end(self) -> None:
+        self.weights |= self.coming
+
+    def write(self, jobs: Any) -> list[list[WrittenTurn]]:
+        self.asked.append(jobs)
+        return [
+            [WrittenTurn([n + 3, 2], [-1.0] * self.logprobs, "stop") for n, _ in enumerate(turns)] for turns, _ in jobs
+        ]
+
+
+class Running:
+    """A server in threads of this process."""
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def engine() -> Remembers:
+    return Remembers()
+
+
+@pytest.fixture
+def service(engine: Remembers) -> Service:
+    return Service(engine, dict(INFO))
+
+
+@pytest.fixture
+def server(service: Service) -> Iterator[Running]:
+    running = Running(handler_of(service))
+    threading.Thread(target=service.run, daemon=True).start()
+    yield running
+    service.stop()
+    running.stop()
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[Callable], str]]:
+    """Starts servers that answer as a function of the call says; gives their addresses."""
+    started: list[Running] = []
+
+    def start(answer: Callable[[BaseHTTPRequestHandler], None]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                answer(self)
+
+            do_POST = do_GET
+
+        started.append(Running(Handler))
+        return started[-1].url
+
+    yield start
+    for running in started:
+        running.stop()
+
+
+def say(call: BaseHTTPRequestHandler, content: Any, status: int = 200) -> None:
+    data = json.dumps(content).encode()
+    call.send_response(status)
+    call.send_header("Content-Length", str(len(data)))
+    call.end_headers()
+    call.wfile.write(data)
+
+
+def generator_at(url: str, model: torch.nn.Module | None = None, **more: Any) -> VLLMServerGenerator:
+    return VLLMServerGenerator(url, model or tiny_llama(), **{"timeout": 5.0} | more)
+
+
+# -- what goes well ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [256 << 20, 3000])
+def test_weights_arrive_in_buckets_as_they_are(server: Running, engine: Remembers, bucket_bytes: int):
+    model = tiny_llama()
+    generator = generator_at(server.url, model, bucket_bytes=bucket_bytes)
+    sizes: list[int] = []
+    send = generator.backend.send
+    generator.backend.send = lambda label, bucket: (sizes.append(len(bucket)), send(label, bucket))[1]  # type: ignore
+
+    generator.sync(model, 0)
+
+    assert isinstance(generator, HoldsWeights)
+    assert engine.weights.keys() == model.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(engine.weights[name], weight, rtol=0, atol=0)
+    assert max(sizes) < bucket_bytes + 4000  # and names
+    assert len(sizes) == 1 or bucket_bytes == 3000
+
+
+def test_completions_come_in_the_order_of_requests(server: Running, engine: Remembers):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    generator.sync(model, 0)
+
+    found = generator.generate(model, REQUESTS, SAMPLING)
+
+    assert [[each.token_ids for each in group] for group in found] == [[[3, 2], [4, 2]], [[5, 2]]]
+    assert all(each.finish == "stop" and each.written == [True, True] for group in found for each in group)
+    assert all(number != number for number in found[0][0].plain_logprobs)
+    [[(turns, sampling)]] = engine.asked
+    assert [turn.token_ids for turn in turns] == [[5, 6], [5, 6], [7]]
+    assert len({turn.seed for turn in turns}) == 3
+    assert sampling == SAMPLING
+
+
+def test_completions_go_on_after_a_reply(server: Running, engine: Remembers):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    generator.sync(model, 0)
+
+    found = generator.generate(
+        model, [Request([5, 6])], Sampling(6, stop_ids=(2,)), lambda *_: [9, 9] if len(engine.asked) == 1 else None
+    )
+
+    assert found[0][0].token_ids == [3, 2, 9, 9, 3, 2]
+    assert found[0][0].written == [True, True, False, False, True, True]
+    assert [jobs[0][0][0].token_ids for jobs in engine.asked] == [[5, 6], [5, 6, 3, 2, 9, 9]]
+    assert engine.asked[1][0][0][0].most == 2
+
+
+def test_weights_are_copied_when_they_changed_and_only_then(server: Running, service: Service):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    copies = []
+    for version in (0, 0, 1, 1):
+        generator.sync(model, version)
+        copies.append(asdict(generator.label))  # type: ignore[arg-type]
+    with torch.no_grad():  # as where the best weights are loaded again after the last step
+        next(model.parameters()).add_(1.0)
+    generator.sync(model, 1)
+    assert [each["copy"] for each in copies] == [1, 1, 2, 2]
+    assert service.label == {"run": generator.run, "version": 1, "copy": 3}
+
+
+def test_a_server_that_lost_them_gets_all_weights_again(server: Running, service: Service, engine: Remembers):
+    model = tiny_llama().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    generator = generator_at(server.url, model)
+    generator.sync(model, 0)
+    generator.sync(model, 1)
+    assert engine.coming.keys() == {"lm_head.weight"}
+    service.label = None
+    generator.sync(model, 2)
+    assert engine.coming.keys() == model.state_dict().keys()
+
+
+def test_a_copy_that_failed_is_made_anew(server: Running, engine: Remembers):
+    model = tiny_llama().requires_grad_(False)
+    generator = generator_at(server.url, model)
+    generator.sync(model, 0)
+    end, engine.end = engine.end, lambda: [][0]  # type: ignore[method-assign]
+    with pytest.raises(Refused):
+        generator.sync(model, 1)
+    engine.end = end  # type: ignore[method-assign]
+    generator.sync(model, 1)
+    assert engine.coming.keys() == model.state_dict().keys()
+    assert len(generator.generate(model, REQUESTS, SAMPLING)) == 2
+
+
+# -- what does not ------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there():
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=r"no vLLM server answers at http://127.0.0.1:9 within .*=0.3 seconds"):
+        generator_at("http://127.0.0.1:9", timeout=0.3)
+    assert time.monotonic() - start < 5
+
+
+def test_an_address_that_is_none():
+    with pytest.raises(ValueError, match="is no address of a server"):
+        generator_at("localhost:8000")
+
+
+def test_a_server_that_is_something_else(answering: Callable):
+    url = answering(lambda call: say(call, {"status": "ok"}) if call.path == "/health" else say(call, {}, 404))
+    with pytest.raises(ValueError, match="no vLLM server: start `lowtide vllm-serve"):
+        generator_at(url)
+
+
+def test_a_vllm_serve_that_takes_no_weights(answering: Callable):
+    def answer(call: BaseHTTPRequestHandler) -> None:
+        pages = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 64}]}}
+        say(call, pages.get(call.path, {}), 200 if call.path in pages else 404)
+
+    with pytest.raises(ValueError, match=r"takes no weights: start it with VLLM_SERVER_DEV_MODE=1.*lowtide vllm-serve"):
+        generator_at(answering(answer))
+
+
+def test_a_server_of_another_model(server: Running, service: Service):
+    service.info["shapes"] = INFO["shapes"] | {"vocab_size": 99}
+    with pytest.raises(ValueError, match=r"serves another model .* vocab_size of 99, .* of 64"):
+        generator_at(server.url)
+
+
+def test_a_server_of_another_protocol(server: Running, service: Service):
+    service.info["protocol"] = 99
+    with pytest.raises(ValueError, match="another version of lowtide"):
+        generator_at(server.url)
+
+
+def test_a_server_with_another_regex(server: Running):
+    with pytest.raises(ValueError, match="start it with the same --structured_outputs_regex"):
+        generator_at(server.url, regex="[0-9]+")
+
+
+def test_a_server_that_dies_before_the_next_batch(server: Running):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    generator.sync(model, 0)
+    server.stop()
+    with pytest.raises(ServerError, match="cannot be reached, or went away during /generate"):
+        generator.generate(model, REQUESTS, SAMPLING)
+    with pytest.raises(ServerError, match="cannot be reached, or went away during /info"):
+        generator.sync(model, 1)
+    with pytest.raises(StaleWeights):  # a copy that failed in the middle is none
+        generator.generate(model, REQUESTS, SAMPLING)
+
+
+def test_a_server_that_dies_in_its_answer(answering: Callable):
+    def answer(call: BaseHTTPRequestHandler) -> None:
+        call.send_response(200)
+        call.send_header("Content-Length", "1000")
+        call.end_headers()
+        call.wfile.write(b"{")
+        call.close_connection = True
+
+    with pytest.raises(ServerError, match="went away during /x"):
+        Calls(answering(answer), 5.0).get("/x")
+
+
+def test_a_server_that_hangs(answering: Callable):
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=r"did not answer /x within 0.3 seconds.*raise vllm_server_timeout"):
+        Calls(answering(lambda call: time.sleep(2)), 0.3).post("/x", {})
+    assert time.monotonic() - start < 1.5
+
+
+def test_a_server_that_sends_ever_so_little(answering: Callable):
+    def answer(call: BaseHTTPRequestHandler) -> None:
+        call.send_response(200)
+        call.send_header("Content-Length", "1000")
+        call.end_headers()
+        for _ in range(20):
+            call.wfile.write(b" ")
+            call.wfile.flush()
+            time.sleep(0.1)
+
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=r"did not answer /x within 0.4 seconds"):
+        Calls(answering(answer), 0.4).get("/x")
+    assert time.monotonic() - start < 1.5
+
+
+def test_what_is_no_json(answering: Callable):
+    def answer(call: BaseHTTPRequestHandler) -> None:
+        call.send_response(200)
+        call.end_headers()
+        call.wfile.write(b"<html>hello")
+
+    with pytest.raises(ServerError, match="no vLLM server: /x gave b'<html>hello'"):
+        Calls(answering(answer), 5.0).get("/x")
+
+
+def test_an_error_of_the_engine_is_told(server: Running, engine: Remembers):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    generator.sync(model, 0)
+    engine.write = lambda jobs: [][0]  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="refuses /generate"):
+        generator.generate(model, REQUESTS, SAMPLING)
+
+
+def test_as_many_logprobs_as_tokens(server: Running, engine: Remembers):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    generator.sync(model, 0)
+    engine.logprobs = 1
+    with pytest.raises(ValueError, match="completion 0 has 2 tokens and 1 logprobs"):
+        generator.generate(model, REQUESTS, SAMPLING)
+
+
+def test_as_many_completions_as_prompts(server: Running, service: Service):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    generator.sync(model, 0)
+    service.engine.write = lambda jobs: [[] for _ in jobs]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"returned 0 completions for 3 prompts"):
+        generator.generate(model, REQUESTS, SAMPLING)
+
+
+def test_prompts_that_are_too_long(server: Running):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    generator.sync(model, 0)
+    with pytest.raises(ValueError, match=r"request 0 has a prompt of 61 tokens.*vLLM takes 64.*--max_model_length"):
+        generator.generate(model, [Request([5] * 61)], SAMPLING)
+
+
+def test_weights_that_nobody_copied(server: Running):
+    model = tiny_llama()
+    with pytest.raises(StaleWeights, match="never got the weights"):
+        generator_at(server.url, model).generate(model, REQUESTS, SAMPLING)
+
+
+def test_stale_weights(server: Running, service: Service):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    generator.sync(model, 3)
+    service.label = {"run": generator.run, "version": 2, "copy": 1}
+    with pytest.raises(StaleWeights, match=r"stale weights: those after step 2 .* the policy is at step 3"):
+        generator.generate(model, REQUESTS, SAMPLING)
+
+
+def test_a_server_that_was_started_again(server: Running, service: Service):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    generator.sync(model, 3)
+    service.label = None
+    with pytest.raises(StaleWeights, match="started again"):
+        generator.generate(model, REQUESTS, SAMPLING)
+
+
+def test_two_runs_that_send_at_a_time(server: Running):
+    model = tiny_llama()
+    first, second = generator_at(server.url, model), generator_at(server.url, model)
+    begin = first.backend.begin
+    first.backend.begin = lambda label: (begin(label), second.sync(model, 0))[0]  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="another run has begun"):
+        first.sync(model, 0)
+    assert len(second.generate(model, REQUESTS, SAMPLING)) == 2
+
+
+def test_a_bucket_that_is_none(server: Running):
+    model = tiny_llama()
+    generator = generator_at(server.url, model)
+    generator.sync(model, 0)
+    assert generator.label is not None
+    generator.backend.begin(generator.label)
+    with pytest.raises(Refused, match="no bucket of weights"):
+        generator.backend.send(generator.label, b"12345678nonsense")
+
+
+def test_other_ranks_wait_for_the_first_to_send(server: Running, service: Service, monkeypatch: pytest.MonkeyPatch):
+    remote = "lowtide.rollout.generators.vllm.remote"
+    monkeypatch.setattr(f"{remote}._same_on_all_ranks", lambda run: "ours")
+    model = tiny_llama()
+    first, other = (generator_at(server.url, model, timeout=30.0) for _ in range(2))
+    monkeypatch.setattr(f"{remote}.distributed", lambda: threading.current_thread() is threading.main_thread())
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    other.calls.timeout = 0.3
+    with pytest.raises(ServerError, match=r"did not get the weights of step 0 from the first rank within .*=0.3 seco"):
+        other.sync(model, 0)
+    other.calls.timeout = 30.0
+    sending = threading.Timer(0.3, lambda: first.sync(model, 0))
+    sending.start()
+    other.sync(model, 0)
+    assert len(other.generate(model, REQUESTS, SAMPLING)) == 2
+    sending.join()

@@ -68,5 +68,19 @@ METHODS = MethodTable(
         "bco": MethodRow(
             "BCO", "binary classifier optimization: single answers that are desirable or not, against a reference"
         ),
+        "grpo": MethodRow(
+            "GRPO", "group relative policy optimization: completions that the model writes, rewarded against each other"
+        ),
+        "rloo": MethodRow(
+            "RLOO", "REINFORCE with a leave-one-out baseline: completions that the model writes, rewarded"
+        ),
+        "online-dpo": MethodRow(
+            "OnlineDPO",
+            "online DPO: pairs of completions that the model writes, of which a judge or rewards prefer one",
+            module="lowtide.methods.online_dpo",
+        ),
+        "ppo": MethodRow(
+            "PPO", "proximal policy optimization: completions that the model writes, rewarded, and a value function"
+        ),
     }
 )

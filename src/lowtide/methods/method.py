@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.methods.options import ReferenceOptions
+from lowtide.methods.learning import Learning
+from lowtide.methods.options import FollowedReference
 from lowtide.methods.paper import Paper
 from lowtide.methods.rows import RowLayout
 from lowtide.objectives.outcome import Counts, Outcome
@@ -34,6 +35,8 @@ class TokenObjective:
     """The statistics that the loss or the metrics need."""
     aux_coefficient: float = 0.0
     """Weight of the load-balancing loss of a mixture of experts; 0 leaves it out."""
+    temperature: float = 1.0
+    """Divisor of the logits before they are scored."""
 
     def counts(self, batch: RaggedBatch) -> Counts:
         return {"scores": batch.scores}
@@ -54,6 +57,10 @@ class RowObjective:
     """The denominators, counted before the batch is split, and added up over ranks."""
     want: Want = NOTHING_MORE
     aux_coefficient: float = 0.0
+    temperature: float = 1.0
+    """As of `TokenObjective`; the reference has its own."""
+    head: type[Head] | None = None
+    """The head that is read; None for the model's own."""
     needs_reference: bool = False
     whole: bool = False
     """The loss is no sum over rows: it has to see the whole batch of an optimizer step at once."""
@@ -92,7 +99,16 @@ class Method:
     derived_metrics: Callable[[Mapping[str, float]], dict[str, float]] | None = None
     """Metrics that follow from those that were added up."""
 
+    arguments: tuple[str, ...] = ()
+    """The trainer's arguments in TRL's order, where they are other than those of methods of its kind."""
+
+    @property
+    def writes(self) -> Learning | None:
+        """What is made of what the policy writes, for a method that learns from that: the options are
+        `methods.rollouts.RolloutOptions` then."""
+        return getattr(self.rows, "learning", None)
+
     @property
     def compares(self) -> bool:
-        """Whether the policy is compared with a reference."""
-        return issubclass(self.options, ReferenceOptions)
+        """Whether the policy may be compared with a reference; the options say whether it is."""
+        return issubclass(self.options, FollowedReference)

@@ -34,15 +34,9 @@ class CompletionOptions:
 
 
 @dataclass(kw_only=True)
-class ReferenceOptions:
-    """Of the methods that compare the policy with a reference."""
+class FollowedReference:
+    """Of the methods that may have a reference: how it is stored, and whether it moves."""
 
-    precompute_ref_log_probs: bool = option(
-        False, "Compute the reference's log-probabilities before training, and keep no reference."
-    )
-    precompute_ref_batch_size: int | None = option(
-        None, "Rows at a time while they are computed. None: `per_device_train_batch_size`.", COUNT
-    )
     ref_model_storage: str = option(
         "same",
         "What a frozen reference takes: the policy's dtype, 8 or 4 bits (not exact), or host memory (slower).",
@@ -53,6 +47,23 @@ class ReferenceOptions:
         0.6, "How far it moves: 1 makes it the policy (arXiv 2404.09656).", Range(above=0, most=1)
     )
     ref_model_sync_steps: int = option(512, "Optimizer steps between two such moves.", COUNT)
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is a reference under these options."""
+        return True
+
+
+@dataclass(kw_only=True)
+class ReferenceOptions(FollowedReference):
+    """Of the methods that compare the policy with a reference on rows that are known before training."""
+
+    precompute_ref_log_probs: bool = option(
+        False, "Compute the reference's log-probabilities before training, and keep no reference."
+    )
+    precompute_ref_batch_size: int | None = option(
+        None, "Rows at a time while they are computed. None: `per_device_train_batch_size`.", COUNT
+    )
 
     def check_reference(self) -> None:
         """Refuses what cannot work together.

@@ -12,7 +12,7 @@ LENGTHS = "use `max_length`, `max_prompt_length` or `max_completion_length`"
 REFERENCE = "pass the reference as `ref_model`; with adapters it is the model without them"
 PACKING = "`packing=True` reads the whole dataset and fills bins of `max_length`: leave it out"
 UDM = "BCO weighs all rows alike here: leave it out"
-ONLINE = "it is of a method that writes completions, which lowtide does not train yet"
+ONLINE = "it is of the methods whose policy writes completions (`lowtide grpo`, `rloo`, `online-dpo`, `ppo`)"
 NOT_THERE = "transformers has removed it: leave it out"
 
 REPLACED: dict[str, str] = {

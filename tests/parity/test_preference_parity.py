@@ -21,6 +21,7 @@ from tests.support.parity_world import (
     FIRST_STEPS,
     MODELS,
     STEPS,
+    assert_metrics_agree,
     assistant,
     build_model,
     first_steps,
@@ -212,7 +213,4 @@ def check_agreement(case: Case, steps: int, folder: Any) -> None:
     assert expected["grad_norm"].max() > 0
     if "gradient_accumulation_steps" in case.flags:
         return  # TRL's metrics are means of the micro-batches' then
-    for metric in set(COMPARED) & expected.keys() & actual.keys():
-        size = expected[metric].abs().max().item()
-        message = lambda text, metric=metric: f"{metric}: {text}"  # noqa: E731
-        torch.testing.assert_close(actual[metric], expected[metric], rtol=1e-3, atol=2e-4 * size + 1e-6, msg=message)
+    assert_metrics_agree(actual, expected, set(COMPARED) & expected.keys() & actual.keys())

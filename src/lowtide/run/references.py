@@ -48,6 +48,8 @@ class ReferenceMaker:
 
     def __init__(self, args: Any, requested: Any, *, adapters_came: bool) -> None:
         self.args, self.requested, self.adapters_came = args, requested, adapters_came
+        self.temperature = float(getattr(args, "scored_at", 1.0))
+        """At which an online method compares."""
 
     @out_of_memory_while("making the reference")
     def make(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
@@ -56,18 +58,18 @@ class ReferenceMaker:
         Raises:
             ValueError: it cannot be the reference, or options do not go with it; says what to do.
         """
-        args = self.args
+        args, how = self.args, {"padding_free": engine.padding_free, "temperature": self.temperature}
         requested, self.requested = self.requested, None
         if hasattr(model, "disable_adapter") and requested is None:
             self._check_adapters(model)
             return Reference(
-                AdapterOff(model, padding_free=engine.padding_free),
+                AdapterOff(model, **how),
                 "the policy with its adapters off; it costs nothing",
             )
         narrowed = args.optim in OPTIMIZERS
-        if requested is None and args.precompute_ref_log_probs and not narrowed:
+        if requested is None and getattr(args, "precompute_ref_log_probs", False) and not narrowed:
             return Reference(
-                FrozenModel(model, padding_free=engine.padding_free),
+                FrozenModel(model, **how),
                 "log-probabilities computed before training; no reference is resident",
             )
         frozen = copy.deepcopy(model) if requested is None else self._loaded(requested, model, tokenizer)
@@ -76,7 +78,7 @@ class ReferenceMaker:
         if narrowed:
             for parameter in frozen.parameters():  # as the policy's will be; buffers stay
                 parameter.data = parameter.data.to(torch.bfloat16)
-        reference = FrozenModel.of(frozen, padding_free=engine.padding_free)
+        reference = FrozenModel.of(frozen, **how)
         compute_in(frozen, engine.computed_in)
         STORAGES[args.ref_model_storage](reference.model, args.device)
         return Reference(reference, self._text(reference.model, own_model=requested is None))
@@ -85,6 +87,8 @@ class ReferenceMaker:
         whose = "a frozen copy of the model" if own_model else "the ref_model that was passed"
         exact = "" if self.args.ref_model_storage in ("same", "cpu") else ", not exact"
         text = f"{whose}, {_size(reference)}{exact}"
+        if not hasattr(self.args, "precompute_ref_log_probs"):
+            return text
         if self.args.precompute_ref_log_probs:
             return f"{text}; let go once its log-probabilities are computed, before training"
         return f"{text}; precompute_ref_log_probs=True does without" if own_model else text

@@ -80,7 +80,7 @@ class TrainingRun:
         """Of the training set."""
         self.skips_preparation = bool(getattr(args, "skips_preparation", False))
         self._references = None
-        if method.compares:
+        if method.compares and args.compares:
             self._references = ReferenceMaker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
         self.model, self.tokenizer = self._loaded()
         check_trained(self.model)
@@ -102,6 +102,7 @@ class TrainingRun:
             head=method.head,
             needs_tokenizer=inputs.needs_tokenizer and not self.skips_preparation,
         )
+        self._attach_head(model)
         if inputs.peft_config is not None:
             model = self._adapted(model, adapters_of(method, inputs.peft_config))
         if getattr(args, "disable_dropout", False):
@@ -111,6 +112,18 @@ class TrainingRun:
         if isinstance(method.head.score_rule(cast(Any, causal_model(model))), LastToken):
             set_padding(causal_model(model), tokenizer, args)  # what the head passes over
         return model, tokenizer
+
+    def _attach_head(self, model: nn.Module) -> None:
+        """Adds what the head needs, which adapters that came with the model would not be saved with."""
+        added, inner = self.method.head.added_module, causal_model(model)
+        if added is None:
+            return
+        if inner is not model and not hasattr(inner, added):
+            raise ValueError(
+                f"{self.method.title} adds a {added} to the model, and the adapters that came with it would be saved "
+                "without it: pass the model without adapters, and these as `peft_config`"
+            )
+        self.method.head.attach(inner)
 
     @out_of_memory_while("making the adapters")
     def _adapted(self, model: nn.Module, peft_config: Any) -> nn.Module:
@@ -151,7 +164,7 @@ class TrainingRun:
 
     def row_lengths(self, dataset: Any) -> np.ndarray | None:
         """[rows]: the tokens of each row of a dataset, as batches have them; None for a stream."""
-        return row_lengths(dataset, getattr(self.collator, "prompts_per_row", 1))
+        return row_lengths(dataset, self.collator)
 
     def check_rows(self, name: str, dataset: Any, *, trained_on: bool = True) -> None:
         """Refuses prepared rows that cannot be run; `name` is what messages call them."""
@@ -205,10 +218,14 @@ class TrainingRun:
 def adapters_of(method: Method, peft_config: Any) -> Any:
     """The configuration of adapters as a method needs it: a head that is new is trained whole, by nothing else."""
     task = getattr(peft_config, "task_type", None)
+    added, known = method.head.added_module, list(getattr(peft_config, "modules_to_save", None) or [])
+    if added is not None and added not in known:
+        peft_config = copy.copy(peft_config)
+        peft_config.modules_to_save = [*known, added]
     new = method.head.new_module
     if new is None or task not in (None, LanguageModel.task_type):
         return peft_config
-    if new in (getattr(peft_config, "modules_to_save", None) or []):
+    if new in known:
         return peft_config
     peft_config = copy.copy(peft_config)
     peft_config.task_type = method.head.task_type  # for which PEFT trains the head whole

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-NOT_YET = "trains with completions that the model writes, which lowtide does not yet: keep TRL's"
+NOT_YET = "trains by a method that lowtide does not have yet: keep TRL's"
 VISION = "is for images, and lowtide trains on text: keep TRL's"
-JUDGE = "judges completions with another model, which TRL itself removed: score them outside of training"
-VALUE_HEAD = "was for the older PPOTrainer: train a reward model with RewardTrainer"
+JUDGE = (
+    "judges completions with another model: derive from BasePairwiseJudge, and pass that as OnlineDPOTrainer's judge"
+)
+VALUE_HEAD = "was for the older PPOTrainer: this one puts a value head on any language model by itself"
 TEMPLATE = "is not needed: assistant_only_loss=True marks or aligns the assistant's turns of any chat template"
 TOOLS = "is of methods that call tools while they write: keep TRL's"
 
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
         (
-            *("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "OnlineDPOConfig", "OnlineDPOTrainer"),
-            *("PPOConfig", "PPOTrainer", "XPOConfig", "XPOTrainer", "NashMDConfig", "NashMDTrainer"),
+            *("XPOConfig", "XPOTrainer", "NashMDConfig", "NashMDTrainer"),
             *("GKDConfig", "GKDTrainer", "DistillationConfig", "DistillationTrainer"),
         ),
         NOT_YET,
@@ -25,7 +26,7 @@ ELSEWHERE: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("BaseJudge", "BaseBinaryJudge", "BasePairwiseJudge", "BaseRankJudge", "AllTrueJudge", "HfPairwiseJudge"),
+            *("BaseJudge", "BaseBinaryJudge", "BaseRankJudge", "AllTrueJudge", "HfPairwiseJudge"),
             *("OpenAIPairwiseJudge", "PairRMJudge"),
         ),
         JUDGE,
@@ -61,7 +62,4 @@ ELSEWHERE: dict[str, str] = {
     "AlignPropTrainer": VISION,
     "DDPOConfig": VISION,
     "DDPOTrainer": VISION,
-    "get_soft_overlong_punishment": "is a reward function of methods that write completions: keep TRL's",
-    "think_format_reward": "is a reward function of methods that write completions: keep TRL's",
-    "accuracy_reward": "is a reward function of methods that write completions: keep TRL's",
 }

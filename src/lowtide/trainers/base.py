@@ -151,9 +151,12 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
     def row_lengths(self, dataset: Any = None) -> np.ndarray | None:
         """[rows]: the tokens of each row of a dataset, by default the training set, as its batches have them; None for
         a stream."""
-        return row_lengths(
-            self.train_dataset if dataset is None else dataset, getattr(self.data_collator, "prompts_per_row", 1)
-        )
+        return row_lengths(self.train_dataset if dataset is None else dataset, self.data_collator)
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of a batch that one prepared row becomes."""
+        return 1
 
     def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
@@ -191,7 +194,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         self.runner.begin()
         if self.args.rehearsal:
             with self.compute_loss_context_manager():
-                rehearse(self.runner, self.row_lengths(), self._batch_of)
+                rehearse(self.runner, self.row_lengths(), self._batch_of, self.rows_together)
 
     def _batch_of(self, rows: Sequence[int]) -> RaggedBatch:
         dataset: Any = self.train_dataset

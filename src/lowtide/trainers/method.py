@@ -78,7 +78,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         self.args = args = with_older(args, older, type(self).__name__)
         self.planned = self._plan(given)
         set_seed(args.seed)
-        if getattr(given["data_collator"], "is_default", False):
+        if getattr(given.get("data_collator"), "is_default", False):
             given["data_collator"] = None
         self.training_run = run = TrainingRun(self.method, args, _inputs(given, needs_tokenizer=self.needs_tokenizer))
         train_dataset, run.ledger = self.prepare(given["train_dataset"], "train")
@@ -93,7 +93,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=run.tokenizer,
-            **{name: given[name] for name in OF_TRAINER},
+            **{name: given[name] for name in OF_TRAINER if name in given},
         )
         if "compute_loss_func" in given:
             self._take_loss(given["compute_loss_func"], given["preprocess_logits_for_metrics"])
@@ -188,6 +188,10 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         metrics = super().metrics_of(sums)
         derived = self.method.derived_metrics
         return metrics if derived is None else metrics | derived(metrics)
+
+    @property
+    def rows_together(self) -> int:
+        return self.method.rows.together(self.args)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a run that stops for want of memory says what would have helped."""

@@ -102,5 +102,5 @@ def heaviest_micro_batch(trainer: MethodTrainer) -> tuple[int, ...]:
     lengths, limits = trainer.row_lengths(), trainer.limits
     if lengths is None or limits.rows is None:
         return ()
-    *_, rows = heaviest_rows(lengths, limits.rows, limits.tokens)
+    *_, rows = heaviest_rows(lengths, -(-limits.rows // trainer.rows_together), limits.tokens)
     return tuple(int(lengths[row]) for row in rows)

@@ -9,6 +9,7 @@ from lowtide.methods import METHODS
 from lowtide.methods.method import Method
 from lowtide.run.options.configs import config_class, public_name
 from lowtide.trainers.method import MethodTrainer
+from lowtide.trainers.online.trainer import OnlineTrainer
 from lowtide.trainers.reference import ReferenceTrainer
 from lowtide.trainers.signatures import signature_of
 
@@ -16,7 +17,7 @@ from lowtide.trainers.signatures import signature_of
 @functools.cache
 def trainer_class(method: Method) -> type[MethodTrainer]:
     """The method's trainer."""
-    kind = ReferenceTrainer if method.compares else MethodTrainer
+    kind = OnlineTrainer if method.writes else ReferenceTrainer if method.compares else MethodTrainer
     made: Any = type(
         f"{public_name(method)}Trainer",
         (kind,),

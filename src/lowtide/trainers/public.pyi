@@ -12,10 +12,14 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from lowtide.methods.bco import BCOOptions
 from lowtide.methods.cpo import CPOOptions
 from lowtide.methods.dpo import DPOOptions
+from lowtide.methods.grpo import GRPOOptions
 from lowtide.methods.kto import KTOOptions
 from lowtide.methods.method import Method
+from lowtide.methods.online_dpo import OnlineDPOOptions
 from lowtide.methods.orpo import ORPOOptions
+from lowtide.methods.ppo import PPOOptions
 from lowtide.methods.reward import RewardOptions
+from lowtide.methods.rloo import RLOOOptions
 from lowtide.methods.sft import SFTOptions
 from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.method import MethodTrainer
@@ -172,6 +176,109 @@ class BCOTrainer(ReferenceTrainer):
         optimizers: tuple = ...,
         quantization_config: Any = ...,
         peft_config: Any = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class GRPOConfig(GRPOOptions, TrainingConfig): ...
+
+class GRPOTrainer(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        reward_funcs: Any = ...,
+        args: TrainingArguments | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        reward_processing_classes: Any = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        tools: Any = ...,
+        rollout_func: Any = ...,
+        environment_factory: Any = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class RLOOConfig(RLOOOptions, TrainingConfig): ...
+
+class RLOOTrainer(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        reward_funcs: Any = ...,
+        args: TrainingArguments | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        reward_processing_classes: Any = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        tools: Any = ...,
+        rollout_func: Any = ...,
+        environment_factory: Any = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class OnlineDPOConfig(OnlineDPOOptions, TrainingConfig): ...
+
+class OnlineDPOTrainer(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        ref_model: str | os.PathLike | nn.Module | None = ...,
+        reward_funcs: Any = ...,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        reward_processing_classes: Any = ...,
+        peft_config: Any = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        judge: Any = ...,
+        quantization_config: Any = ...,
+        tools: Any = ...,
+        rollout_func: Any = ...,
+        environment_factory: Any = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class PPOConfig(PPOOptions, TrainingConfig): ...
+
+class PPOTrainer(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        ref_model: str | os.PathLike | nn.Module | None = ...,
+        reward_funcs: Any = ...,
+        args: TrainingArguments | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        reward_processing_classes: Any = ...,
+        value_model: Any = ...,
+        data_collator: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        tools: Any = ...,
+        rollout_func: Any = ...,
+        environment_factory: Any = ...,
         optimizer_cls_and_kwargs: tuple | None = ...,
         **older: Any,
     ) -> None: ...

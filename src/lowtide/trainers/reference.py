@@ -31,7 +31,7 @@ class ReferenceTrainer(MethodTrainer):
         self._later: LaterReference | None = None
         super().__init__(*positional, **named)
         options: Any = self.args
-        if options.precompute_ref_log_probs:
+        if getattr(options, "precompute_ref_log_probs", False):
             with edge("precomputing the reference"):
                 known = precompute(self)
                 self._later = LaterReference(self.reference, *known, computed_in=computed_in(options))
@@ -51,7 +51,7 @@ class ReferenceTrainer(MethodTrainer):
     @property
     def precompute_ref_logps(self) -> bool:
         """Whether the reference's log-probabilities are computed before training."""
-        return cast(Any, self.args).precompute_ref_log_probs
+        return getattr(self.args, "precompute_ref_log_probs", False)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """[pairs] for the chosen and the rejected completions: the reference's log-probabilities, for a `compute_loss`

@@ -22,10 +22,24 @@ WITH_FORMATTING = (
     *("preprocess_logits_for_metrics", *OF_MODEL, "formatting_func"),
 )
 
+ONLINE = (
+    *("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
+    *("reward_processing_classes", "callbacks", "optimizers", *OF_MODEL, "tools", "rollout_func"),
+    *("environment_factory", "optimizer_cls_and_kwargs"),
+)
+
 
 def signature_of(method: Method) -> Signature:
     """The signature of a method's trainer; what an older TRL took beside it comes as `older`."""
-    names = WITH_REFERENCE if method.compares else WITH_FORMATTING if method.rows.formats else PLAIN
+    names = method.arguments or (
+        ONLINE
+        if method.writes
+        else WITH_REFERENCE
+        if method.compares
+        else WITH_FORMATTING
+        if method.rows.formats
+        else PLAIN
+    )
     required = {"model"}
     parameters = [
         Parameter(

@@ -59,7 +59,10 @@ def config_class(method: Method) -> type[TrainingConfig]:
                 *dict_fields(TrainingConfig),
                 *(each.name for each in own if "dict" in str(each.type)),
             ],
-            "without_effect": {n: why for n, why in TrainingConfig.without_effect.items() if n not in named},
+            "without_effect": {
+                **{n: why for n, why in TrainingConfig.without_effect.items() if n not in named},
+                **getattr(method.options, "without_effect", {}),
+            },
         },
     )
     return dataclass(made)

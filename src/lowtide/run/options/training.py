@@ -167,7 +167,11 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     def check(self) -> None:
         """The method's own checks; its options class has them."""
 
+    def respell(self) -> None:
+        """Takes other spellings of values, before all are checked; a method's options class may have some."""
+
     def __post_init__(self) -> None:
+        self.respell()
         take_values(self, leave=self.refused)
         self.check()
         check_inherited(self)

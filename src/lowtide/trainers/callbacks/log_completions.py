@@ -128,13 +128,22 @@ def _generating(model: Any, tokenizer: Any) -> Iterator[None]:
 
 def _show(table: Sequence[Sequence[str]], new: Sequence[Sequence[str]], report_to: Any) -> None:
     """Hands the table to the trackers that are reported to, or the new rows to the terminal."""
-    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    if not set(names) & set(TRACKERS):
+    if not trackers_of(report_to):
         _print(new)
         return
     import pandas
 
-    frame = pandas.DataFrame(columns=list(COLUMNS), data=[list(row) for row in table])
+    hand_to_trackers(pandas.DataFrame(columns=list(COLUMNS), data=[list(row) for row in table]), report_to)
+
+
+def trackers_of(report_to: Any) -> set[str]:
+    """The trackers that take tables, of those that are reported to."""
+    return {report_to} & set(TRACKERS) if isinstance(report_to, str) else set(report_to or []) & set(TRACKERS)
+
+
+def hand_to_trackers(frame: Any, report_to: Any) -> None:
+    """Logs a pandas table of completions to the trackers that are reported to."""
+    names = trackers_of(report_to)
     if "wandb" in names:
         import wandb
 

@@ -57,7 +57,7 @@ class StartReport(TrainerCallback):
         console.print(table)
         if ledger is not None:
             console.print(ledger)
-        else:
+        elif not self.trainer.method.writes:
             console.print("ledger: rows are streamed or prepared elsewhere, so they are not counted beforehand")
 
     def lines(self) -> list[tuple[str, str]]:

@@ -1,0 +1,405 @@
+"""Makes rollouts: completions are written for prompts, rewarded, and turned into what a step learns from.
+
+Writing and rewarding are what a rank does by itself; after it ranks meet, and advantages are those of whole groups
+over all ranks. On one policy no pass is made for the log-probabilities of what it wrote: while the weights are those
+that wrote, the update's own serve, and after that the sampler's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
+from lowtide.data.prompts import PROMPT, PROMPT_IDS
+from lowtide.engine.forward import causal_model
+from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.reference import logprobs
+from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
+from lowtide.methods.learning import GroupRewards, Learning, Rewarded
+from lowtide.methods.rollouts import RolloutOptions
+from lowtide.objectives.advantages import deviation, weighted
+from lowtide.objectives.correction import Correction, correction, sampling_metrics
+from lowtide.ranks.world import gathered
+from lowtide.rollout.conversations import Conversations, ToolUse
+from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
+from lowtide.rollout.generators.ragged import RaggedGenerator
+from lowtide.rollout.generators.support import why_not
+from lowtide.rollout.generators.transformers import TransformersGenerator
+from lowtide.rollout.judges import JudgedPairs
+from lowtide.rollout.rewards.completed import Completed
+from lowtide.rollout.rewards.rewards import Rewards
+from lowtide.rollout.rollout import Rollout
+from lowtide.run.vllm import make_vllm_generator
+from lowtide.step.rank_sync import RankSync
+from lowtide.step.runner import StepRunner
+from lowtide.step.train_step import score_in_parts
+
+logger = logging.getLogger(__name__)
+
+REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+"""What a `rollout_func` returns at least."""
+NO_BUDGET = "; it writes all at once, so that tokens_per_generation_batch has no effect"
+
+
+@dataclass
+class Made:
+    """A rollout with what is logged of it."""
+
+    rollout: Rollout
+    completed: Completed
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Over all ranks, under TRL's names."""
+    advantages: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """[completions] of all ranks."""
+    rewards: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    """[completions, functions] of all ranks."""
+    extra: dict[str, list] = field(default_factory=dict)
+    """Further columns of the table of completions, which reward functions logged."""
+
+
+@dataclass
+class RolloutMaker:
+    """Makes the rollouts of a run."""
+
+    options: RolloutOptions
+    runner: StepRunner
+    tokenizer: PreTrainedTokenizerBase
+    rewards: Rewards | JudgedPairs
+    generator: Generator
+    learning: Learning
+    tools: ToolUse | None = None
+    rollout_func: Callable | None = None
+    trainer: Any = None
+    """Handed to `rollout_func`, as TRL does."""
+    evaluates: bool = False
+    """Whether what is written is evaluated, and not learned from."""
+    wants_old: bool = False
+    """Whether the log-probabilities of the policy that wrote are needed later than in the update that follows."""
+
+    def make(
+        self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], *, group: int, version: int, state: Any = None
+    ) -> Made:
+        """Completions of rows, one each, rewarded.
+
+        Args:
+            rows: of this rank, the completions of a prompt side by side.
+            place: what keys the random numbers beside the seed: (epoch, micro-batch, first completion).
+            group: completions of a prompt.
+            version: optimizer steps that the weights have taken.
+            state: of the trainer, for reward functions.
+
+        Raises:
+            ValueError: a reward, a tool or a `rollout_func` failed; says which, and at which row.
+            OutOfMemory: what was to be written does not fit.
+        """
+        sync = RankSync("generation", remedy="Set tokens_per_generation_batch, or lower max_completion_length")
+        logged: dict[str, list[float]] = {}
+        extra: dict[str, list] = {}
+        made: Made | None = None
+        found: Correction | None = None
+        with sync.local():
+            with self.runner.phases.during("generate"):
+                if isinstance(self.generator, HoldsWeights):
+                    self.generator.sync(self.runner.model, version)
+                rollout, conversations, extra_fields = self._written(rows, place, version)
+            completed = self._completed(rows, rollout, conversations, extra_fields)
+            made = Made(rollout, completed, extra=extra)
+            with self.runner.phases.during("reward"):
+                rollout.rewards = self.rewards(
+                    completed,
+                    trainer_state=state,
+                    log_extra=lambda name, values: extra.setdefault(name, []).extend(values),
+                    log_metric=lambda name, value: logged.setdefault(name, []).append(value),
+                )
+            self.learning.prepare(rollout, self.options)
+            with self.runner.phases.during("score"):
+                found = self._score(rollout)
+        sync.meet(self.runner.device)
+        assert made is not None
+        if conversations is not None:
+            made.metrics |= _tool_metrics(conversations, self.runner.device)
+        if found is not None:
+            made.metrics |= sampling_metrics(found, lambda own: gathered(own.to(self.runner.device)))
+        made.metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
+        self._finish(made, group, getattr(state, "epoch", None) or 0.0)
+        return made
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def _written(
+        self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int
+    ) -> tuple[Rollout, Conversations | None, Mapping[str, Any]]:
+        """Completions of rows; their conversations, where tools are called; and further columns for rewards."""
+        conversations, extra_fields = None, {}
+        if self.rollout_func is not None:
+            rollout, extra_fields = self._by_function(rows, version)
+        else:
+            rollout, conversations = self._by_generator(rows, place, version)
+        if self.options.mask_truncated_completions:
+            rollout.learned = [each.finish == "stop" for each in rollout.completions]
+        return rollout, conversations, extra_fields
+
+    def _by_generator(
+        self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int
+    ) -> tuple[Rollout, Conversations | None]:
+        *where, first = place
+        seeds = [_seed(self.options.seed, *where, first + number) for number in range(len(rows))]  # type: ignore
+        conversations = None
+        if self.tools is not None:
+            most = self.options.max_completion_length
+            conversations = self.tools.start(_as_given(rows), max_completion_length=most)
+            requests = conversations.requests(seeds)
+        else:
+            requests = [Request(row[PROMPT_IDS], 1, seed) for row, seed in zip(rows, seeds, strict=True)]
+        groups = self._generate(requests, conversations)
+        if conversations is None:
+            completions = [one for each in groups for one in each]
+        else:
+            completions = conversations.finish(groups)
+        prompts = [list(request.prompt_ids) for request in requests for _ in range(request.count)]
+        return Rollout(prompts, completions, version), conversations
+
+    def _generate(self, requests: Sequence[Request], conversations: Conversations | None) -> list[list[Completion]]:
+        """What a generator writes; again with half as many tokens at a time where memory runs out."""
+        sampling = self.options.sampling(self.stop_ids)
+        while True:
+            try:
+                return self.generator.generate(self.runner.model, requests, sampling, conversations)
+            except Exception as error:
+                if not is_out_of_memory(error) or conversations is not None or not self._writes_less(requests):
+                    raise
+                drop_frames(error)
+            free_caches()
+
+    def _writes_less(self, requests: Sequence[Request]) -> bool:
+        """Halves what is written at a time; False where that is one completion already."""
+        generator = self.generator
+        if not isinstance(generator, RaggedGenerator):
+            return False
+        most = self.options.max_completion_length
+        least = max(len(each.prompt_ids) for each in requests) + most
+        total = sum(len(each.prompt_ids) + each.count * most for each in requests)
+        half = max((generator.budget or total) // 2, least)
+        if half >= (generator.budget or total):
+            return False
+        generator.budget = half
+        logger.warning(
+            f"out of memory while writing completions: at most {half:,} tokens are held at a time from now on"
+        )
+        return True
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The tokens that end a completion: the tokenizer's, and those of the model's generation config."""
+        config: Any = getattr(causal_model(self.runner.model), "generation_config", None)
+        known = getattr(config, "eos_token_id", None)
+        found = [self.tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])]
+        return list(dict.fromkeys(cast(int, each) for each in found if each is not None))
+
+    def _by_function(self, rows: Sequence[Mapping[str, Any]], version: int) -> tuple[Rollout, Mapping[str, Any]]:
+        """What a user's `rollout_func` wrote, and what else it returned.
+
+        Raises:
+            ValueError: it raised, or returned something else than as many completions.
+        """
+        assert self.rollout_func is not None
+        given = self.rollout_func([row[PROMPT] for row in rows], self.trainer)
+        missing = [name for name in REQUIRED if name not in given]
+        if missing:
+            raise ValueError(f"rollout_func returns no {', '.join(missing)}: it must return {', '.join(REQUIRED)}")
+        masks = given.get("env_mask") or [[1] * len(ids) for ids in given["completion_ids"]]
+        numbers = given["logprobs"] or [[float("nan")] * len(ids) for ids in given["completion_ids"]]
+        lists = {"prompt_ids": given["prompt_ids"], "completion_ids": given["completion_ids"]}
+        lists |= {"env_mask": masks, "logprobs": numbers}
+        for name, values in lists.items():
+            if len(values) != len(rows):
+                raise ValueError(f"rollout_func returned {len(values)} {name} for {len(rows)} prompts: one for each")
+        completions = []
+        for number, (ids, mask, probs) in enumerate(zip(given["completion_ids"], masks, numbers, strict=True)):
+            if not len(ids) or not len(given["prompt_ids"][number]):
+                raise ValueError(f"rollout_func: the prompt or the completion of row {number} has no tokens")
+            if not len(ids) == len(mask) == len(probs):
+                raise ValueError(
+                    f"rollout_func: row {number} has {len(ids)} completion_ids, {len(probs)} logprobs and {len(mask)} "
+                    "env_mask: as many of each"
+                )
+            ids, plain = [int(token) for token in ids], [float("nan")] * len(ids)
+            ends = ids[-1] in [*self.stop_ids, self.tokenizer.pad_token_id]
+            probs = [float("nan") if each is None else float(each) for each in probs]
+            completions.append(Completion(ids, probs, plain, [bool(m) for m in mask], "stop" if ends else "length"))
+        rollout = Rollout([[int(t) for t in prompt] for prompt in given["prompt_ids"]], completions, version)
+        return rollout, {name: values for name, values in given.items() if name not in (*REQUIRED, "env_mask")}
+
+    def _completed(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        rollout: Rollout,
+        conversations: Conversations | None,
+        extra_fields: Mapping[str, Any],
+    ) -> Completed:
+        """What reward functions see."""
+        rows = _as_given(rows)
+        for name, values in extra_fields.items():
+            for number, row in enumerate(rows):
+                row[name] = values[number] if isinstance(values, list) and number < len(values) else values
+        ids = [each.token_ids for each in rollout.completions]
+        given = {"completion_ids": ids, "prompt_ids": rollout.prompts}
+        if conversations is not None:
+            prompts: list[Any] = [each.prompt for each in conversations.all]
+            completions: list[Any] = [each.messages for each in conversations.all]
+            return Completed.of(rows, prompts, completions, environments=conversations.environments, **given)
+        prompts = [row[PROMPT] for row in rows]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        if not isinstance(prompts[0], str):
+            return Completed.of(rows, prompts, [[{"role": "assistant", "content": text}] for text in texts], **given)
+        return Completed.of(rows, prompts, texts, **given)
+
+    # -- scoring -----------------------------------------------------------------------------------------------
+
+    def _score(self, rollout: Rollout) -> Correction | None:
+        """Log-probabilities that are needed later: of the policy that wrote, and of the reference; and by how much the
+        generator's own differ, where that is corrected."""
+        wants_reference = self.options.compares and self.runner.reference is not None
+        batch = None
+        if self.wants_old or self.options.corrects:
+            old = rollout.of_scores("plain_logprobs")
+            if old.isnan().any():
+                batch = rollout.batch().to(self.runner.device)
+                old = self._policy(batch).float().cpu()
+            rollout.score_values[OLD] = old
+        others = self.rollout_func is not None or self.options.use_vllm
+        if others and getattr(self.options, "off_policy_mask_threshold", None) is not None:
+            sampled = rollout.of_scores("logprobs")
+            if not sampled.isnan().all():
+                rollout.score_values[SAMPLED] = sampled
+        if wants_reference:
+            batch = rollout.batch().to(self.runner.device) if batch is None else batch
+            if batch.scores:
+                found = self.runner.reference_logprobs(batch, self.runner.limits_of(batch))
+                rollout.score_values[REFERENCE] = found.float().cpu()
+            else:
+                rollout.score_values[REFERENCE] = torch.zeros(0)
+        if self.learning.reads is not None:
+            batch = rollout.batch().to(self.runner.device) if batch is None else batch
+            rollout.score_values[VALUE] = self._policy(batch, self.learning.reads).float().cpu()
+        return self._corrected(rollout) if self.options.corrects else None
+
+    def _corrected(self, rollout: Rollout) -> Correction:
+        """Importance ratios of the policy that wrote against the generator's numbers, kept with the rollout."""
+        options: Any = self.options
+        counts = torch.tensor([sum(flags) for flags in rollout.scored], dtype=torch.long)
+        found = correction(
+            rollout.score_values[OLD],
+            rollout.of_scores("logprobs"),
+            torch.arange(len(counts)).repeat_interleave(counts),
+            len(counts),
+            mode=options.vllm_importance_sampling_mode,
+            least=options.vllm_importance_sampling_clip_min,
+            most=options.vllm_importance_sampling_clip_max,
+        )
+        rollout.score_values[CORRECTION] = found.ratios
+        rollout.row_values[LOG_CORRECTION] = found.logs
+        return found
+
+    def _policy(self, batch: Any, head: type[Head] = LanguageModel) -> Float[Tensor, " scores"]:
+        """What a head reads off the policy as it is now, by default log-probabilities."""
+        if not batch.scores:
+            return torch.zeros(0)
+        how = {"padding_free": self.runner.padding_free, "temperature": self.options.scored_at, "head": head}
+        model = self.runner.model
+        return score_in_parts(batch, self.runner.limits_of(batch), lambda part: logprobs(model, part, **how))
+
+    def _finish(self, made: Made, group: int, epoch: float) -> None:
+        """What is learned, and metrics over all ranks."""
+        rollout, device = made.rollout, self.runner.device
+        made.rewards = gathered(rollout.rewards.to(device)).cpu()
+        first = self.options.process_index * len(rollout)  # type: ignore[attr-defined]
+        rewarded = Rewarded(
+            rollout,
+            GroupRewards(made.rewards, self.rewards.weights, group),
+            slice(first, first + len(rollout)),
+            device,
+            epoch,
+            evaluated=self.evaluates,
+        )
+        found = self.learning.learn(rewarded, self.options)
+        made.advantages = found.values
+        rollout.row_values |= found.row_values
+        rollout.score_values |= found.score_values
+        made.metrics |= self._metrics(made, rewarded) | found.metrics
+
+    def _metrics(self, made: Made, rewarded: Rewarded) -> dict[str, float]:
+        """Of the rollouts of all ranks, under TRL's names."""
+        lengths = rewarded.of_all_ranks(torch.tensor(made.rollout.lengths, dtype=torch.float32))
+        ended = rewarded.ended
+        whole = lengths[ended] if ended.any() else torch.zeros(1)
+        metrics = {
+            "completions/mean_length": lengths.mean().item(),
+            "completions/min_length": lengths.min().item(),
+            "completions/max_length": lengths.max().item(),
+            "completions/clipped_ratio": (~ended).float().mean().item(),
+            "completions/mean_terminated_length": whole.mean().item(),
+            "completions/min_terminated_length": whole.min().item(),
+            "completions/max_terminated_length": whole.max().item(),
+        }
+        for name, column in zip(self.rewards.names, made.rewards.unbind(1), strict=True):
+            metrics[f"rewards/{name}/mean"] = column.nanmean().item()
+            metrics[f"rewards/{name}/std"] = deviation(column).item()
+        total = weighted(made.rewards, self.rewards.weights)
+        metrics["reward"], metrics["reward_std"] = total.nanmean().item(), deviation(total).item()
+        return metrics
+
+
+def make_generator(
+    options: RolloutOptions, model: nn.Module, tokenizer: Any, padding_free: bool
+) -> tuple[Generator, str]:
+    """Who writes, and why.
+
+    Raises:
+        ValueError: the one that is asked for cannot; says why.
+    """
+    if options.use_vllm:
+        return make_vllm_generator(options, model, tokenizer)
+    reason = "runs padded" if not padding_free else why_not(model)
+    if options.generation_backend == "lowtide" and reason is not None:
+        raise ValueError(
+            f"generation_backend='lowtide' cannot write with this model, which {reason}: leave it at 'auto'"
+        )
+    if options.generation_backend == "transformers" or reason is not None:
+        why = "" if reason is None else f", since the model {reason}"
+        all_at_once = "" if options.tokens_per_generation_batch is None else NO_BUDGET
+        return TransformersGenerator(tokenizer), f"transformers' generate{why}{all_at_once}"
+    budget = options.tokens_per_generation_batch
+    held = "" if budget is None else f", at most {budget:,} tokens of keys and values at a time"
+    return RaggedGenerator(tokenizer, budget), f"lowtide's own: a prompt is computed once for its completions{held}"
+
+
+def _as_given(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without what preparation added to them."""
+    return [{name: value for name, value in row.items() if name != PROMPT_IDS} for row in rows]
+
+
+def _seed(*numbers: int) -> int:
+    """One number of several, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _tool_metrics(conversations: Conversations, device: torch.device) -> dict[str, float]:
+    """Over all ranks."""
+    sums = [sum(getattr(each, name) for each in conversations.all) for name in ("calls", "failures")]
+    everyones = gathered(torch.tensor([[*sums, len(conversations)]], dtype=torch.float32, device=device)).sum(0)
+    calls, failures, completions = everyones.tolist()
+    return {
+        "tools/call_frequency": calls / completions,
+        "tools/failure_frequency": failures / calls if calls else 0.0,
+    }

@@ -1,0 +1,103 @@
+"""The table of completions that a run logs: printed to be read, kept as a Parquet file, and handed to trackers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from huggingface_hub import HfApi
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lowtide.run.rollouts import Made
+from lowtide.trainers.callbacks.log_completions import hand_to_trackers, trackers_of
+
+SHOWN = 400
+"""Characters of a prompt or a completion that are printed."""
+
+
+class CompletionsLog:
+    """The completions that were written last, of this rank."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.rows: deque[dict[str, Any]] = deque(maxlen=args.written_at_a_time)
+
+    def take_in(self, made: Made, names: Sequence[str]) -> None:
+        """The completions of a rollout."""
+        if not self.args.log_completions:
+            return
+        start = self.args.process_index * len(made.rollout)
+        for number in range(len(made.rollout)):
+            rewards = made.rewards[start + number].tolist()
+            extra = {name: values[number] for name, values in made.extra.items() if number < len(values)}
+            self.rows.append(
+                {
+                    "prompt": as_text(made.completed.prompts[number]),
+                    "completion": as_text(made.completed.completions[number]),
+                    **dict(zip(names, rewards, strict=True)),
+                    **extra,
+                    "advantage": made.advantages[start + number].item(),
+                }
+            )
+
+    def write(self, step: int) -> None:
+        """Prints the table, and writes `completions/completions_<step>.parquet` into the output folder."""
+        if not self.rows or self.args.process_index:
+            return
+        rows = list(self.rows)
+        self.rows.clear()
+        folder = Path(str(self.args.output_dir), "completions")
+        folder.mkdir(parents=True, exist_ok=True)
+        written = pa.Table.from_pylist([{"step": step, **row} for row in rows])
+        pq.write_table(written, folder / f"completions_{step:05d}.parquet")
+        if trackers_of(self.args.report_to):
+            hand_to_trackers(written.to_pandas(), self.args.report_to)
+        if getattr(self.args, "log_completions_hub_repo", None):
+            self._push(folder)
+        if self.args.log_unique_prompts:
+            rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
+        Console().print(table(rows[: self.args.num_completions_to_print], step))
+
+    def _push(self, folder: Path) -> None:
+        """Uploads the files to the dataset on the hub, which is made if it is not there."""
+        api, name = HfApi(token=self.args.hub_token), self.args.log_completions_hub_repo
+        repo = api.create_repo(name, repo_type="dataset", private=self.args.hub_private_repo, exist_ok=True)
+        api.upload_folder(repo_id=repo.repo_id, repo_type="dataset", folder_path=str(folder))
+
+
+def table(rows: Sequence[dict[str, Any]], step: int) -> Table:
+    """Rows of completions as they are printed; a prompt stands once before its completions."""
+    made = Table(title=f"completions at step {step}", show_lines=True, expand=True)
+    for name in rows[0]:
+        number = isinstance(rows[0][name], float)
+        made.add_column(name, justify="right" if number else "left", no_wrap=number, ratio=None if number else 1)
+    before = None
+    for row in rows:
+        cells = [_cell(value) for value in row.values()]
+        if row["prompt"] == before:
+            cells[0] = ""
+        before = row["prompt"]
+        made.add_row(*cells)
+    return made
+
+
+def as_text(said: Any) -> str:
+    """A prompt or a completion: a text, or messages one after the other."""
+    if isinstance(said, str):
+        return said
+    return "\n".join(
+        f"[{message.get('role')}] {message.get('content') or message.get('tool_calls')}" for message in said
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    text = str(value)
+    return escape(text if len(text) <= SHOWN else text[: SHOWN // 2] + " ... " + text[-SHOWN // 2 :])

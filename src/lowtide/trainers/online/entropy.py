@@ -1,0 +1,61 @@
+"""Which tokens a step learns from, where only those of highest entropy are wanted (arXiv 2506.01939)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowtide.data.batches.values import KEPT
+from lowtide.engine.forward import score_shared
+from lowtide.engine.heads.head import Scores
+from lowtide.ops.linear_logprobs import Want
+from lowtide.ragged import RaggedBatch
+from lowtide.ranks.world import distributed
+from lowtide.step.rank_sync import RankSync
+from lowtide.step.runner import StepRunner
+from lowtide.step.train_step import score_in_parts
+
+
+def kept_tokens(runner: StepRunner, batch: RaggedBatch, args: Any) -> RaggedBatch:
+    """The batch, with the tokens of highest entropy marked: the share `top_entropy_quantile` of those of all ranks.
+
+    Their entropies are those under the weights before the step, from a pass of its own without gradients.
+    """
+    share = getattr(args, "top_entropy_quantile", 1.0)
+    if share >= 1.0:
+        return batch
+    sync, entropies = RankSync("entropy", part=batch), torch.zeros(0)
+    with sync.local():
+        entropies = _entropies(runner, batch, args.temperature)
+    sync.meet(runner.device)
+    everyones = _of_all_ranks(entropies.float().cpu())
+    least = torch.quantile(everyones.double(), 1 - share).float() if everyones.numel() else torch.zeros(())
+    kept = entropies.float() >= least.to(entropies.device)
+    return replace(batch, score_values={**batch.score_values, KEPT: kept})
+
+
+@torch.no_grad()
+def _entropies(runner: StepRunner, batch: RaggedBatch, temperature: float) -> Tensor:
+    if not batch.scores:
+        return torch.zeros(0, device=runner.device)
+
+    def entropies(part: RaggedBatch) -> Tensor:
+        scores = Scores(part.score_index, part.score_target, want=Want(entropies=True), temperature=temperature)
+        output = score_shared(runner.model, part, scores, padding_free=runner.padding_free)
+        assert output.entropies is not None
+        return output.entropies
+
+    return score_in_parts(batch, runner.limits_of(batch), entropies)
+
+
+def _of_all_ranks(values: Tensor) -> Tensor:
+    """Values of all ranks, which need not have as many."""
+    if not distributed():
+        return values
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, values)
+    return torch.cat(everyones)

@@ -1,0 +1,79 @@
+"""In which order prompts are taken: as many times as there are completions of each, a window at a time.
+
+The order is that of TRL's `RepeatSampler`, seed by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What is written at a time, and how often it is learned from."""
+
+    prompts: int
+    """On all ranks."""
+    completions: int
+    """Of each prompt."""
+    repeats: int = 1
+    """Micro-batches that come of a window: each takes the window's rows once more."""
+
+
+@dataclass(eq=False)
+class PromptSampler(Sampler):
+    """Numbers of rows: each `completions` times, each window `repeats` times; what fills no window is left out."""
+
+    rows: Sized
+    windows: Windows
+    shuffle: bool = True
+    seed: int = 0
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order is that of this pass over the rows, whatever was drawn before."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        count, each = len(self.rows), self.windows.prompts
+        order = list(range(count))
+        if self.shuffle:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self.epoch + 1):
+                order = torch.randperm(count, generator=self.generator).tolist()
+        for start in range(0, count - count % each, each):
+            for _ in range(self.windows.repeats):
+                for row in order[start : start + each]:
+                    yield from [row] * self.windows.completions
+
+    def __len__(self) -> int:
+        windows = len(self.rows) // self.windows.prompts
+        return windows * self.windows.prompts * self.windows.completions * self.windows.repeats
+
+
+class PromptStream(IterableDataset):
+    """The rows of a stream in the same order; it is shuffled before."""
+
+    def __init__(self, rows: Any, windows: Windows) -> None:
+        self.rows, self.windows = rows, windows
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.rows, "set_epoch"):
+            self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = iter(self.rows)
+        while len(window := list(islice(rows, self.windows.prompts))) == self.windows.prompts:
+            for _ in range(self.windows.repeats):
+                for row in window:
+                    yield from [row] * self.windows.completions

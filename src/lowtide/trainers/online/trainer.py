@@ -1,0 +1,298 @@
+"""The trainer of a method whose policy writes what it learns from: GRPO, RLOO and their like.
+
+What is written at a time is a window of micro-batches. Its first batch has completions written and rewarded for all of
+them; each micro-batch then learns from its share, `num_iterations` times. A window is saved with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lowtide.methods.learning import Learning
+from lowtide.methods.rollouts import RolloutOptions
+from lowtide.ragged import RaggedBatch
+from lowtide.rollout.conversations import ToolUse
+from lowtide.rollout.rewards.rewards import Rewards
+from lowtide.rollout.rollout import Rollout
+from lowtide.rollout.turns import Turns
+from lowtide.run.rollouts import Made, RolloutMaker, make_generator
+from lowtide.step.metrics import Totals
+from lowtide.trainers.online.completions_log import CompletionsLog
+from lowtide.trainers.online.entropy import kept_tokens
+from lowtide.trainers.online.order import PromptSampler, PromptStream, Windows
+from lowtide.trainers.online.rewards import OF_REWARDS, make_rewards, start_value_head
+from lowtide.trainers.reference import ReferenceTrainer
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT = "rollout_{rank}.safetensors"
+"""The file of a checkpoint for the window that a rank is in the middle of."""
+OF_ROLLOUTS = (*OF_REWARDS, "tools", "rollout_func", "value_model")
+"""Arguments of the trainer that are of rollouts alone."""
+
+
+class OnlineTrainer(ReferenceTrainer):
+    """A trainer of a method that learns from completions of the policy. The arguments are TRL's, in its order.
+
+    Args:
+        reward_funcs: what rewards completions (see `lowtide.rollout.rewards.rewards.Rewards`): a function, a reward
+            model, the name of one, or several of these.
+        reward_processing_classes: the tokenizers of reward models.
+        tools: functions that the policy can call.
+        rollout_func: writes completions in the generator's place: called with prompts and the trainer.
+        environment_factory: makes the environment of a completion.
+        judge: says which of two completions is better, for a method over pairs (see `lowtide.rollout.judges`).
+        reward_model: the older name of `reward_funcs`; likewise `reward_processing_class`.
+        value_model: a classifier with one label whose `score` weights a value head starts from.
+
+    The other arguments are `MethodTrainer`'s.
+    """
+
+    options: RolloutOptions
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        self._window: Made | None = None
+        self._evaluating: Totals | None = None
+        super().__init__(*positional, **named)
+        self.options = cast(RolloutOptions, self.args)
+        self.args.generation_batch_size = self.options.written_at_a_time  # type: ignore[attr-defined]
+        self.rewards = make_rewards(self._given, self.options, self.tokenizer, type(self).__name__)
+        self.maker, self.written_by = self._make_maker()
+        start_value_head(self.method.head, self.training_run.model, self._given.pop("value_model"))
+        self.completions_log = CompletionsLog(self.args)
+        self._reward_by_environments()
+
+    def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        given, older = super()._arguments(positional, named)
+        self._given = {name: given.pop(name, older.pop(name, None)) for name in OF_ROLLOUTS}
+        if given.pop("data_collator", None) is not None:
+            raise ValueError(
+                f"{type(self).__name__}: data_collator has no use, since batches are made of what the policy writes: "
+                "leave it out"
+            )
+        return given | {"data_collator": None}, older
+
+    @property
+    def learning(self) -> Learning:
+        """What the method makes of a rollout."""
+        assert self.method.writes is not None
+        return self.method.writes
+
+    # -- what writes and rewards ---------------------------------------------------------------------------------
+
+    def _make_maker(self) -> tuple[RolloutMaker, str]:
+        args: Any = self.options
+        given = self._given
+        generator, text = make_generator(args, self.training_run.model, self.tokenizer, self.padding_free)
+        if given["rollout_func"] is not None:
+            text = "the rollout_func that was passed"
+        tools = None
+        if given["tools"] or given["environment_factory"] is not None:
+            tools = ToolUse(
+                Turns(
+                    cast(Any, self.tokenizer),
+                    template_kwargs=cast(Any, args.chat_template_kwargs or {}),
+                ),
+                tools=given["tools"],
+                environment_factory=given["environment_factory"],
+                max_tool_calling_iterations=args.max_tool_calling_iterations,
+                timeout=args.tool_timeout,
+            )
+        stale = self.args.gradient_accumulation_steps % self.windows.repeats != 0
+        maker = RolloutMaker(
+            args,
+            self.runner,
+            cast(Any, self.tokenizer),
+            self.rewards,
+            generator,
+            self.learning,
+            tools=tools,
+            rollout_func=given["rollout_func"],
+            trainer=self,
+            wants_old=self.learning.wants_old(args, stale=stale),
+        )
+        return maker, text
+
+    def _reward_by_environments(self) -> None:
+        """Environments that reward beside reward functions are a function each."""
+        tools = self.maker.tools
+        if tools is not None and self._given["reward_funcs"] is not None and isinstance(self.rewards, Rewards):
+            for name, function in tools.rewards().items():
+                self.rewards.add(function, name)
+
+    # -- data ----------------------------------------------------------------------------------------------------
+
+    @property
+    def windows(self) -> Windows:
+        """What is written at a time in training."""
+        args = self.options
+        count = args.num_generations
+        return Windows(args.written_at_a_time // count, count, args.steps_of_generation * args.num_iterations)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["prompt", "prompt_ids"]
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> PromptSampler:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        return PromptSampler(dataset, self.windows, self.options.shuffle_dataset, self.args.seed)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> PromptSampler:
+        return PromptSampler(eval_dataset, Windows(1, self.options.generations_eval), shuffle=False)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches of rows as they are, each of a whole window: a row for each completion of this rank."""
+        dataset: Any = self.train_dataset
+        if not hasattr(dataset, "__len__"):
+            shuffled = dataset.shuffle(seed=self.args.seed) if self.options.shuffle_dataset else dataset
+            dataset = PromptStream(shuffled, self.windows)
+        size = self._train_batch_size * self.options.steps_of_generation * self.learning.completions
+        with self._rows_as_they_are():
+            return self._get_dataloader(dataset, "Training", size, self._get_train_sampler, is_training=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        with self._rows_as_they_are():
+            return super().get_eval_dataloader(eval_dataset)
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **more: Any) -> DataLoader:
+        """As the Trainer's; of rows to evaluate on there is one for each completion."""
+        if not more.get("is_training", False):
+            batch_size *= self.learning.completions
+        return super()._get_dataloader(dataset, description, batch_size, *args, **more)
+
+    @contextlib.contextmanager
+    def _rows_as_they_are(self) -> Iterator[None]:
+        before, self.data_collator = self.data_collator, list
+        try:
+            yield
+        finally:
+            self.data_collator = before
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+        """The completions of one optimizer step as one batch; the Trainer's places for the earlier ones stay empty."""
+        args, parts, taken = self.options, [], 0
+        for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
+            within = self.place[1] % self.windows.repeats
+            if within == 0 or self._window is None:
+                if within:
+                    logger.warning("the completions of this window were not saved: they are written anew")
+                self._window = self._made(rows, args.num_generations)
+            share, each = within % args.steps_of_generation, self._train_batch_size
+            rollout, count = self._window.rollout, each * args.steps_of_generation
+            window, repeat = self.place[1] // self.windows.repeats, within // args.steps_of_generation
+            order = self.learning.order(count, self.args.seed, self.place[0], window, repeat)
+            chosen = order[share * each : (share + 1) * each]
+            parts.append(self.learning.batch(rollout, chosen, sharing=self._sharing))
+            self.place, taken = (self.place[0], self.place[1] + 1), taken + 1
+        if not parts:
+            return [], None
+        batch = RaggedBatch.concat(parts).to(self.args.device)
+        return [None] * (taken - 1) + [kept_tokens(self.runner, batch, self.args)], None
+
+    @property
+    def _sharing(self) -> bool:
+        return getattr(self.training_run.own_collator, "sharing", True)
+
+    def _made(self, rows: Sequence[Mapping[str, Any]], group: int) -> Made:
+        """Completions of rows, written by the policy as it is, and logged."""
+        first = self.args.process_index * len(rows)
+        if self._evaluating is None:
+            place = (0, self.place[0], self.place[1] // self.windows.repeats, first)
+        else:
+            place = (1, self.state.global_step, self._eval_rows, first)
+        made = self.maker.make(
+            rows,
+            place,
+            group=group,
+            version=self.state.global_step,
+            state=self.state,
+        )
+        totals = self._evaluating if self._evaluating is not None else self.runner.totals
+        for name, value in made.metrics.items():
+            if value == value:  # a function that applied to nothing has no mean
+                totals.add_mean(name, value, 1)
+        self.completions_log.take_in(made, self.rewards.names)
+        return made
+
+    def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        control = getattr(self.inner_objective, "running", None)
+        if inputs is not None and control is not None:
+            control.follow(self.args)
+            self.runner.totals.add_mean("entropy_coef", control.coefficient, 1)
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        if self.options.log_completions and ("loss" in logs or "eval_loss" in logs):
+            self.completions_log.write(self.state.global_step)
+
+    def report_lines(self) -> list[tuple[str, str]]:
+        args, windows = self.options, self.windows
+        reference = (
+            super().report_lines() if args.compares else [("reference", f"none, since {args.divergence_weight}=0")]
+        )
+        per_step = windows.completions * windows.prompts
+        most = args.max_completion_length
+        text = f"{windows.prompts} prompts x {windows.completions} completions of at most {most} tokens"
+        if windows.repeats > 1:
+            text += f", learned from in {windows.repeats} micro-batches of {per_step // args.steps_of_generation}"
+        return [
+            *reference,
+            ("written by", self.written_by),
+            ("rollout", text),
+            ("rewards", ", ".join(self.rewards.names)),
+        ]
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the others', on completions that are written for it."""
+        self._evaluating, self._eval_rows = Totals(), 0
+        self.maker.evaluates = True
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._evaluating, self.maker.evaluates = None, False
+
+    def as_ragged(self, inputs: Any) -> RaggedBatch:
+        """Of rows to evaluate on: their completions, written and rewarded."""
+        if isinstance(inputs, RaggedBatch) or not isinstance(inputs, list):
+            return super().as_ragged(inputs)
+        made = self._made(inputs, self.options.generations_eval)
+        self._eval_rows += len(inputs)
+        rows = range(len(made.rollout) // self.learning.completions)
+        batch = self.learning.batch(made.rollout, rows, sharing=self._sharing).to(self.args.device)
+        return kept_tokens(self.runner, batch, self.args)
+
+    def metrics_of(self, sums: dict[str, float]) -> dict[str, float]:
+        metrics = super().metrics_of(sums)
+        if self._evaluating is not None:
+            metrics |= super().metrics_of(self._evaluating.read(self.args.device))
+        return metrics
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As the Trainer's, with the window that a rank is in the middle of."""
+        super()._save_rng_state(output_dir)
+        if self._window is not None and self.place[1] % self.windows.repeats:
+            path = Path(output_dir, ROLLOUT.format(rank=self.args.process_index))
+            self._window.rollout.save(path, place=list(self.place))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As the others', with the window, which the first batch needs before random states are put back."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        path = None if checkpoint is None else Path(checkpoint, ROLLOUT.format(rank=self.args.process_index))
+        if path is not None and path.exists():
+            rollout, _ = Rollout.load(path)
+            self._window = Made(rollout, cast(Any, None))

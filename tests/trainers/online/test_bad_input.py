@@ -1,0 +1,128 @@
+"""What cannot work in a method whose policy writes is refused by one clear message, and loses nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+import lowtide
+from lowtide.rollout.generators.ragged import RaggedGenerator
+from tests.support.online_runs import SETTINGS, online, prompts, weights
+
+CONFIGS = {
+    "a group that does not divide": ({"num_generations": 3}, "num_generations=3 does not divide"),
+    "a group of one": ({"num_generations": 1}, "num_generations=1 leaves a completion nothing"),
+    "no temperature": ({"temperature": 0}, "temperature=0 writes the likeliest"),
+    "both ways to say how much": ({"generation_batch_size": 8, "steps_per_generation": 1}, "set one of them"),
+    "an odd generation batch": ({"generation_batch_size": 12}, "must be a multiple of 8"),
+    "an unknown setting": ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs: 'num_beams' is unknown"),
+    "a setting of another loss": ({"loss_type": "sapo", "delta": 2.0}, "delta=2.0 would have no effect"),
+    "no such loss": ({"loss_type": "gpro"}, "loss_type"),
+    "no such scale": ({"scale_rewards": "row"}, "scale_rewards='row' is not one of"),
+    "a reference to move that is not there": ({"sync_ref_model": True}, "beta=0 has none"),
+    "bounds that cross": (
+        {"vllm_importance_sampling_clip_min": 3.0, "vllm_importance_sampling_clip_max": 2.0},
+        "must be below",
+    ),
+    "a batch that is found": ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_options_that_cannot_work_are_refused_at_construction(name, tmp_path):
+    options, message = CONFIGS[name]
+    with pytest.raises(ValueError, match=message):
+        lowtide.GRPOConfig(output_dir=str(tmp_path), **SETTINGS | options)
+
+
+def wrong_count(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0] * (len(completions) - 1)
+
+
+def not_a_number(completions: list[Any], **_: Any) -> list[float]:
+    return [float("nan")] * len(completions)
+
+
+def raising(completions: list[Any], **_: Any) -> list[float]:
+    raise KeyError("answer")
+
+
+@pytest.mark.parametrize("reward", [wrong_count, not_a_number, raising])
+def test_a_reward_that_is_none_stops_the_run_by_its_name(reward, tmp_path):
+    trainer = online(tmp_path, arguments={"reward_funcs": reward})
+    before = weights(trainer)
+    with pytest.raises(ValueError, match=reward.__name__):
+        trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+
+
+def test_no_reward_at_all(tmp_path):
+    with pytest.raises(ValueError, match="needs `reward_funcs`"):
+        online(tmp_path, arguments={"reward_funcs": None})
+
+
+def test_rows_without_a_prompt(tmp_path):
+    rows = Dataset.from_list([{"question": "What is 1 + 1?"}] * 8)
+    with pytest.raises(ValueError, match="has no column `prompt`"):
+        online(tmp_path, arguments={"train_dataset": rows})
+
+
+def test_a_prompt_that_is_empty_names_its_row(tmp_path):
+    rows = Dataset.from_list([{"prompt": "What is 1 + 1?"}, {"prompt": ""}])
+    with pytest.raises(ValueError, match=r"row 1.*no tokens"):
+        online(tmp_path, arguments={"train_dataset": rows})
+
+
+def test_prompts_above_the_token_budget(tmp_path):
+    with pytest.raises(ValueError, match="tokens_per_microbatch=20 is below the longest row"):
+        online(tmp_path, tokens_per_microbatch=20)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"prompt_ids": [[1]]}, "returns no completion_ids, logprobs"),
+        ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": None}, "returned 1 prompt_ids for 8 prompts"),
+        ({"prompt_ids": [[1]] * 8, "completion_ids": [[]] * 8, "logprobs": None}, "has no tokens"),
+    ],
+)
+def test_a_rollout_func_that_returns_something_else(answer, message, tmp_path):
+    trainer = online(tmp_path, arguments={"rollout_func": lambda prompts, trainer: answer})
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_completions_that_are_all_rewarded_alike_teach_nothing_and_are_counted(tmp_path):
+    trainer = online(tmp_path, arguments={"reward_funcs": lambda completions, **_: [1.0] * len(completions)})
+    before = weights(trainer)
+    trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+    assert trainer.state.log_history[0]["frac_reward_zero_std"] == 1.0
+
+
+def test_where_writing_runs_out_of_memory_less_is_written_at_a_time(tmp_path, monkeypatch):
+    plain = online(tmp_path / "plain")
+    plain.train()
+    inner, failures = RaggedGenerator.generate, []
+
+    def generate(self, model, requests, sampling, reply=None):
+        if self.budget is None or self.budget > 200:
+            failures.append(self.budget)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inner(self, model, requests, sampling, reply)
+
+    monkeypatch.setattr(RaggedGenerator, "generate", generate)
+    trainer = online(tmp_path / "short of memory")
+    trainer.train()
+    assert failures
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(trainer)[name], value, rtol=2e-6, atol=2e-6)
+
+
+def test_the_dataset_is_left_as_it_was(tmp_path):
+    rows = prompts()
+    online(tmp_path, arguments={"train_dataset": rows})
+    assert rows.column_names == ["prompt", "number"]

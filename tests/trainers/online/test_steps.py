@@ -1,0 +1,80 @@
+"""Steps of GRPO and RLOO on completions that the policy writes: what they learn does not depend on how they are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowtide.engine.reference import logprobs
+from tests.support.marks import slow_but
+from tests.support.online_runs import assert_near, online, trained, weights
+
+TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+CUTS = {
+    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+    "in twos": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "within a token budget": {"tokens_per_microbatch": 60},
+    "padded": {"padding_free": False, "generation_backend": "transformers"},
+    "prompts repeated": {"prefix_sharing": False},
+    "written in turns": {"tokens_per_generation_batch": 100},
+}
+
+
+def loss_options(name: str) -> dict:
+    return {"loss_type": name, **({"importance_sampling_level": "sequence"} if name == "luspo" else {})}
+
+
+@pytest.mark.parametrize("loss_type", slow_but(["dapo"], TYPES))
+@pytest.mark.parametrize(
+    "cut", slow_but(["accumulated", "within a token budget"], ["accumulated", "within a token budget"])
+)
+def test_however_a_step_is_cut_it_learns_the_same(loss_type, cut, tmp_path):
+    options = loss_options(loss_type)
+    whole = trained(tmp_path / "whole", **options)
+    parts = trained(tmp_path / "parts", **options, **CUTS[cut])
+    assert_near(weights(parts), weights(whole))
+
+
+@pytest.mark.parametrize("cut", slow_but(["prompts repeated"], ["in twos", "prompts repeated", "written in turns"]))
+@pytest.mark.parametrize("method", slow_but(["RLOO"], ["GRPO", "RLOO"]))
+def test_with_a_reference_too(method, cut, tmp_path):
+    options = {"beta": 0.1, "num_iterations": 2}
+    whole = trained(tmp_path / "whole", method, **options)
+    parts = trained(tmp_path / "parts", method, **options, **CUTS[cut])
+    assert_near(weights(parts), weights(whole), 1e-5)  # the sampler's log-probs are in float32
+
+
+def test_old_log_probs_are_the_samplers_and_equal_the_scorers(tmp_path):
+    trainer = online(tmp_path, num_iterations=2, temperature=0.8, top_k=20, repetition_penalty=1.3)
+    rows = [dict(trainer.train_dataset[row]) for row in (0, 0, 0, 0, 1, 1, 1, 1)]
+    made = trainer.maker.make(rows, (0, 0, 0), group=4, version=0)
+    batch = made.rollout.batch()
+    expected = logprobs(trainer.model, batch, padding_free=True, temperature=0.8)
+    torch.testing.assert_close(batch.score_values["old"].double(), expected, rtol=0, atol=1e-5)
+
+
+def test_the_log_says_what_was_rewarded(tmp_path):
+    trainer = trained(tmp_path, logging_steps=1)
+    first = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert first["reward"] == pytest.approx(first["rewards/even_tokens/mean"])
+    assert 1 <= first["completions/min_length"] <= first["completions/mean_length"] <= 12
+    assert first["frac_reward_zero_std"] == 0.0
+    assert first["entropy"] > 0
+
+
+def test_a_reward_is_learned(tmp_path):
+    trainer = trained(tmp_path, max_steps=40, learning_rate=1e-2, num_generations=8, logging_steps=5)
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert rewards[-1] > rewards[0] + 0.2
+
+
+def test_evaluation_writes_its_own_completions_and_changes_nothing(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+    plain = trained(tmp_path / "plain")
+    dataset = plain.train_dataset.select(range(3)).remove_columns("prompt_ids")
+    evaluated = trained(tmp_path / "evaluated", arguments={"eval_dataset": dataset}, **options)
+    assert_near(weights(evaluated), weights(plain), 0.0)
+    found = [entry for entry in evaluated.state.log_history if "eval_reward" in entry]
+    assert len(found) == 3
+    assert {"eval_loss", "eval_rewards/even_tokens/mean", "eval_completions/mean_length"} <= found[0].keys()
+    assert "train_dataset" not in found[0]

@@ -53,7 +53,7 @@ def estimate(
         config: of the trainer, as the run will have it.
         model: its config, or a path or hub name of it.
         lengths: the tokens of each row: a number for `SFTConfig`; for pairs (prompt, chosen, rejected), for single
-            completions (prompt, completion).
+            completions (prompt, completion); for a method whose policy writes, those of the prompt.
         dataset: rows to train on, in place of their lengths.
         inputs: see `ModelInputs`.
         device: "cpu", "cuda" (the one that is there), or a name as "H100-80GB".
@@ -94,7 +94,11 @@ def _estimated(
 ) -> Estimate:
     """See `estimate`; rows are a dataset, or lengths."""
     config, prepared = state.config(), not isinstance(rows, Dataset)
-    dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(rows_of(rows))
+    dataset = (
+        rows
+        if isinstance(rows, Dataset)
+        else Dataset.from_list(rows_of(rows, writes=method_of(config).writes is not None))
+    )
     run = FakeRun(method_of(config), config, described, dataset, prepared=prepared, **inputs)
     return estimate_run(run, device, sharding=sharding)
 
@@ -188,8 +192,10 @@ def _run(
     return run, load_rows(dataset)
 
 
-def rows_of(lengths: Sequence[int | Sequence[int]]) -> list[dict]:
-    """Prepared rows of such lengths."""
+def rows_of(lengths: Sequence[int | Sequence[int]], *, writes: bool = False) -> list[dict]:
+    """Prepared rows of such lengths; of prompts alone, where the policy writes what follows."""
+    if writes:
+        return [{"prompt_ids": [1] * (length if isinstance(length, int) else length[0])} for length in lengths]
     columns = {
         1: ("input_ids",),
         2: ("prompt_ids", "completion_ids"),

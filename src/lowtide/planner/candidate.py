@@ -135,7 +135,7 @@ def _sizes_of(run: PlannedRun, assembled: TrainingRun, rows: Dataset) -> Sizes:
     if most is not None:
         check_positions(rows, most, "train")
     config = run.config({})
-    (whole,) = heaviest_rows(lengths, config.per_device_train_batch_size, None)
+    (whole,) = heaviest_rows(lengths, -(-config.per_device_train_batch_size // run.method.rows.together(config)), None)
     together = int(lengths[whole].sum())
     if run.requested.get("tokens_per_microbatch", "free") != "free":
         return Sizes(together, together)

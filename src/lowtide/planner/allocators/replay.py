@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from lowtide.planner.tracing.trace import ON_HOST, Block, Event
 
-REST = ("states", "clear", "evaluation", "gradients", "step", "optimizer", "clear", "saving")
-RUN = ("loading", "gradients", "step", *REST)
-REHEARSED = ("loading", "room", "gradients", "step", "clear", "gradients", "step", "end", *REST)
+REST = ("states", "clear", "evaluation", "rollout", "gradients", "step", "optimizer", "clear", "saving")
+RUN = ("loading", "rollout", "gradients", "step", *REST)
+REHEARSED = ("loading", "rollout", "room", "gradients", "step", "clear", "gradients", "step", "end", *REST)
 """The parts of a run, in their order: its first step makes the optimizer's states, its second finds them there."""
 
 

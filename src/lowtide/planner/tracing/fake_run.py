@@ -39,6 +39,7 @@ from lowtide.planner.tracing.four_bit import check_four_bit, reference_in_four_b
 from lowtide.planner.tracing.host_memory import followed_to_the_host, with_transfers
 from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planner.tracing.package_optimizers import as_stepped
+from lowtide.planner.tracing.rollouts import trace_rollout
 from lowtide.planner.tracing.stand_ins import as_on
 from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
@@ -70,8 +71,8 @@ class TracedRun:
     """What was seen of a run, with all its layers."""
 
     events: Sequence[Event]
-    """In parts: "loading", "room", "gradients", "step", "states", "optimizer", "clear", "evaluation", "saving",
-    "end"."""
+    """In parts: "loading", "rollout", "room", "gradients", "step", "states", "optimizer", "clear", "evaluation",
+    "saving", "end"."""
     costs: Mapping[str, OperationCosts]
     """Of a micro-batch, of its head, of an optimizer step."""
     tokens: int
@@ -224,7 +225,7 @@ class FakeRun:
         with without_modes():
             rows = self._heaviest(run, run.args.per_device_train_batch_size)
             whole = cast(RaggedBatch, run.collator(rows))
-            micro_batches = -(-rows_in_a_step(run.args) // len(rows))
+            micro_batches = -(-rows_in_a_step(run.args) // whole.rows)
             thin = self._thinned(whole, device)
             evaluated = self._evaluated(run, device) if self.evaluates else None
         runner = run.runner(run.objective(), self._reference(run))
@@ -296,6 +297,7 @@ class FakeRun:
         lengths = run.row_lengths(self.dataset)
         if lengths is None:
             raise ValueError("the lengths of the rows are not known beforehand: give a dataset that is no stream")
+        most = -(-most // self.method.rows.together(run.args))
         *_, chosen = heaviest_rows(lengths, most, run.args.tokens_per_microbatch)
         return [self.dataset[row] for row in chosen]
 
@@ -315,6 +317,10 @@ class FakeRun:
             host_heap.trim_in_layers(model, trace.trimmed)
         runner.begin()
         label(runner, layers, trace)
+        if self.method.writes:
+            trace.part("rollout")
+            batch = trace_rollout(runner, batch, self.dataset, trace, layers)
+            label(runner, layers, trace)
         trace.part("room")
         reserved = self._reserved(model, trace) if wants_room(runner.updater.inner) else []
         trace.part("gradients")

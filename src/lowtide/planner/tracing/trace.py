@@ -25,9 +25,11 @@ from lowtide.compat.torch import (
 )
 from lowtide.planner.tracing.storage_watch import StorageWatch, parts_of
 
-PHASES = ("loading", "forward", "head", "backward", "optimizer", "evaluation", "saving")
+PHASES = ("loading", "generate", "score", "forward", "head", "backward", "optimizer", "evaluation", "saving")
 BORN_IN = {
     "loading": "weights",
+    "generate": "activations",
+    "score": "activations",
     "forward": "activations",
     "head": "head",
     "backward": "activations",

@@ -15,12 +15,12 @@ from tests.support.marks import slow_but
 @pytest.fixture
 def command():
     """Makes what runs a method's command on a run file."""
-    return lambda method: lambda file: main([method, "--traceback", "--config", str(file), "--disable_tqdm", "true"])
+    return lambda method, file: main([method, "--traceback", "--config", str(file), "--disable_tqdm", "true"])
 
 
 @pytest.mark.slow
 def test_twenty_steps_train_report_and_save(tmp_path, command, capsys):
-    report = run_demo(tmp_path, command("sft"), sizes=Sizes(steps=20, held_out=20, samples=3))
+    report = run_demo(tmp_path, command, sizes=Sizes(steps=20, held_out=20, samples=3))
     assert report is not None
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert report["exact_match_before"] == 0
@@ -42,7 +42,7 @@ def test_twenty_steps_train_report_and_save(tmp_path, command, capsys):
 @pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "kto", "reward"]))
 def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, method):
     sizes = Sizes(steps=2, questions=256, held_out=40, samples=3)
-    report = run_demo(tmp_path, command(method), method=method, sizes=sizes)
+    report = run_demo(tmp_path, command, method=method, sizes=sizes)
     assert report is not None
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert 0.2 < report["preference_accuracy_before"] < 0.8
@@ -55,7 +55,7 @@ def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, met
 
 
 def test_a_run_that_fails_is_no_report(tmp_path):
-    assert run_demo(tmp_path, lambda file: 2, sizes=Sizes(steps=1, held_out=2, samples=1)) is None
+    assert run_demo(tmp_path, lambda name, file: 2, sizes=Sizes(steps=1, held_out=2, samples=1)) is None
     assert not (tmp_path / "report.json").exists()
 
 

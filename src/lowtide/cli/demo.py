@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     method = arguments.method
     report = run_demo(
         arguments.output_dir,
-        lambda file: main([method, "--config", str(file)]),
+        lambda name, file: main([name, "--config", str(file)]),
         method=method,
         seed=arguments.seed,
     )

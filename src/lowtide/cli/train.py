@@ -145,6 +145,69 @@ class ReferenceModel:
     )
 
 
+@dataclasses.dataclass(kw_only=True)
+class Judge:
+    """What compares the two completions of a prompt."""
+
+    judge: str | None = option(
+        None, "What says which of two completions is better, by its path (my_module.MyJudge), in place of rewards."
+    )
+
+
+@dataclasses.dataclass(kw_only=True)
+class ValueModel:
+    """Where the policy's value head starts."""
+
+    value_model: str | None = option(
+        None, "A classifier with one label whose head the value head starts from: a folder, or a name on the hub."
+    )
+
+
+OF_ARGUMENTS: dict[str, type] = {"ref_model": ReferenceModel, "judge": Judge, "value_model": ValueModel}
+"""By an argument of a method's trainer: the options that a command has for it."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class RewardsAndTools:
+    """What rewards the completions that a policy writes, and what it can call."""
+
+    reward_funcs: list[str] | None = option(
+        None,
+        "What rewards completions: paths of functions (my_module.my_reward), built-in ones (exact_answer, format, "
+        "length, ...), or reward models (a folder, or a name on the hub).",
+        aliases=["reward_model_name_or_path"],
+    )
+    tools: list[str] | None = option(None, "Functions that the policy can call, by their paths (my_module.my_tool).")
+    environment_factory: str | None = option(None, "What makes the environment of a completion, by its path.")
+    rollout_func: str | None = option(None, "What writes completions in the generator's place, by its path.")
+
+
+def trainer_arguments(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method's trainer takes beside model, options and data, of the options that are given."""
+    kinds = trainer_options(config_of(method))
+    given = {name: values[name] for kind in kinds for name in option_names(kind) & values.keys()}
+    if {"tools", "environment_factory", "rollout_func", "judge"} & given.keys():
+        from lowtide.rollout.rewards.named import find_function
+
+        for name in ("environment_factory", "rollout_func", "judge"):
+            if given.get(name) is not None:
+                given[name] = find_function(given[name], name)
+        if isinstance(given.get("judge"), type):
+            given["judge"] = given["judge"]()
+        if given.get("tools"):
+            given["tools"] = [find_function(path, "tools") for path in given["tools"]]
+    return given
+
+
+def trainer_options(config: Any) -> list[type]:
+    """The options of a method's command that are arguments of its trainer."""
+    from lowtide.methods.rollouts import RolloutOptions
+
+    arguments = {"ref_model"} if issubclass(config, ReferenceOptions) else {*config.method.arguments}
+    own = [kind for name, kind in OF_ARGUMENTS.items() if name in arguments]
+    return [*own, *([RewardsAndTools] if issubclass(config, RolloutOptions) else [])]
+
+
 def add_parser(subparsers: Subparsers, method: str, *, command: str = "lowtide") -> argparse.ArgumentParser:
     """Add a method's subcommand to a parser: that of `command`."""
     config: Any = config_of(method)
@@ -215,7 +278,7 @@ class TrainingCommand:
             eval_dataset=eval_rows,
             peft_config=self.adapters.peft_config(),
             quantization_config=self.adapters.quantization_config(bf16=bool(config.bf16)),
-            **{name: self.values[name] for name in option_names(ReferenceModel) & self.values.keys()},
+            **trainer_arguments(self.method, self.values),
         )
 
 
@@ -326,8 +389,7 @@ def config_of(method: str) -> type[TrainingConfig]:
 
 
 def _options(config: type) -> dict[str, Option]:
-    reference = [ReferenceModel] if issubclass(config, ReferenceOptions) else []
-    sources = (config, RunOptions, *reference, AdapterOptions)
+    sources = (config, RunOptions, *trainer_options(config), AdapterOptions)
     return {name: each for source in sources for name, each in options_of(source).items()}
 
 

@@ -28,6 +28,8 @@ from lowtide.demo.model import save
 from lowtide.memory.allocators.measure import bytes_text, resident_bytes
 
 Sample = tuple[Question, Finding, Finding]
+Training = Callable[[str, Path], int]
+"""Runs `lowtide METHOD --config FILE` by the method's name and the file, and gives its exit status."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,13 @@ class Sizes:
 
 
 def run_demo(
-    folder: Path, train: Callable[[Path], int], *, method: str = "sft", sizes: Sizes | None = None, seed: int = 0
+    folder: Path, train: Training, *, method: str = "sft", sizes: Sizes | None = None, seed: int = 0
 ) -> dict[str, Any] | None:
     """Run the demo; gives what `report.json` holds, or None where training failed.
 
     Args:
         folder: where everything is written; what an earlier demo left there is replaced.
-        train: runs `lowtide METHOD --config` on a run file, gives its exit status.
+        train: runs a method's command.
         method: one of `LESSONS`.
         sizes: how much is done; by default what reaches 90% of right answers.
         seed: of data and weights.
@@ -61,9 +63,16 @@ def run_demo(
     datasets.disable_progress_bars()
     base, model, data, memory = folder / "base", folder / "model", folder / "train.jsonl", folder / "memory.json"
     questions, held_out = make_questions(sizes.held_out, seed)
-    for path, asked in ((data, questions[: sizes.questions]), (folder / "held_out.jsonl", held_out)):
+    for path, asked in (
+        (data, questions[: sizes.questions or lesson.questions]),
+        (folder / "held_out.jsonl", held_out),
+    ):
         write_rows((row for question in asked for row in lesson.rows(question)), path)
     save(base, seed)
+    if lesson.taught:
+        if not _teach(folder / "taught", base, questions, lesson.taught, train, seed):
+            return None
+        base = folder / "taught" / "model"
     before = lesson.examine(base, held_out, "answers before", seed)
 
     import_module("lowtide.trainers.public")  # whose own memory is none of the training's
@@ -72,7 +81,7 @@ def run_demo(
     steps = {"max_steps": lesson.steps if sizes.steps is None else sizes.steps, "seed": seed}
     run_file = folder / f"{method}.yaml"
     run_file.write_text(yaml.safe_dump(settings | COMMON | dict(lesson.settings) | steps, sort_keys=False))
-    if train(run_file):
+    if train(method, run_file):
         return None
     after = lesson.examine(model, held_out, "answers after ", seed)
 
@@ -92,6 +101,17 @@ def run_demo(
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     _show(report, lesson, list(zip(held_out, before, after, strict=True))[: sizes.samples], folder, Console())
     return report
+
+
+def _teach(folder: Path, base: Path, questions: Sequence[Question], steps: int, train: Training, seed: int) -> bool:
+    """Supervised fine-tuning of the base model, which comes before; whether it went well."""
+    lesson, data = LESSONS["sft"], folder / "train.jsonl"
+    write_rows((row for question in questions for row in lesson.rows(question)), data)
+    settings = {"model": str(base), "dataset": str(data), "output_dir": str(folder / "model")}
+    run_file = folder / "sft.yaml"
+    last = {"max_steps": steps, "seed": seed}
+    run_file.write_text(yaml.safe_dump(settings | COMMON | dict(lesson.settings) | last, sort_keys=False))
+    return train("sft", run_file) == 0
 
 
 def _share(findings: Sequence[Finding]) -> float:

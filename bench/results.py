@@ -12,7 +12,7 @@ from typing import Any
 from bench.processes import ROOT
 
 FOLDER = Path(__file__).parent / "results"
-COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING = (
+COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING, GENERATION, ONLINE = (
     "comparison",
     "memory",
     "vocabulary",
@@ -20,6 +20,8 @@ COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING = (
     "estimate",
     "longest",
     "planning",
+    "generation",
+    "online",
 )
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""

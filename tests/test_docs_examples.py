@@ -14,7 +14,7 @@ from lowtide.cli.options import read_options
 
 DOCS = Path(__file__).parents[1] / "docs"
 MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))
-TRAINERS = ("dpo", "kto", "reward", "orpo", "cpo", "bco")
+TRAINERS = ("dpo", "kto", "reward", "orpo", "cpo", "bco", "grpo", "rloo")
 UNNAMED = {"step", "epoch"}
 """Of every log entry of a `transformers.Trainer`."""
 
@@ -77,13 +77,19 @@ def test_a_memory_techniques_command_line(page):
         read_options(arguments, arguments.options)
 
 
+@pytest.mark.parametrize("page", ["rollouts.md", "rewards.md"])
+def test_the_examples_of_writing_and_rewarding(page):
+    trainer = run(page)["trainer"]
+    assert trainer.state.global_step == trainer.args.max_steps
+
+
 def test_the_plan_of_its_page():
     assert run("plan.md")["plan"].settings == {"gradient_checkpointing": False}
 
 
 def test_every_page_is_listed_and_every_link_leads_somewhere():
     listed = (DOCS / "index.md").read_text(encoding="utf-8") + (DOCS / "memory.md").read_text(encoding="utf-8")
-    for page in (*(f"{method}.md" for method in TRAINERS), *MEMORY):
+    for page in (*(f"{method}.md" for method in TRAINERS), "rollouts.md", "rewards.md", *MEMORY):
         assert f"({page})" in listed
     for page in DOCS.rglob("*.md"):
         for target, heading in links(page):

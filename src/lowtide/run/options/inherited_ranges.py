@@ -43,7 +43,7 @@ INHERITED_RANGES: dict[str, Range] = {
     "dataloader_num_workers": Range(least=0, most=1024, note="each is a process"),
     "dataloader_prefetch_factor": COUNT,
     "ddp_bucket_cap_mb": COUNT,
-    "ddp_timeout": COUNT,
+    "ddp_timeout": Range(least=1, most=10**9, note="in seconds"),
     "local_rank": Range(least=-1),
 }
 """By name of the field."""

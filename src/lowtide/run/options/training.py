@@ -157,12 +157,21 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
 
         Raises:
             RankFailed: not all ranks came.
+            ValueError: the backend cannot start as this process was started.
         """
         on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         with meeting(self.ddp_timeout):
-            if on_cpu and not torch.distributed.is_initialized():
-                PartialState(cpu=True, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
-            return super()._setup_devices
+            try:
+                if on_cpu and not torch.distributed.is_initialized():
+                    PartialState(cpu=True, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
+                return super()._setup_devices
+            except ValueError as error:
+                if self.ddp_backend is None or torch.distributed.is_initialized():
+                    raise
+                raise ValueError(
+                    f"ddp_backend={self.ddp_backend!r} did not start ({error}): leave it out where one process trains, "
+                    "and start several with torchrun"
+                ) from None
 
     def check(self) -> None:
         """The method's own checks; its options class has them."""
@@ -185,6 +194,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         for name, reason in self.refused.items():
             if getattr(self, name, None) and getattr(self, name) != defaults.get(name):
                 raise ValueError(f"{type(self).__name__}: {name}={getattr(self, name)!r} is refused: {reason}")
+            setattr(self, name, defaults.get(name))  # what is empty asks for nothing
         check_optimizer_name(str(getattr(self.optim, "value", self.optim)))
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_bf16(self.use_cpu)

@@ -27,6 +27,14 @@ SETTINGS: dict[str, Any] = {
     "bf16": False,
 }
 
+LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+"""Of GRPO."""
+
+
+def loss_options(name: str) -> dict[str, Any]:
+    """What chooses a loss of GRPO."""
+    return {"loss_type": name, **({"importance_sampling_level": "sequence"} if name == "luspo" else {})}
+
 
 def even_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """A reward that differs within a group: the share of even token ids."""

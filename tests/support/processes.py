@@ -8,6 +8,7 @@ environment that it started with: what a test sets in `os.environ` is handed ove
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 
@@ -39,4 +40,5 @@ def _rank(rank: int, function: Callable[..., object], *args: object) -> None:
     import torch
 
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # accelerate sets the threads again, and more where nothing is said
     function(rank, *args)

@@ -22,14 +22,14 @@ from lowtide.objectives.advantages import Advantages, leave_one_out, weighted
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.objectives.policy_gradient import Written
 from lowtide.ops.linear_logprobs import Want
-from lowtide.option import NOT_NEGATIVE, option
+from lowtide.option import COUNT, NOT_NEGATIVE, option
 
 
 @dataclass(kw_only=True)
 class RLOOOptions(RolloutOptions):
     """The options of REINFORCE leave-one-out, under TRL's names and with its defaults."""
 
-    num_generations: int = option(2, "Completions of a prompt.", NOT_NEGATIVE)
+    num_generations: int = option(2, "Completions of a prompt.", COUNT)
     beta: float = option(
         0.05, "Weight of the divergence from the reference in the reward; 0 goes without one.", NOT_NEGATIVE
     )

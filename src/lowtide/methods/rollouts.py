@@ -90,7 +90,12 @@ class RolloutOptions(FollowedReference):
         "Who writes: lowtide where it knows the model's attention, else transformers' generate.",
         choices=[*BACKENDS],
     )
-    ds3_gather_for_generation: bool = option(True, "Gather sharded weights for writing.")
+    ds3_gather_for_generation: bool | int = option(
+        True,
+        "Gather sharded weights for writing: all (true), layer by layer (false), or as many bytes at a time. "
+        "Nothing is sharded yet.",
+        NOT_NEGATIVE,
+    )
     cache_implementation: str | None = option(None, "Without effect.")
     use_transformers_continuous_batching: bool = option(False, "Without effect.")
     transformers_continuous_batching_config: dict | str | None = option(None, "Without effect.")

@@ -8,12 +8,14 @@ import math
 import numpy as np
 import pytest
 
+import lowtide
 from lowtide.cli.adapters import AdapterOptions
 from lowtide.option_values import options_of
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
 from tests.support.matrix import TRAINERS, classes, make
 
 CONFIGS = {kind: classes(kind)[1] for kind in TRAINERS}
+CONFIGS |= {kind: getattr(lowtide, f"{kind}Config") for kind in ("GRPO", "RLOO", "OnlineDPO", "PPO")}
 
 
 def numbers(config) -> dict:
@@ -35,7 +37,7 @@ def outside(option) -> list[float]:
         None if limits.most is None else limits.most + step,
         limits.above,
         limits.below,
-    } - {None}
+    } - {None, limits.also}
     return [*(int(each) if whole else each for each in edges), *([] if whole else [math.nan, math.inf, -math.inf])]
 
 
@@ -49,7 +51,7 @@ def test_the_table_names_fields_that_there_are():
     assert set(INHERITED_RANGES) <= set(options_of(CONFIGS["SFT"]))
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_every_number_outside_its_range_is_refused(kind, tmp_path):
     config = CONFIGS[kind]
     for name, option in numbers(config).items():

@@ -7,9 +7,8 @@ import torch
 
 from lowtide.engine.reference import logprobs
 from tests.support.marks import slow_but
-from tests.support.online_runs import assert_near, online, trained, weights
+from tests.support.online_runs import LOSSES, assert_near, loss_options, online, trained, weights
 
-TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 CUTS = {
     "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
     "in twos": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
@@ -20,11 +19,7 @@ CUTS = {
 }
 
 
-def loss_options(name: str) -> dict:
-    return {"loss_type": name, **({"importance_sampling_level": "sequence"} if name == "luspo" else {})}
-
-
-@pytest.mark.parametrize("loss_type", slow_but(["dapo"], TYPES))
+@pytest.mark.parametrize("loss_type", slow_but(["dapo"], LOSSES))
 @pytest.mark.parametrize(
     "cut", slow_but(["accumulated", "within a token budget"], ["accumulated", "within a token budget"])
 )

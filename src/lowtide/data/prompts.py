@@ -18,6 +18,7 @@ from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.cache.cached_map import reading
 from lowtide.data.cache.fingerprint import VERSION, combine, tokenizer_fingerprint
 from lowtide.data.encode.chat import TEMPLATE_FAILURES
+from lowtide.data.formats.columns import check_media
 from lowtide.spelling import nearest
 
 PROMPT = "prompt"
@@ -86,6 +87,7 @@ def prepare_prompts(
                 f"{encoder.source} has no column `prompt`{nearest(PROMPT, list(first))}, only "
                 f"{', '.join(sorted(first))}: rename the column of prompts to `prompt`"
             )
+    check_media(list(first), encoder.source)
     tokens = _Tokens(encoder)
     if isinstance(dataset, IterableDataset):
         return dataset.map(tokens, with_indices=True)

@@ -20,6 +20,7 @@ from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.positions import position_table
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
@@ -38,7 +39,7 @@ from lowtide.run.engine import (
 )
 from lowtide.run.inputs.arguments import check_attention, check_dataset, check_kind
 from lowtide.run.inputs.loading import load_inputs, set_padding
-from lowtide.run.inputs.row_checks import check_budget, check_masks, position_table
+from lowtide.run.inputs.row_checks import check_budget, check_masks
 from lowtide.run.references import ReferenceMaker, check_unchanged, some_of_weights
 from lowtide.step.heaviest import check_positions, row_lengths
 from lowtide.step.runner import StepRunner
@@ -174,7 +175,7 @@ class TrainingRun:
             bin_tokens = self.method.rows.bin_tokens(self.args) if trained_on else None
             check_budget(budget, self.row_lengths(dataset), name, bin_tokens)
         if positions is not None:
-            check_positions(dataset, positions, name)
+            check_positions(dataset, positions, name, self.args.max_completion_length if self.method.writes else 0)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

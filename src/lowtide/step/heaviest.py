@@ -31,12 +31,13 @@ def row_lengths(dataset: Any, collator: Any = None) -> np.ndarray | None:
     return sum(each * (prompts if name == "prompt_ids" else 1) for name, each in counted.items())  # type: ignore[return-value]
 
 
-def check_positions(dataset: Any, most: int, name: str) -> None:
+def check_positions(dataset: Any, most: int, name: str, written: int = 0) -> None:
     """Refuses rows that a model has not the positions for; nothing is known of streams and data of other kinds.
 
     Args:
         most: the positions of the model.
         name: what messages call the dataset.
+        written: tokens of the completions that a policy writes after the rows, which are prompts.
 
     Raises:
         ValueError: names the longest such row.
@@ -45,6 +46,12 @@ def check_positions(dataset: Any, most: int, name: str) -> None:
     if positions is None:
         return
     longest = int(positions.argmax())
+    if written and positions[longest] + written > most:
+        raise ValueError(
+            f"row {longest} of {name} has a prompt of {int(positions[longest]):,} tokens, which with "
+            f"max_completion_length={written} goes past the {most:,} positions of the model (max_position_embeddings): "
+            f"set max_prompt_length={max(most - written, 1)}, which keeps the end of prompts, or write less"
+        )
     if positions[longest] > most:
         raise ValueError(
             f"row {longest} of {name} has {int(positions[longest]):,} tokens and the model {most:,} "
@@ -64,7 +71,7 @@ def _positions(dataset: Dataset) -> np.ndarray | None:
     if counted is None:
         return None
     prompts = counted.pop("prompt_ids", 0)
-    return np.maximum.reduce(list(counted.values())) + prompts if counted else None
+    return np.maximum.reduce(list(counted.values())) + prompts if counted else np.asarray(prompts)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from lowtide.engine.forward import compute_in
 from lowtide.rollout.generators import ragged
 from lowtide.rollout.generators.cache import KeyStore, blocks_of, padded_tokens
 from lowtide.rollout.generators.generator import Request, Sampling
+from lowtide.rollout.generators.policy import warn_of_positions
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from tests.support.architectures import VOCAB
 from tests.support.generating import prompt, scored, some_requests, token_ids, writer, written_logprobs
@@ -222,7 +223,6 @@ def test_logits_that_are_not_finite_are_told():
         ([Request([5]), Request([])], Sampling(4), "request 1 has an empty prompt"),
         ([Request([5], 0)], Sampling(4), "request 0 asks for 0 completions"),
         ([Request([5, VOCAB])], Sampling(4), "request 0 has a token outside of the model's vocabulary of 101"),
-        ([Request([5] * 120)], Sampling(20), "makes 140, above the 128 positions of the model"),
         ([Request([5] * 10), Request([5] * 10, 6)], Sampling(9), "request 1 alone needs 64 tokens"),
         ([Request([5])], Sampling(4, stop_strings=("a",)), "give the generator a `tokenizer`"),
     ],
@@ -230,6 +230,16 @@ def test_logits_that_are_not_finite_are_told():
 def test_what_cannot_be_written_is_refused(requests: list[Request], sampling: Sampling, message: str):
     with pytest.raises(ValueError, match=message):
         RaggedGenerator(tokens_per_generation_batch=60).generate(writer(), requests, sampling)
+
+
+def test_a_table_of_positions_ends_and_computed_ones_go_on(caplog):
+    asked = [Request([5] * 120)], Sampling(20)
+    with pytest.raises(ValueError, match="makes 140, above the 128 positions of the model"):
+        RaggedGenerator().generate(writer("gpt2"), *asked)
+    warn_of_positions.cache_clear()
+    ((written,),) = RaggedGenerator().generate(writer(), *asked)
+    assert len(written.token_ids) == 20
+    assert "past the 128 positions that the model was made for" in caplog.text
 
 
 def test_nothing_is_asked_for():

@@ -10,7 +10,9 @@ from datasets import Dataset
 
 import lowtide
 from lowtide.rollout.generators.ragged import RaggedGenerator
+from tests.support.architectures import build
 from tests.support.online_runs import SETTINGS, online, prompts, weights
+from tests.support.parity_world import tokenizer
 
 CONFIGS = {
     "a group that does not divide": ({"num_generations": 3}, "num_generations=3 does not divide"),
@@ -126,3 +128,21 @@ def test_the_dataset_is_left_as_it_was(tmp_path):
     rows = prompts()
     online(tmp_path, arguments={"train_dataset": rows})
     assert rows.column_names == ["prompt", "number"]
+
+
+def test_a_prompt_that_leaves_no_positions_to_write_is_found_before_training(tmp_path):
+    data = Dataset.from_list([{"prompt": "1+1="}, {"prompt": "1" * 125}])
+    with pytest.raises(ValueError, match=r"row 1 of .* has a prompt of 12\d tokens.*set max_prompt_length=116"):
+        online(tmp_path, model=build("gpt2", vocab_size=len(tokenizer())), arguments={"train_dataset": data})
+    online(
+        tmp_path,
+        model=build("gpt2", vocab_size=len(tokenizer())),
+        arguments={"train_dataset": data},
+        max_prompt_length=116,
+    )
+
+
+def test_prompts_with_images_are_refused(tmp_path):
+    data = Dataset.from_list([{"prompt": "What is this?", "image": "cat.png"}])
+    with pytest.raises(ValueError, match="has the column 'image', and text models are trained here"):
+        online(tmp_path, arguments={"train_dataset": data})

@@ -26,15 +26,24 @@ def check_columns(columns: Sequence[str], row_format: RowFormat[Any], source: st
     if not row_format.columns:
         return
     unused = [column for column in columns if column not in row_format.columns]
-    media = [column for column in unused if column in MEDIA_COLUMNS]
+    check_media(unused, source)
+    if unused:
+        warn_of_unused(quoted(row_format.columns), quoted(unused))
+
+
+def check_media(columns: Sequence[str], source: str) -> None:
+    """Refuses columns of images, or of what else is no text.
+
+    Raises:
+        ValueError: names them.
+    """
+    media = [column for column in columns if column in MEDIA_COLUMNS]
     if media:
         raise ValueError(
             f"{source} has the column {quoted(media)}, and text models are trained here: the rows would lose what they "
             "are about. If the text stands without it, remove the column (dataset.remove_columns, or `columns` of "
             "`datasets` in a run file)."
         )
-    if unused:
-        warn_of_unused(quoted(row_format.columns), quoted(unused))
 
 
 @functools.cache

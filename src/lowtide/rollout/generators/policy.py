@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.positions import position_table
 from lowtide.rollout.generators.generator import Request, Sampling
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -32,8 +37,8 @@ def check_requests(model: nn.Module, requests: Sequence[Request], sampling: Samp
     Raises:
         ValueError: names the request, and what is wrong with it.
     """
-    config = causal_model(model).config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
+    table = position_table(model)
+    known = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
     vocab = embedding_weight(model).shape[0]
     for number, request in enumerate(requests):
         prompt, where = request.prompt_ids, f"request {number}"
@@ -44,12 +49,23 @@ def check_requests(model: nn.Module, requests: Sequence[Request], sampling: Samp
         if not 0 <= min(prompt) <= max(prompt) < vocab:
             raise ValueError(f"{where} has a token outside of the model's vocabulary of {vocab:,}")
         total = len(prompt) + sampling.max_new_tokens
-        if positions is not None and total > positions:
+        if table is None and known is not None and total > known:
+            warn_of_positions(known)
+        if table is not None and total > table:
             raise ValueError(
                 f"{where} has a prompt of {len(prompt):,} tokens, which with `max_new_tokens` of "
-                f"{sampling.max_new_tokens:,} makes {total:,}, above the {positions:,} positions of the model "
+                f"{sampling.max_new_tokens:,} makes {total:,}, above the {table:,} positions of the model "
                 "(`max_position_embeddings`): shorten the prompt, or lower `max_new_tokens`"
             )
+
+
+@functools.cache
+def warn_of_positions(known: int) -> None:
+    """Says once that more is written than the model was made for."""
+    logger.warning(
+        f"completions go past the {known:,} positions that the model was made for (max_position_embeddings): what it "
+        "writes there is seldom good. Shorten prompts (max_prompt_length) or completions"
+    )
 
 
 def not_finite(request: int, number: int, place: int) -> FloatingPointError:

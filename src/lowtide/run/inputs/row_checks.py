@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import dropwhile, islice
 from typing import Any
@@ -10,16 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
-from torch import nn
 
-from lowtide.engine.forward import causal_model
 from lowtide.ragged import RaggedBatch
 
 MASKS = ("completion_mask", "assistant_masks")
-TABLE = re.compile(r"(wpe|pos\w*)(\.weight)?$")
-"""The names of tables of positions."""
-OFFSET = 2
-"""The most entries of such a table that are no positions."""
 LOOKED_AT = 10_000
 """Rows among which a packed one of several segments is looked for."""
 
@@ -84,15 +77,6 @@ def check_budget(budget: int, lengths: np.ndarray | None, name: str, bin_tokens:
             f"tokens_per_microbatch={budget} is below the longest row of {name}, {longest} tokens, which "
             f"goes through the model whole: raise it to at least {longest}, or lower max_length"
         )
-
-
-def position_table(model: nn.Module) -> int | None:
-    """The positions that a model has a table of, behind which there is none; None where positions are computed."""
-    inner = causal_model(model)
-    most = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-    named = (*inner.named_parameters(), *inner.named_buffers())
-    tables = [table.shape[0] for name, table in named if table.ndim == 2 and TABLE.search(name)]
-    return most if most is not None and any(most <= rows <= most + OFFSET for rows in tables) else None
 
 
 def check_masks(dataset: Any, name: str) -> None:

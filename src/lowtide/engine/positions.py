@@ -1,0 +1,23 @@
+"""How many positions a model has, where that is bounded."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from lowtide.engine.forward import causal_model
+
+TABLE = re.compile(r"(wpe|pos\w*)(\.weight)?$")
+"""The names of tables of positions."""
+OFFSET = 2
+"""The most entries of such a table that are no positions."""
+
+
+def position_table(model: nn.Module) -> int | None:
+    """The positions that a model has a table of, behind which there is none; None where positions are computed."""
+    inner = causal_model(model)
+    most = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    named = (*inner.named_parameters(), *inner.named_buffers())
+    tables = [table.shape[0] for name, table in named if table.ndim == 2 and TABLE.search(name)]
+    return most if most is not None and any(most <= rows <= most + OFFSET for rows in tables) else None

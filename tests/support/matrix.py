@@ -373,9 +373,7 @@ def watching(run: Run, model: Any) -> Iterator[None]:
 # -- without the fused head ----------------------------------------------------------------------------------------
 
 
-def dense_logprobs(
-    terms: Any, index: Tensor, target: Tensor, *, want: Any, projection: Any, **_: Any
-) -> TokenStats:
+def dense_logprobs(terms: Any, index: Tensor, target: Tensor, *, want: Any, projection: Any, **_: Any) -> TokenStats:
     """`linear_logprobs` by all the logits."""
     logits = torch.stack([x[index] @ weight.T for x, weight in terms]).sum(0).float() / projection.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -585,9 +583,7 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "fused head": lambda run, plain: run.heads > 0 == plain.heads,
     "tiled MLP": lambda run, plain: run.activations > 2 * plain.activations,
     "optimizer in backward": _in_backward,
-    "optimizer in backward, two passes": lambda run, plain: (
-        _in_backward(run, plain) and run.graphs >= 2 * plain.graphs
-    ),
+    "optimizer in backward, two passes": lambda run, plain: _in_backward(run, plain) and run.graphs >= 2 * plain.graphs,
     "compressed AdamW": _compressed("exact"),
     "bfloat16 AdamW with stochastic rounding": _compressed("stochastic"),
     "bfloat16 AdamW with stochastic rounding and 8-bit moments": _compressed("stochastic", 8),

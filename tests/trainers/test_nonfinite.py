@@ -47,6 +47,15 @@ def test_a_gradient_that_is_no_number_is_named_and_not_stepped_along(kind: str, 
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
 
 
+def test_a_policy_that_cannot_write_says_so():
+    """Its weights are not finite, which says nothing about the generator."""
+    rewards = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    run = make("GRPO", arguments=rewards)
+    run.model.get_submodule(CULPRIT).weight.data[3, 3] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"logits of request .* are not finite"):
+        run.train()
+
+
 def test_in_two_passes_nothing_is_stepped_along_a_norm_that_is_no_number():
     run = make("SFT", **WAYS["in two passes"])
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}

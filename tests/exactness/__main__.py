@@ -7,7 +7,7 @@ import contextlib
 import io
 
 from tests.support.heap import young_heap
-from tests.support.matrix import TECHNIQUES, TRAINERS, Cell, cell
+from tests.support.matrix import EVERY_TRAINER, TECHNIQUES, Cell, cell
 from tests.support.matrix_page import PAGE, page
 
 
@@ -16,9 +16,9 @@ def main() -> None:
     cells: dict[tuple[str, str], Cell] = {}
     with young_heap(), contextlib.redirect_stdout(io.StringIO()):
         for technique in TECHNIQUES.values():
-            for kind in TRAINERS:
+            for kind in EVERY_TRAINER:
                 cells[technique.name, kind] = cell(kind, technique)
-    PAGE.write_text(page(TECHNIQUES, TRAINERS, cells), encoding="utf-8")
+    PAGE.write_text(page(TECHNIQUES, EVERY_TRAINER, cells), encoding="utf-8")
     print(f"wrote {PAGE.name}: {len(cells)} cells")
 
 

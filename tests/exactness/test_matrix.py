@@ -7,14 +7,14 @@ import functools
 import pytest
 
 from tests.support.marks import slow_but
-from tests.support.matrix import TECHNIQUES, TRAINERS, cell, check_pair, pairs
+from tests.support.matrix import EVERY_TRAINER, TECHNIQUES, cell, check_pair, pairs
 from tests.support.matrix_page import written
 
 page = functools.cache(written)
 
 
 @pytest.mark.parametrize("technique", slow_but(TECHNIQUES.keys() - {"compiled layers"}, TECHNIQUES))
-@pytest.mark.parametrize("kind", slow_but(["SFT"], TRAINERS))
+@pytest.mark.parametrize("kind", slow_but(["SFT"], EVERY_TRAINER))
 def test_a_technique_in_a_trainer(kind, technique):
     found = cell(kind, TECHNIQUES[technique])
     if found.word.startswith("needs "):
@@ -23,7 +23,7 @@ def test_a_technique_in_a_trainer(kind, technique):
 
 
 def test_the_page_has_no_other_rows():
-    assert page().keys() == {(technique, kind) for technique in TECHNIQUES for kind in TRAINERS}
+    assert page().keys() == {(technique, kind) for technique in TECHNIQUES for kind in EVERY_TRAINER}
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.marks import slow_but
-from tests.support.matrix import TECHNIQUES, TRAINERS, make, with_it
+from tests.support.matrix import EVERY_TRAINER, TECHNIQUES, TRAINERS, make, with_it
 
 CULPRIT = "model.layers.1.mlp.down_proj"
 WAYS = {
@@ -18,7 +18,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but(["SFT", "Reward"], TRAINERS))
+@pytest.mark.parametrize("kind", EVERY_TRAINER)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_module_that_gave_a_nan_is_named(kind: str, way: str):
     run = make(kind, **WAYS[way])
@@ -33,7 +33,7 @@ def test_the_first_module_that_gave_a_nan_is_named(kind: str, way: str):
     assert still == others
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", slow_but(TRAINERS, EVERY_TRAINER))
 @pytest.mark.parametrize("clipped", [{}, {"max_grad_norm": 0.0}], ids=["clipped", "not clipped"])
 def test_a_gradient_that_is_no_number_is_named_and_not_stepped_along(kind: str, clipped: dict):
     run = make(kind, **clipped)
@@ -45,6 +45,15 @@ def test_a_gradient_that_is_no_number_is_named_and_not_stepped_along(kind: str, 
     ):
         run.train()
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+
+
+def test_a_policy_that_cannot_write_says_so():
+    """Its weights are not finite, which says nothing about the generator."""
+    rewards = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    run = make("GRPO", arguments=rewards)
+    run.model.get_submodule(CULPRIT).weight.data[3, 3] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"logits of request .* are not finite"):
+        run.train()
 
 
 def test_in_two_passes_nothing_is_stepped_along_a_norm_that_is_no_number():

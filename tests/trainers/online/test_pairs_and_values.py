@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.marks import slow_but
+from tests.support.matrix import check_equal, without_it
 from tests.support.online_runs import assert_near, even_tokens, online, trained, weights
 
 CUTS = {
@@ -50,6 +51,12 @@ def test_resumed_anywhere_in_a_window_the_bits_are_the_same(method, step, tmp_pa
     second.train(resume_from_checkpoint=str(tmp_path / "parts" / f"checkpoint-{step}"))
     expected, found = weights(whole), weights(second)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+def test_on_the_pairs_of_dpo_it_is_dpo_bit_by_bit():
+    """A `rollout_func` writes the completions of DPO's rows, and the reward prefers the chosen ones."""
+    check_equal(without_it("OnlineDPO"), without_it("DPO", learning_rate=1e-3), bits=True)
 
 
 class Undecided:

@@ -41,8 +41,8 @@ from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.rollout import Rollout
 from lowtide.run.vllm import make_vllm_generator
 from lowtide.step.rank_sync import RankSync
+from lowtide.step.recovery import surviving_scores
 from lowtide.step.runner import StepRunner
-from lowtide.step.train_step import score_in_parts
 
 logger = logging.getLogger(__name__)
 
@@ -317,7 +317,7 @@ class RolloutMaker:
             return torch.zeros(0)
         how = {"padding_free": self.runner.padding_free, "temperature": self.options.scored_at, "head": head}
         model = self.runner.model
-        return score_in_parts(batch, self.runner.limits_of(batch), lambda part: logprobs(model, part, **how))
+        return surviving_scores(batch, self.runner.limits_of(batch), lambda part: logprobs(model, part, **how))
 
     def _finish(self, made: Made, group: int, epoch: float) -> None:
         """What is learned, and metrics over all ranks."""

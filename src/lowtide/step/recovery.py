@@ -18,14 +18,14 @@ from torch import Tensor
 
 from lowtide.compat.torch import version_of
 from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
-from lowtide.methods.method import Objective
+from lowtide.methods.method import Objective, Scorer
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.failures import RankFailed, tell, who_stopped
 from lowtide.ranks.world import distributed
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models, OwnLoss
 from lowtide.step.rank_sync import End, OutOfMemory, random_state, set_random_state, worst_of_ranks
-from lowtide.step.train_step import BackwardPlan, Limits, train_step
+from lowtide.step.train_step import BackwardPlan, Limits, score_in_parts, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,36 @@ def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory) -> Limits:
             failed.failure,
         )
     return Limits(limits.rows, budget)
+
+
+def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer) -> Tensor:
+    """`score_in_parts`, repeated with half the token budget for as long as it runs out of memory.
+
+    Each rank repeats by itself: nothing is exchanged in a pass without gradients. The limits of the steps to come are
+    left alone, since an update takes more and finds out for itself.
+
+    Raises:
+        OutOfMemory: one row does not fit.
+    """
+    while True:
+        try:
+            return score_in_parts(batch, limits, scorer)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            said = first_line(error)
+            drop_frames(error)
+        free_caches()
+        heaviest = max(map(batch.tokens_of, batch.plan_split(limits.tokens, limits.rows)))
+        longest = max(batch.row_tokens)
+        budget = max(heaviest // 2, longest)
+        if budget >= heaviest:
+            raise OutOfMemory(
+                f"out of memory in scoring one row of {longest:,} tokens, which cannot be cut ({said}): lower "
+                "what limits its length (`max_length`, `max_completion_length`), or take a larger device"
+            )
+        limits = Limits(limits.rows, budget)
+        logger.warning(f"out of memory in scoring ({said}): it is repeated with at most {budget:,} tokens a forward")
 
 
 def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any) -> Any:

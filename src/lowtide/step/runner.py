@@ -28,8 +28,8 @@ from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models, OwnLoss
 from lowtide.step.phases import Phases
 from lowtide.step.rank_sync import NotFinite, check_finite
-from lowtide.step.recovery import StepSnapshot, surviving_step
-from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch, score_in_parts
+from lowtide.step.recovery import StepSnapshot, surviving_scores, surviving_step
+from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch
 from lowtide.step.updater import REMEDIES, NotFiniteStep, Updater
 
 
@@ -222,7 +222,7 @@ class StepRunner:
     def reference_logprobs(self, batch: RaggedBatch, limits: Limits) -> Tensor:
         """[scores]: the reference's log-probabilities of a batch, in micro-batches within the limits."""
         assert self.reference is not None, "there is no reference"
-        return score_in_parts(batch, limits, self.reference)
+        return surviving_scores(batch, limits, self.reference)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

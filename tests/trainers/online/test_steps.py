@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from lowtide.engine.reference import logprobs
+from lowtide.ops import linear_logprobs
+from lowtide.step.rank_sync import OutOfMemory
 from tests.support.marks import slow_but
 from tests.support.online_runs import LOSSES, assert_near, loss_options, online, trained, weights
+from tests.support.sabotage import out_of_memory
 
 CUTS = {
     "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
@@ -73,3 +78,31 @@ def test_evaluation_writes_its_own_completions_and_changes_nothing(tmp_path):
     assert len(found) == 3
     assert {"eval_loss", "eval_rewards/even_tokens/mean", "eval_completions/mean_length"} <= found[0].keys()
     assert "train_dataset" not in found[0]
+
+
+@pytest.mark.parametrize("method", slow_but(["GRPO"], ["GRPO", "PPO"]))
+def test_scoring_that_runs_out_of_memory_is_repeated_in_smaller_parts(method, tmp_path, caplog):
+    options = {"GRPO": {"beta": 0.1}, "PPO": {"num_generations": 1, "num_ppo_epochs": 1}}[method]
+    plain = trained(tmp_path / "plain", method, **options)
+    failing = online(tmp_path / "failing", method, **options)
+    with out_of_memory(failing.model, "head", 0) as fired:
+        failing.train()
+    assert fired == ["head"]
+    assert "out of memory in scoring" in caplog.text
+    assert failing.limits.tokens is None  # of updates
+    assert_near(weights(failing), weights(plain), 1e-5)
+
+
+def test_one_row_that_cannot_be_scored_stops_the_run_and_says_what_to_lower(tmp_path):
+    trainer = online(
+        tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, beta=0.1, num_generations=4
+    )
+    before = weights(trainer)
+    with (
+        mock.patch.object(
+            linear_logprobs.ChunkedHead, "chunks", side_effect=torch.OutOfMemoryError("CUDA out of memory")
+        ),
+        pytest.raises(OutOfMemory, match=r"in scoring one row of \d+ tokens, .*max_completion_length"),
+    ):
+        trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())

@@ -16,8 +16,8 @@ from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
 from lowtide.step.rank_sync import RankSync
+from lowtide.step.recovery import surviving_scores
 from lowtide.step.runner import StepRunner
-from lowtide.step.train_step import score_in_parts
 
 
 def kept_tokens(runner: StepRunner, batch: RaggedBatch, args: Any) -> RaggedBatch:
@@ -49,7 +49,7 @@ def _entropies(runner: StepRunner, batch: RaggedBatch, temperature: float) -> Te
         assert output.entropies is not None
         return output.entropies
 
-    return score_in_parts(batch, runner.limits_of(batch), entropies)
+    return surviving_scores(batch, runner.limits_of(batch), entropies)
 
 
 def _of_all_ranks(values: Tensor) -> Tensor:

@@ -108,6 +108,23 @@ def test_two_micro_batches_of_a_reward_model_take_no_more_than_one(tmp_path, mon
     assert cut.phases["reward"]["activations"] < whole.phases["reward"]["activations"]
 
 
+def test_keys_of_a_deep_model_are_held_in_all_layers(tmp_path, monkeypatch):
+    deep = LlamaConfig(**{**SIZES, "num_hidden_layers": 12})
+    monkeypatch.setitem(globals(), "POLICY", deep)
+    for every in (1, 2):
+        keys = estimated(tmp_path, checkpointing_every=every).phases["generate"]["keys"]
+        assert keys == 2 * 12 * SIZES["num_key_value_heads"] * 8 * 4 * (11 + 4 * 12)
+
+
+def test_generate_of_transformers_repeats_prompts(tmp_path):
+    own, theirs = (
+        estimated(tmp_path, generation_backend=each).phases["generate"]["keys"] for each in ("lowtide", "transformers")
+    )
+    token = 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 8 * 4  # bytes of its keys and values
+    assert own == token * (11 + 4 * 12)
+    assert theirs == token * 4 * (11 + 12)
+
+
 @pytest.mark.parametrize(
     ("method", "options", "scores"),
     [

@@ -28,6 +28,7 @@ from lowtide.ops.linear_logprobs import Want
 from lowtide.planner.tracing.reward_models import reward_completions
 from lowtide.planner.tracing.trace import StorageTrace
 from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.rollout.generators.support import why_not_described
 from lowtide.step.runner import StepRunner
 
 LOGITS = 3
@@ -77,15 +78,40 @@ class TracedRollout:
         return replace(batch, score_values={**batch.score_values, **scored})
 
     def _generate(self, prompts: list[list[int]], batch: RaggedBatch) -> None:
-        if self.runner.options.use_vllm:
+        options: Any = self.runner.options
+        if options.use_vllm:
             torch.empty(0)  # it is a phase all the same
             return
-        count = len(prompts) * self.runner.options.num_generations
-        held = _keys(self.runner, sum(map(len, prompts)), count, self.trace, self.layers)
-        _run_prompts(self.runner, prompts, batch)
+        count = len(prompts) * options.num_generations
+        padded = options.generation_backend == "transformers" or not self.runner.padding_free
+        if padded or why_not_described(self.runner.model) is not None:  # `generate` repeats a prompt, and pads it
+            held = self._keys([count * (len(prompts[0]) + options.max_completion_length)], grows=1.0)
+            repeated = [prompts[0]] * count
+            _run_prompts(self.runner, repeated, batch)
+        else:
+            held = self._keys([sum(map(len, prompts)), count * options.max_completion_length], grows=0.5)
+            _run_prompts(self.runner, prompts, batch)
         vocabulary = embedding_weight(self.runner.model).shape[0]
         logits = [torch.empty(count, vocabulary) for _ in range(LOGITS)]
         del logits, held
+
+    def _keys(self, parts: Sequence[int], grows: float) -> list[Tensor]:
+        """Keys and values of all layers, and what the last part of one of them takes more as it grows.
+
+        Args:
+            parts: tokens whose keys are a tensor each.
+            grows: the share of the last part that is there twice.
+        """
+        config: Any = causal_model(self.runner.model).config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = next(p.dtype for p in self.runner.model.parameters())
+        found = [torch.empty(int(grows * parts[-1]), heads, dim, dtype=dtype)]
+        for layer in range(self.layers):
+            pieces = [torch.empty(tokens, heads, dim, dtype=dtype) for tokens in parts for _ in range(2)]
+            self.trace.belongs(pieces, "keys", self.trace.place(layer))
+            found += pieces
+        return found
 
     def _score(self, batch: RaggedBatch) -> dict[str, Tensor]:
         """What a micro-batch is scored by before the update, as `RolloutMaker` does it: by the policy where its
@@ -123,22 +149,6 @@ def _longest(options: Any, dataset: Dataset) -> list[list[int]]:
             break
         chosen.append(length)
     return [[1] * length for length in chosen]
-
-
-def _keys(runner: StepRunner, prompt_tokens: int, count: int, trace: StorageTrace, layers: int) -> list[Tensor]:
-    """Keys and values of all layers, and what one of them takes more as it grows."""
-    config: Any = causal_model(runner.model).config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dtype = next(p.dtype for p in runner.model.parameters())
-    options: Any = runner.options
-    own = count * options.max_completion_length
-    found = [torch.empty(own // 2, heads, dim, dtype=dtype)]
-    for layer in range(layers):
-        pieces = [torch.empty(tokens, heads, dim, dtype=dtype) for tokens in (prompt_tokens, own) for _ in range(2)]
-        trace.belongs(pieces, "keys", layer)
-        found += pieces
-    return found
 
 
 def _run_prompts(runner: StepRunner, prompts: list[list[int]], like: RaggedBatch) -> None:

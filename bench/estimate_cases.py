@@ -161,7 +161,7 @@ CASES: dict[str, EstimateCase] = {
         # what the policy writes
         _case("grpo", "llama-22m", rows=8, max_length=128),
         _case("grpo", "llama-22m", rows=8, max_length=128, beta=0.04),
-        _case("grpo", "llama-160m", rows=8, max_length=64, lora=True, beta=0.04),
+        _case("grpo", "llama-22m", rows=8, max_length=128, lora=True, beta=0.04),
         _case("grpo", "llama-22m", rows=8, max_length=128, num_iterations=2, steps_per_generation=4),
         _case("grpo", "llama-22m", rows=8, max_length=128, reward_model="llama-96m"),
         _case("grpo", "llama-33m", rows=4, max_length=256, lora=True, num_generations=4, steps_per_generation=8),

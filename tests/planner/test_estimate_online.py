@@ -125,6 +125,14 @@ def test_generate_of_transformers_repeats_prompts(tmp_path):
     assert theirs == token * 4 * (11 + 12)
 
 
+def test_a_budget_of_keys_lets_prompts_run_beside_what_is_written(tmp_path):
+    long = {"max_completion_length": 64, "gradient_checkpointing": False}
+    whole = estimated(tmp_path, **long).phases["generate"]
+    cut = estimated(tmp_path, tokens_per_generation_batch=11 + 4 * 64, **long).phases["generate"]
+    assert cut["keys"] == whole["keys"]
+    assert cut["activations"] >= whole["activations"]
+
+
 @pytest.mark.parametrize(
     ("method", "options", "scores"),
     [

@@ -78,37 +78,41 @@ class TracedRollout:
         return replace(batch, score_values={**batch.score_values, **scored})
 
     def _generate(self, prompts: list[list[int]], batch: RaggedBatch) -> None:
+        """Prompts run first, when the keys of completions are not there yet, unless a budget lets prompts in later."""
         options: Any = self.runner.options
         if options.use_vllm:
             torch.empty(0)  # it is a phase all the same
             return
-        count = len(prompts) * options.num_generations
+        count, most = len(prompts) * options.num_generations, options.max_completion_length
         padded = options.generation_backend == "transformers" or not self.runner.padding_free
         if padded or why_not_described(self.runner.model) is not None:  # `generate` repeats a prompt, and pads it
-            held = self._keys([count * (len(prompts[0]) + options.max_completion_length)], grows=1.0)
-            repeated = [prompts[0]] * count
-            _run_prompts(self.runner, repeated, batch)
+            held = self._keys(count * len(prompts[0]))
+            _run_prompts(self.runner, [prompts[0]] * count, batch)
+            del held
+            held = self._keys(count * (len(prompts[0]) + most), grows=1.0)
         else:
-            held = self._keys([sum(map(len, prompts)), count * options.max_completion_length], grows=0.5)
+            enter_later = options.tokens_per_generation_batch is not None
+            held = self._keys(count * most, grows=0.5) if enter_later else []
+            held += self._keys(sum(map(len, prompts)))
             _run_prompts(self.runner, prompts, batch)
+            held += [] if enter_later else self._keys(count * most, grows=0.5)
         vocabulary = embedding_weight(self.runner.model).shape[0]
         logits = [torch.empty(count, vocabulary) for _ in range(LOGITS)]
         del logits, held
 
-    def _keys(self, parts: Sequence[int], grows: float) -> list[Tensor]:
-        """Keys and values of all layers, and what the last part of one of them takes more as it grows.
+    def _keys(self, tokens: int, grows: float = 0.0) -> list[Tensor]:
+        """Keys and values of all layers.
 
         Args:
-            parts: tokens whose keys are a tensor each.
-            grows: the share of the last part that is there twice.
+            grows: the share of one tensor that is there twice as tensors grow, one after the other.
         """
         config: Any = causal_model(self.runner.model).config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dtype = next(p.dtype for p in self.runner.model.parameters())
-        found = [torch.empty(int(grows * parts[-1]), heads, dim, dtype=dtype)]
+        found = [torch.empty(int(grows * tokens), heads, dim, dtype=dtype)] if grows else []
         for layer in range(self.layers):
-            pieces = [torch.empty(tokens, heads, dim, dtype=dtype) for tokens in parts for _ in range(2)]
+            pieces = [torch.empty(tokens, heads, dim, dtype=dtype) for _ in range(2)]
             self.trace.belongs(pieces, "keys", self.trace.place(layer))
             found += pieces
         return found

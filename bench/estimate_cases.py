@@ -43,6 +43,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+ONLINE = ("grpo", "rloo", "online_dpo", "ppo")
+"""Methods whose policy writes."""
+
+
 @dataclass(frozen=True)
 class EstimateCase:
     """One run: a trainer, a model, its options."""
@@ -56,10 +60,18 @@ class EstimateCase:
     rows: int = 4
     """`per_device_train_batch_size`."""
     max_length: int = 512
+    """Most tokens of a row; of a completion, where the policy writes it."""
+    reward_model: str | None = None
+    """A classifier of `MODELS` that rewards completions, in place of a function."""
     needs: tuple[str, ...] = ()
     """Packages beside lowtide's own requirements."""
     large: bool = False
     """For a GPU alone: a CPU would take long."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether the policy writes what it learns from."""
+        return self.method in ONLINE
 
     @property
     def name(self) -> str:
@@ -67,12 +79,14 @@ class EstimateCase:
         options = [name if value is True else f"{name}={value}" for name, value in self.options.items()]
         adapters = ["QLoRA"] if self.four_bit else ["LoRA"] if self.lora else []
         dtype = [self.dtype] if self.dtype != "float32" else []
+        rewarded = [] if self.reward_model is None else [f"reward model {self.reward_model}"]
         size = f"{self.rows} x {self.max_length}"
-        return ", ".join([f"{self.method} {self.model}", *adapters, *dtype, *options, size])
+        return ", ".join([f"{self.method} {self.model}", *adapters, *dtype, *options, *rewarded, size])
 
 
 def _case(method: str, model: str, rows: int = 4, max_length: int = 512, **options: Any) -> EstimateCase:
-    own = {name: options.pop(name) for name in ("lora", "four_bit", "dtype", "needs", "large") if name in options}
+    names = ("lora", "four_bit", "dtype", "needs", "large", "reward_model")
+    own = {name: options.pop(name) for name in names if name in options}
     return EstimateCase(method, model, options, rows=rows, max_length=max_length, **own)
 
 
@@ -144,6 +158,17 @@ CASES: dict[str, EstimateCase] = {
         _case("reward", "qwen3-56m"),
         _case("sft", "qwen3-56m", rows=2, packing=True),
         _case("dpo", "llama-33m", rows=8, activation_offloading=True),
+        # what the policy writes
+        _case("grpo", "llama-22m", rows=8, max_length=128),
+        _case("grpo", "llama-22m", rows=8, max_length=128, beta=0.04),
+        _case("grpo", "llama-22m", rows=8, max_length=128, lora=True, beta=0.04),
+        _case("grpo", "llama-22m", rows=8, max_length=128, num_iterations=2, steps_per_generation=4),
+        _case("grpo", "llama-22m", rows=8, max_length=128, reward_model="llama-96m"),
+        _case("grpo", "llama-33m", rows=4, max_length=256, lora=True, num_generations=4, steps_per_generation=8),
+        _case("rloo", "llama-22m", rows=8, max_length=128),
+        _case("online_dpo", "llama-22m", rows=4, max_length=128),
+        _case("ppo", "llama-22m", rows=8, max_length=128),
+        _case("ppo", "llama-22m", rows=8, max_length=128, reward_model="llama-33m"),
         # for a GPU
         _case("sft", "qwen2.5-0.5b", rows=8, max_length=1024, large=True),
         _case("sft", "qwen2.5-0.5b", rows=8, max_length=1024, gradient_checkpointing=False, large=True),

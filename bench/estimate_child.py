@@ -10,13 +10,15 @@ from bench.child import say
 from bench.estimate_cases import CASES, MODELS, EstimateCase
 from bench.measure import reset_high_water_mark, resident_bytes
 from bench.memory_child import four_bits, quantized
+from bench.online_cases import generated
+from bench.online_child import even_tokens
 from bench.preferences import longtail_labelled, longtail_pairs
 from bench.tokenizer import load_tokenizer, tokenizer_for
 from lowtide.memory.allocators.host_heap import trim_heap
 
 STEPS = 2
 ROWS = {"kto": longtail_labelled, "bco": longtail_labelled, "sft": longtail_rows}
-NAMES = {"reward": "Reward"}
+NAMES = {"reward": "Reward", "online_dpo": "OnlineDPO"}
 """Of the methods whose classes are not their name in capitals."""
 
 
@@ -39,8 +41,10 @@ def measured(case: EstimateCase, device: str, weights: str) -> dict[str, Any]:
     trainer_class = getattr(lowtide, NAMES.get(case.method, case.method.upper()) + "Trainer")
     with tempfile.TemporaryDirectory() as folder:
         inputs = data(case)
+        rewarded = rewards(case, inputs["processing_class"])
         model = model_of(case, device, weights)
-        trainer = trainer_class(model, args=config_of(case, device, folder), **inputs, peft_config=adapters(case))
+        args = config_of(case, device, folder)
+        trainer = trainer_class(model, args=args, **inputs, **rewarded, peft_config=adapters(case))
         trainer.train()
     if device == "cpu":
         return {"peak_bytes": resident_bytes("VmHWM")}
@@ -54,7 +58,7 @@ def config_of(case: EstimateCase, device: str, folder: str) -> Any:
         "output_dir": folder,
         "max_steps": STEPS,
         "per_device_train_batch_size": case.rows,
-        "max_length": case.max_length,
+        ("max_completion_length" if case.writes else "max_length"): case.max_length,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
@@ -68,12 +72,36 @@ def data(case: EstimateCase) -> dict[str, Any]:
     """Rows and tokenizer; the same rows to evaluate on where that is asked for."""
     from datasets import Dataset
 
+    if case.writes:
+        return {
+            "train_dataset": Dataset.from_list(generated(60, 0.35, seed=38)[:64]),
+            "processing_class": load_tokenizer(Path(tokenizer_for(longtail_rows()))),
+        }
     dataset = Dataset.from_list(ROWS.get(case.method, longtail_pairs)()[:64])
     evaluated = {"eval_dataset": dataset} if "eval_strategy" in case.options else {}
     return {
         "train_dataset": dataset,
         "processing_class": load_tokenizer(Path(tokenizer_for(longtail_rows()))),
     } | evaluated
+
+
+def rewards(case: EstimateCase, tokenizer: Any) -> dict[str, Any]:
+    """What rewards completions."""
+    if not case.writes:
+        return {}
+    if case.reward_model is None:
+        return {"reward_funcs": even_tokens}
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_config(described_reward(case))
+    return {"reward_funcs": model, "reward_processing_classes": tokenizer}
+
+
+def described_reward(case: EstimateCase) -> Any:
+    from transformers import AutoConfig
+
+    assert case.reward_model is not None
+    return AutoConfig.for_model(**MODELS[case.reward_model], num_labels=1)
 
 
 def described(case: EstimateCase) -> Any:
@@ -118,6 +146,7 @@ def predicted(case: EstimateCase, device: str) -> dict[str, Any]:
         inputs = data(case)
         options = config_of(case, device, folder)
         options.model_init_kwargs = {"dtype": case.dtype}
+        rewarded = {} if case.reward_model is None else {"reward_funcs": described_reward(case)}
         began = time.perf_counter()
         found = estimate(
             options,
@@ -127,6 +156,7 @@ def predicted(case: EstimateCase, device: str) -> dict[str, Any]:
             peft_config=adapters(case),
             quantization_config=four_bits() if case.four_bit else None,
             device=device,
+            **rewarded,
         )
         seconds = time.perf_counter() - began
     peak = found.peak_bytes if device == "cpu" else found.reserved_bytes

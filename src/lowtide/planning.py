@@ -17,19 +17,21 @@ from lowtide.data.sources.load import Source, load_rows
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.planner.budget import budget_bytes
-from lowtide.planner.candidate import PlannedRun, config_of_model, first_rows, measured, prepared_rows
+from lowtide.planner.candidate import PlannedRun, first_rows, measured, prepared_rows
 from lowtide.planner.devices import Device, device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.plan import Plan, make_plan
 from lowtide.planner.sharding.sharding import Sharding
-from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs
+from lowtide.planner.tracing.described_model import config_of_model
+from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs, RunInputs
+from lowtide.planner.tracing.reward_models import DescribedRewards
 from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.run.options.configs import ConfigState, method_named, method_of
 from lowtide.run.options.training import TrainingConfig
 from lowtide.spelling import check_arguments_known
 
 
-class PlanInputs(ModelInputs, total=False):
+class PlanInputs(RunInputs, total=False):
     """What a run is made of beside its method, model and rows."""
 
     config: TrainingConfig | Mapping[str, Any] | None
@@ -45,7 +47,7 @@ def estimate(
     device: str = "cpu",
     world_size: int = 1,
     sharding: Any = None,
-    **inputs: Unpack[ModelInputs],
+    **inputs: Unpack[RunInputs],
 ) -> Estimate:
     """What a run will take, on each device; no weight is made.
 
@@ -55,7 +57,7 @@ def estimate(
         lengths: the tokens of each row: a number for `SFTConfig`; for pairs (prompt, chosen, rejected), for single
             completions (prompt, completion); for a method whose policy writes, those of the prompt.
         dataset: rows to train on, in place of their lengths.
-        inputs: see `ModelInputs`.
+        inputs: see `RunInputs`.
         device: "cpu", "cuda" (the one that is there), or a name as "H100-80GB".
         world_size: devices that train together.
         sharding: how they share states: "zero3", "fsdp2", "tp2+fsdp2", a DeepSpeed configuration or its path; None
@@ -65,9 +67,10 @@ def estimate(
         ValueError: the config is of no method, the lengths do not fit it, the device is unknown, or the model's step
             cannot be traced.
     """
-    check_arguments_known("estimate", inputs, ModelInputs.__annotations__)
+    check_arguments_known("estimate", inputs, RunInputs.__annotations__)
     if (lengths is None) == (dataset is None):
         raise ValueError("estimate needs either `lengths` or `dataset`, to know what a step will see")
+    rewards = DescribedRewards.of(_rewards(inputs.pop("reward_funcs", None), config))
     init = model_init(
         cast(Any, config.model_init_kwargs),
         trust_remote_code=config.trust_remote_code,
@@ -80,6 +83,7 @@ def estimate(
         cast(Any, lengths if dataset is None else dataset),
         device_named(device).with_rates(),
         Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None,
+        rewards,
         {**inputs, "quantization_config": init.get("quantization_config")},
     )
 
@@ -90,6 +94,7 @@ def _estimated(
     rows: Dataset | Sequence[int | Sequence[int]],
     device: Device,
     sharding: Sharding | None,
+    rewards: DescribedRewards,
     inputs: ModelInputs,
 ) -> Estimate:
     """See `estimate`; rows are a dataset, or lengths."""
@@ -99,7 +104,7 @@ def _estimated(
         if isinstance(rows, Dataset)
         else Dataset.from_list(rows_of(rows, writes=method_of(config).writes is not None))
     )
-    run = FakeRun(method_of(config), config, described, dataset, prepared=prepared, **inputs)
+    run = FakeRun(method_of(config), config, described, dataset, prepared=prepared, rewards=rewards, **inputs)
     return estimate_run(run, device, sharding=sharding)
 
 
@@ -188,8 +193,18 @@ def _run(
     if processing_class is None and isinstance(model, str):
         processing_class = load_tokenizer(model, **config_init(init))
     adapters, quantized = inputs.get("peft_config"), init.get("quantization_config")
-    run = PlannedRun(declared, described, given, place.with_rates(), processing_class, adapters, quantized)
+    rewards = DescribedRewards.of(_rewards(inputs.get("reward_funcs"), given))
+    run = PlannedRun(
+        declared, described, given, place.with_rates(), processing_class, adapters, quantized, rewards=rewards
+    )
     return run, load_rows(dataset)
+
+
+def _rewards(reward_funcs: Any, config: Any) -> Any:
+    """What rewards completions, which PPO's config may name."""
+    name = "reward_model_path"
+    path = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return path if reward_funcs is None else reward_funcs
 
 
 def rows_of(lengths: Sequence[int | Sequence[int]], *, writes: bool = False) -> list[dict]:

@@ -48,6 +48,10 @@ class DescribedRun:
         trusts = bool(self.values.get("trust_remote_code"))
         return load_tokenizer(self.model, trust_remote_code=trusts, revision=self.run.what.model_revision)
 
+    def rewards(self) -> dict[str, Any]:
+        """What rewards completions, as they take it."""
+        return {"reward_funcs": self.values["reward_funcs"]} if self.values.get("reward_funcs") else {}
+
     def adapters(self) -> dict[str, Any]:
         """Adapters and quantization, as the functions of `lowtide.planning` take them."""
         bf16 = bool(self.requested.get("bf16"))

@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             config=described.requested,
             processing_class=described.tokenizer(),
             **described.adapters(),
+            **described.rewards(),
         )
     as_json = json.dumps(found.to_dict(), indent=2)
     if arguments.output is not None:

@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             config=described.requested,
             processing_class=described.tokenizer(),
             **described.adapters(),
+            **described.rewards(),
         )
     # The run file is to have all that was asked for: model, data and adapters too.
     asked = {name: value for name, value in described.values.items() if name != "memory_budget"}

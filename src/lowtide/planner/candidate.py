@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from lowtide.methods.method import Method
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import estimate_run
 from lowtide.planner.search import Measured, Refused, Sizes
 from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards
 from lowtide.run.options.configs import config_class
 from lowtide.run.training_run import TrainingRun
 from lowtide.step.heaviest import check_positions, heaviest_rows
@@ -37,6 +38,8 @@ class PlannedRun:
     quantization_config: Any = None
     samples: bool = True
     """Whether a sample may stand for rows that have yet to be prepared; a trainer prepares them all in any case."""
+    rewards: DescribedRewards = NO_REWARD_MODELS
+    """The reward models, of a method whose policy writes."""
 
     def config(self, options: Mapping[str, Any]) -> Any:
         """The method's config, as the run would have it on the device.
@@ -72,6 +75,7 @@ class PlannedRun:
             prepared,
             peft_config=self.adapters(options),
             quantization_config=self.quantization_config,
+            rewards=self.rewards,
             prepared=True,
         )
 
@@ -86,21 +90,6 @@ def first_rows(rows: Dataset | IterableDataset) -> tuple[Dataset, tuple[str, ...
         return rows, ()
     found = Dataset.from_list(list(rows.take(STREAMED_ROWS)))
     return found, (f"a stream is planned for by its first {len(found):,} rows; longer ones may follow",)
-
-
-def config_of_model(model: str | PretrainedConfig, **options: Any) -> PretrainedConfig:
-    """A model's config.
-
-    Raises:
-        ValueError: there is none under this name.
-    """
-    if not isinstance(model, str):
-        return model
-    try:
-        return AutoConfig.from_pretrained(model, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"model {model!r} has no config that can be read: {reason}") from error
 
 
 def prepared_rows(run: PlannedRun, rows: Dataset) -> tuple[Dataset, Sizes, tuple[str, ...]]:

@@ -36,6 +36,7 @@ def fit_budget(
     processing_class: Any,
     peft_config: Any,
     quantization_config: Any,
+    reward_funcs: Any = None,
 ) -> Fitted:
     """Chooses what fits `memory_budget`, and sets it in the config.
 
@@ -64,6 +65,7 @@ def fit_budget(
         processing_class=processing_class,
         peft_config=peft_config,
         quantization_config=quantization_config,
+        reward_funcs=reward_funcs,
     )
     room = budget_bytes(args.memory_budget, run.device)
     plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)

@@ -122,8 +122,12 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             self.args,
             given["model"],
             given["train_dataset"],
-            **{name: given[name] for name in ("processing_class", "peft_config", "quantization_config")},
+            **self._to_plan(given),
         )
+
+    def _to_plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What a plan knows beside model and rows."""
+        return {name: given[name] for name in ("processing_class", "peft_config", "quantization_config")}
 
     def _take_loss(self, compute_loss_func: Callable | None, preprocess_logits: Callable | None) -> None:
         self.compute_loss_func, self.preprocess_logits_for_metrics = compute_loss_func, preprocess_logits

@@ -11,9 +11,11 @@ from datasets import Dataset
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.planner.advice import Advice, advise
-from lowtide.planner.candidate import PlannedRun, config_of_model
+from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
+from lowtide.planner.tracing.described_model import config_of_model
+from lowtide.planner.tracing.reward_models import DescribedRewards
 from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.trainers.reports.reported import Reported
 
@@ -33,6 +35,7 @@ def run_of(
     processing_class: Any = None,
     peft_config: Any = None,
     quantization_config: Any = None,
+    reward_funcs: Any = None,
 ) -> PlannedRun:
     """What is trained, with the user's own settings; of a model that is there, or by its name."""
     own = {**requested, "output_dir": args.output_dir}
@@ -50,7 +53,18 @@ def run_of(
         quantization_config = getattr(described, "quantization_config", None)
         own["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
     device = device_named(args.device.type).with_rates()
-    return PlannedRun(method, described, own, device, processing_class, peft_config, quantization_config, samples=False)
+    rewards = DescribedRewards.of(reward_funcs)
+    return PlannedRun(
+        method,
+        described,
+        own,
+        device,
+        processing_class,
+        peft_config,
+        quantization_config,
+        samples=False,
+        rewards=rewards,
+    )
 
 
 def advised(
@@ -104,6 +118,7 @@ def predicted(
         trainer.model,
         requested={**trainer.args.requested, **trainer.planned.settings},
         peft_config=next(iter(adapters.values()), None),
+        reward_funcs=getattr(trainer, "reward_models", None),
     )
     return in_tracing_process(_estimates, run, trainer.train_dataset, changes, beside)
 

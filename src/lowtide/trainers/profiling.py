@@ -12,6 +12,7 @@ from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.planner.profiling.cuda_history import CudaHistory
 from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.planner.profiling.recording import Recording
+from lowtide.planner.tracing.trace import REWARD
 from lowtide.step.heaviest import heaviest_rows
 from lowtide.step.phases import BETWEEN
 from lowtide.trainers.method import MethodTrainer
@@ -77,6 +78,9 @@ def _belongings(trainer: Any, reference: Any) -> Iterator[tuple[str, str, Tensor
     if frozen is not None and frozen is not model:
         for name, tensor in (*frozen.named_parameters(), *frozen.named_buffers()):
             yield "reference", name, tensor
+    for number, rewards in enumerate(getattr(trainer, "reward_models", ())):
+        for name, tensor in (*rewards.named_parameters(), *rewards.named_buffers()):
+            yield REWARD, f"{name} of reward model {number}", tensor
 
 
 def _gradient(recorder: Recorder, name: str) -> Any:

@@ -10,7 +10,8 @@ from lowtide.planner.tracing.trace import ON_HOST, Block, Event
 
 REST = ("states", "clear", "evaluation", "rollout", "gradients", "step", "optimizer", "clear", "saving")
 RUN = ("loading", "rollout", "gradients", "step", *REST)
-REHEARSED = ("loading", "rollout", "room", "gradients", "step", "clear", "gradients", "step", "end", *REST)
+REHEARSAL = ("room", "gradients", "step", "clear")
+REHEARSED = ("loading", *REHEARSAL, "rollout", "gradients", "step", "end", *REST)
 """The parts of a run, in their order: its first step makes the optimizer's states, its second finds them there."""
 
 

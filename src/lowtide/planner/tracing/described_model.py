@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
@@ -29,6 +29,21 @@ Form = list[tuple[str, torch.Size, torch.dtype, bool]]
 """Of each parameter of a layer: its name there, its shape and dtype, and whether it is trained."""
 _known: dict[str, bool] = {}
 """By description, whether the layers are alike: a plan asks again for each trace."""
+
+
+def config_of_model(model: str | PretrainedConfig, **options: Any) -> PretrainedConfig:
+    """A model's config.
+
+    Raises:
+        ValueError: there is none under this name.
+    """
+    if not isinstance(model, str):
+        return model
+    try:
+        return AutoConfig.from_pretrained(model, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"model {model!r} has no config that can be read: {reason}") from error
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ from lowtide.planner.tracing.four_bit import check_four_bit, reference_in_four_b
 from lowtide.planner.tracing.host_memory import followed_to_the_host, with_transfers
 from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planner.tracing.package_optimizers import as_stepped
-from lowtide.planner.tracing.rollouts import trace_rollout
+from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards, make_reward_models
+from lowtide.planner.tracing.rollouts import TracedRollout
 from lowtide.planner.tracing.stand_ins import as_on
 from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
@@ -54,6 +55,10 @@ from lowtide.step.runner import StepRunner
 SAMPLE = 512
 """Rows that stand for a larger dataset which is not prepared yet."""
 
+VLLM_NOT_COUNTED = (
+    "vLLM's own memory in this process is not counted: add vllm_gpu_memory_utilization times the device's memory"
+)
+
 
 class ModelInputs(TypedDict, total=False):
     """What a run is made of beside its model, options and rows."""
@@ -64,6 +69,14 @@ class ModelInputs(TypedDict, total=False):
     """Adapters to put on the model."""
     quantization_config: Any
     """How its weights are stored: a `BitsAndBytesConfig` with `load_in_4bit`, for QLoRA."""
+
+
+class RunInputs(ModelInputs, total=False):
+    """The same of a run whose policy may write."""
+
+    reward_funcs: Any
+    """What rewards completions, as the trainer takes it, or the config of a reward model. A function takes nothing;
+    a reward model takes its weights, and a forward."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,7 @@ class FakeRun:
         dataset: rows as a trainer takes them.
         prepared: whether the rows are token rows already.
         samples: whether a sample may stand for rows that have yet to be prepared.
+        rewards: the reward models, of a method whose policy writes.
         inputs: see `ModelInputs`.
 
     Raises:
@@ -116,6 +130,7 @@ class FakeRun:
         *,
         prepared: bool = False,
         samples: bool = True,
+        rewards: DescribedRewards = NO_REWARD_MODELS,
         **inputs: Unpack[ModelInputs],
     ) -> None:
         check_arguments_known("a run", inputs, ModelInputs.__annotations__)
@@ -127,6 +142,7 @@ class FakeRun:
         self.quantization_config = inputs.get("quantization_config")
         self.method, self.prepared = method, prepared
         self.samples = samples and not getattr(config, "packing", False)  # a sample may not fill a batch of bins
+        self.rewards = rewards
         self.notes: tuple[str, ...] = ()
         self.rehearsal = bool(config.rehearsal)
         self.evaluates, self.saves = (
@@ -169,7 +185,14 @@ class FakeRun:
         """
         traced = self._unrolled(device)
         costs = with_transfers(traced.costs, traced.events)
-        return replace(traced, costs=costs, notes=(*self.notes, *traced.notes))
+        return replace(traced, costs=costs, notes=(*self.notes, *traced.notes, *self.not_counted))
+
+    @property
+    def not_counted(self) -> tuple[str, ...]:
+        """What takes memory beside the trace, in a sentence each."""
+        config: Any = self.config
+        colocated = self.method.writes is not None and config.use_vllm and config.vllm_mode == "colocate"
+        return (*self.rewards.notes, *([VLLM_NOT_COUNTED] if colocated else []))
 
     def traced_layers(self, layers: int, device: Device, together: int = 1) -> TracedRun:
         """A step of the model with so many layers, of which all are traced; each `together` count as one."""
@@ -229,12 +252,16 @@ class FakeRun:
             thin = self._thinned(whole, device)
             evaluated = self._evaluated(run, device) if self.evaluates else None
         runner = run.runner(run.objective(), self._reference(run))
+        rewarding = make_reward_models(self.rewards.models, trace)
         label(runner, layers, trace)
         follow_phases(runner, trace)
         trace.phase = "optimizer"
         runner.updater.optimizer = make_optimizer(runner.model, run.args)
         evaluated = None if evaluated is None else evaluated.map(fake.from_tensor)
-        self._step(runner, thin.map(fake.from_tensor), evaluated, trace, layers, several=micro_batches > 1)
+        rollout = None
+        if self.method.writes is not None:
+            rollout = TracedRollout(self.method.writes, runner, self.dataset, trace, layers, rewarding)
+        self._step(runner, thin.map(fake.from_tensor), evaluated, trace, layers, rollout, several=micro_batches > 1)
         return whole, thin.scores, micro_batches
 
     def _thinned(self, batch: RaggedBatch, device: Device) -> RaggedBatch:
@@ -308,6 +335,7 @@ class FakeRun:
         evaluated: RaggedBatch | None,
         trace: StorageTrace,
         layers: int,
+        rollout: TracedRollout | None,
         *,
         several: bool,
     ) -> None:
@@ -317,9 +345,9 @@ class FakeRun:
             host_heap.trim_in_layers(model, trace.trimmed)
         runner.begin()
         label(runner, layers, trace)
-        if self.method.writes:
+        if rollout is not None:
             trace.part("rollout")
-            batch = trace_rollout(runner, batch, self.dataset, trace, layers)
+            batch = rollout.run(batch)
             label(runner, layers, trace)
         trace.part("room")
         reserved = self._reserved(model, trace) if wants_room(runner.updater.inner) else []

@@ -1,60 +1,144 @@
 """The phases of a run whose policy writes: prompts run through it, keys and values are held, the reference scores.
 
-The generator itself draws tokens, which tensors without values cannot; so prompts and the reference are traced, and
-keys, values and the logits of a token are made as large as they get. Those of completions are counted as if none ended
-early, which is an upper bound. What reward functions and reward models take is not counted.
+The generator itself draws tokens, which tensors without values cannot; so prompts, reward models and what is scored
+before an update are traced, and keys, values and the logits of a token are made as large as they get. Those of
+completions are counted as if none ended early, which is an upper bound. What a reward function takes is not counted.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.compat.torch import without_modes
-from lowtide.data.batches.values import REFERENCE
+from lowtide.data.batches.values import OLD, REFERENCE, VALUE
 from lowtide.data.prompts import PROMPT_IDS
 from lowtide.engine.forward import causal_model, embedding_weight, score_shared
+from lowtide.engine.heads.head import Head, Scores
+from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.reference import logprobs
+from lowtide.methods.learning import Learning
+from lowtide.ops.linear_logprobs import Want
+from lowtide.planner.tracing.reward_models import reward_completions
 from lowtide.planner.tracing.trace import StorageTrace
 from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.rollout.generators.support import why_not_described
 from lowtide.step.runner import StepRunner
 
 LOGITS = 3
 """How many times the logits of a token are there at most while it is drawn."""
 
 
-def trace_rollout(
-    runner: StepRunner, batch: RaggedBatch, dataset: Dataset, trace: StorageTrace, layers: int
-) -> RaggedBatch:
-    """The phases before a step; the batch that it then learns from.
+@dataclass
+class TracedRollout:
+    """What comes before a step.
 
     Args:
-        batch: a micro-batch, on fake tensors.
+        learning: what is made of completions.
         dataset: prepared prompts, of which the longest are written for.
         layers: of the model that is traced.
+        rewarding: reward models, on tensors without memory.
     """
-    options: Any = runner.options
-    with without_modes():
-        prompts = _longest(options, dataset)
-    count = len(prompts) * options.num_generations
-    training = runner.model.training
-    runner.model.eval()
-    with torch.no_grad(), trace.during("generate"):
-        held = _keys(runner, sum(map(len, prompts)), count, trace, layers)
-        _run_prompts(runner, prompts, batch)
-        vocabulary = embedding_weight(runner.model).shape[0]
+
+    learning: Learning
+    runner: StepRunner
+    dataset: Dataset
+    trace: StorageTrace
+    layers: int
+    rewarding: Sequence[nn.Module] = ()
+
+    def run(self, batch: RaggedBatch) -> RaggedBatch:
+        """The phases before a step; the batch that it then learns from.
+
+        Args:
+            batch: a micro-batch, on fake tensors.
+        """
+        options: Any = self.runner.options
+        with without_modes():
+            prompts = _longest(options, self.dataset)
+        training = self.runner.model.training
+        self.runner.model.eval()
+        with torch.no_grad(), self.trace.during("generate"):
+            self._generate(prompts, batch)
+        if self.rewarding:
+            with self.trace.during("reward"):
+                fake = batch.token_ids.fake_mode  # type: ignore[attr-defined]
+                reward_completions(
+                    self.rewarding, prompts, options.num_generations, options.max_completion_length, fake
+                )
+        with self.trace.during("score"):
+            scored = self._score(batch)
+        self.runner.model.train(training)
+        return replace(batch, score_values={**batch.score_values, **scored})
+
+    def _generate(self, prompts: list[list[int]], batch: RaggedBatch) -> None:
+        """Prompts run first, when the keys of completions are not there yet, unless a budget lets prompts in later."""
+        options: Any = self.runner.options
+        if options.use_vllm:
+            torch.empty(0)  # it is a phase all the same
+            return
+        count, most = len(prompts) * options.num_generations, options.max_completion_length
+        padded = options.generation_backend == "transformers" or not self.runner.padding_free
+        if padded or why_not_described(self.runner.model) is not None:  # `generate` repeats a prompt, and pads it
+            held = self._keys(count * len(prompts[0]))
+            _run_prompts(self.runner, [prompts[0]] * count, batch)
+            del held
+            held = self._keys(count * (len(prompts[0]) + most), grows=1.0)
+        else:
+            enter_later = options.tokens_per_generation_batch is not None
+            held = self._keys(count * most, grows=0.5) if enter_later else []
+            held += self._keys(sum(map(len, prompts)))
+            _run_prompts(self.runner, prompts, batch)
+            held += [] if enter_later else self._keys(count * most, grows=0.5)
+        vocabulary = embedding_weight(self.runner.model).shape[0]
         logits = [torch.empty(count, vocabulary) for _ in range(LOGITS)]
         del logits, held
-    runner.model.train(training)
-    if runner.reference is None or not options.compares:
-        return batch
-    with trace.during("score"):
-        referred = runner.reference(batch)
-    return replace(batch, score_values={**batch.score_values, REFERENCE: referred})
+
+    def _keys(self, tokens: int, grows: float = 0.0) -> list[Tensor]:
+        """Keys and values of all layers.
+
+        Args:
+            grows: the share of one tensor that is there twice as tensors grow, one after the other.
+        """
+        config: Any = causal_model(self.runner.model).config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = next(p.dtype for p in self.runner.model.parameters())
+        found = [torch.empty(int(grows * tokens), heads, dim, dtype=dtype)] if grows else []
+        for layer in range(self.layers):
+            pieces = [torch.empty(tokens, heads, dim, dtype=dtype) for _ in range(2)]
+            self.trace.belongs(pieces, "keys", self.trace.place(layer))
+            found += pieces
+        return found
+
+    def _score(self, batch: RaggedBatch) -> dict[str, Tensor]:
+        """What a micro-batch is scored by before the update, as `RolloutMaker` does it: by the policy where its
+        generator's numbers do not serve, by the reference, by a value function."""
+        options: Any = self.runner.options
+        repeats = options.steps_of_generation * options.num_iterations
+        stale = options.gradient_accumulation_steps % repeats != 0
+        scored = {}
+        if options.use_vllm and (options.corrects or self.learning.wants_old(options, stale=stale)):
+            scored[OLD] = self._policy(batch)
+        if options.compares and self.runner.reference is not None:
+            scored[REFERENCE] = self.runner.reference(batch)
+        if self.learning.reads is not None:
+            scored[VALUE] = self._policy(batch, self.learning.reads)
+        if getattr(options, "top_entropy_quantile", 1.0) < 1.0:
+            want = Want(entropies=True)
+            scores = Scores(batch.score_index, batch.score_target, want=want, temperature=options.temperature)
+            score_shared(self.runner.model, batch, scores, padding_free=self.runner.padding_free)
+        return scored
+
+    def _policy(self, batch: RaggedBatch, head: type[Head] = LanguageModel) -> Tensor:
+        how = {"padding_free": self.runner.padding_free, "temperature": self.runner.options.scored_at, "head": head}
+        return logprobs(self.runner.model, batch, **how)
 
 
 def _longest(options: Any, dataset: Dataset) -> list[list[int]]:
@@ -69,22 +153,6 @@ def _longest(options: Any, dataset: Dataset) -> list[list[int]]:
             break
         chosen.append(length)
     return [[1] * length for length in chosen]
-
-
-def _keys(runner: StepRunner, prompt_tokens: int, count: int, trace: StorageTrace, layers: int) -> list[Tensor]:
-    """Keys and values of all layers, and what one of them takes more as it grows."""
-    config: Any = causal_model(runner.model).config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dtype = next(p.dtype for p in runner.model.parameters())
-    options: Any = runner.options
-    own = count * options.max_completion_length
-    found = [torch.empty(own // 2, heads, dim, dtype=dtype)]
-    for layer in range(layers):
-        pieces = [torch.empty(tokens, heads, dim, dtype=dtype) for tokens in (prompt_tokens, own) for _ in range(2)]
-        trace.belongs(pieces, "keys", layer)
-        found += pieces
-    return found
 
 
 def _run_prompts(runner: StepRunner, prompts: list[list[int]], like: RaggedBatch) -> None:

@@ -25,10 +25,11 @@ from lowtide.compat.torch import (
 )
 from lowtide.planner.tracing.storage_watch import StorageWatch, parts_of
 
-PHASES = ("loading", "generate", "score", "forward", "head", "backward", "optimizer", "evaluation", "saving")
+PHASES = ("loading", "generate", "reward", "score", "forward", "head", "backward", "optimizer", "evaluation", "saving")
 BORN_IN = {
     "loading": "weights",
     "generate": "activations",
+    "reward": "activations",
     "score": "activations",
     "forward": "activations",
     "head": "head",
@@ -38,6 +39,8 @@ BORN_IN = {
     "saving": "activations",
 }
 """The category of what is made in a phase; gradients and references are told by what they become."""
+REWARD = "reward"
+"""The category of the weights of reward models; they run in the phase of the same name."""
 HOST, PINNED = ON_HOST = ("host", "pinned")
 """The categories of what lies in host memory and not on the device: in pinned memory, or not."""
 FOR_ALL = ("aten::_foreach", "aten::_fused_ad", "aten::_fused_sgd")

@@ -38,6 +38,15 @@ def why_not(model: nn.Module) -> str | None:
     Args:
         model: prepared by `engine.forward.install`, wrapped or not.
     """
+    return why_not_described(model) or _disproof(model)
+
+
+def why_not_described(model: nn.Module) -> str | None:
+    """The same as far as a model's config tells; nothing runs.
+
+    Args:
+        model: prepared by `engine.forward.install`, wrapped or not.
+    """
     inner: Any = causal_model(model)
     config = inner.config.get_text_config()
     if head_of(inner) is not LanguageModel:
@@ -56,7 +65,7 @@ def why_not(model: nn.Module) -> str | None:
     growing = sorted(_rope_types(getattr(config, "rope_parameters", None)) & GROWING)
     if growing:
         return f"has rotary embeddings that depend on the length of the row: {', '.join(growing)}"
-    return _disproof(model)
+    return None
 
 
 def _rope_types(parameters: Any) -> set[str]:

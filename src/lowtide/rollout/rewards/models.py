@@ -220,13 +220,9 @@ class ModelReward:
         assert self._inner is not None
         shares = self.options.prefix_sharing and cast(Probe, self._proved).shares_prefixes
         whole = group_by_prompt(completed.prompts, token_ids, shares)
-        groups = [part for group in whole for part in _cut(group, self._cap)]
         device = embedding_weight(self.model).device
-        batch = lay_groups(groups, Value.pad_id(self._inner))
-        for rows in batch.plan_split(max(self._cap, *(group.tokens for group in groups))):
-            part = batch.select_rows(rows).to(device)
-            values = score_shared(self.model, part, Scores(part.score_index, part.score_target, head=Value)).scored
-            yield [number for row in rows for number in groups[row].numbers], values
+        for groups, part in microbatches(whole, self._cap, Value.pad_id(self._inner)):
+            yield [number for group in groups for number in group.numbers], values_at_ends(self.model, part.to(device))
 
     def _padded(self, token_ids: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
         """The same by the model's own forward, rows of like length together."""
@@ -241,6 +237,12 @@ class ModelReward:
             with nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False):
                 values = self.model(**inputs).logits[:, 0]
             yield numbers, values
+
+
+def values_at_ends(model: nn.Module, batch: RaggedBatch, *, padding_free: bool = True) -> Float[Tensor, " scores"]:
+    """What a reward model that the engine is in says of a micro-batch of `microbatches`."""
+    scores = Scores(batch.score_index, batch.score_target, head=Value)
+    return score_shared(model, batch, scores, padding_free=padding_free).scored
 
 
 def load_reward_model(name: str, options: RewardModelOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -275,6 +277,14 @@ def group_by_prompt(prompts: Sequence[Any], token_ids: Sequence[Sequence[int]], 
         common = _common(whole) if len(whole) > 1 else 0
         groups.append(Group(whole[0][:common], [ids[common:] for ids in whole], numbers))
     return groups
+
+
+def microbatches(groups: Sequence[Group], cap: int, pad_id: int | None) -> Iterator[tuple[list[Group], RaggedBatch]]:
+    """Groups in micro-batches of at most `cap` tokens where that can be, each with the groups that it holds."""
+    parts = [part for group in groups for part in _cut(group, cap)]
+    batch = lay_groups(parts, pad_id)
+    for rows in batch.plan_split(max(cap, *(group.tokens for group in parts))):
+        yield [parts[row] for row in rows], batch.select_rows(rows)
 
 
 def lay_groups(groups: Sequence[Group], pad_id: int | None) -> RaggedBatch:

@@ -20,6 +20,7 @@ from lowtide.methods.learning import Learning
 from lowtide.methods.rollouts import RolloutOptions
 from lowtide.ragged import RaggedBatch
 from lowtide.rollout.conversations import ToolUse
+from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.rollout import Rollout
 from lowtide.rollout.turns import Turns
@@ -85,6 +86,17 @@ class OnlineTrainer(ReferenceTrainer):
         """What the method makes of a rollout."""
         assert self.method.writes is not None
         return self.method.writes
+
+    @property
+    def reward_models(self) -> list[nn.Module]:
+        """Those among what rewards completions."""
+        sources = getattr(self.rewards, "sources", ())
+        return [source.model for source in sources if isinstance(source, ModelReward)]
+
+    def _to_plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        older, path = self._given["reward_model"], getattr(self.args, "reward_model_path", None)
+        rewards = next((each for each in (self._given["reward_funcs"], older, path) if each is not None), None)
+        return {**super()._to_plan(given), "reward_funcs": rewards}
 
     # -- what writes and rewards ---------------------------------------------------------------------------------
 

@@ -190,11 +190,14 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             )
         if self.pad_to_multiple_of == "auto":
             self.pad_to_multiple_of = None
-        defaults = {field.name: field.default for field in fields(self)}
+        known = {field.name for field in fields(self)}
         for name, reason in self.refused.items():
-            if getattr(self, name, None) and getattr(self, name) != defaults.get(name):
-                raise ValueError(f"{type(self).__name__}: {name}={getattr(self, name)!r} is refused: {reason}")
-            setattr(self, name, defaults.get(name))  # what is empty asks for nothing
+            if name not in known:
+                continue
+            value, default = getattr(self, name), default_of(type(self), name)
+            if value and value != default:
+                raise ValueError(f"{type(self).__name__}: {name}={value!r} is refused: {reason}")
+            setattr(self, name, default)  # what is empty asks for nothing
         check_optimizer_name(str(getattr(self.optim, "value", self.optim)))
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_bf16(self.use_cpu)

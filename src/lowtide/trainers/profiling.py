@@ -78,7 +78,8 @@ def _belongings(trainer: Any, reference: Any) -> Iterator[tuple[str, str, Tensor
     if frozen is not None and frozen is not model:
         for name, tensor in (*frozen.named_parameters(), *frozen.named_buffers()):
             yield "reference", name, tensor
-    for number, rewards in enumerate(getattr(trainer, "reward_models", ())):
+    models: Any = getattr(trainer, "reward_models", ())
+    for number, rewards in enumerate(models):
         for name, tensor in (*rewards.named_parameters(), *rewards.named_buffers()):
             yield REWARD, f"{name} of reward model {number}", tensor
 

@@ -137,7 +137,8 @@ class TracedRollout:
         return scored
 
     def _policy(self, batch: RaggedBatch, head: type[Head] = LanguageModel) -> Tensor:
-        how = {"padding_free": self.runner.padding_free, "temperature": self.runner.options.scored_at, "head": head}
+        options: Any = self.runner.options
+        how = {"padding_free": self.runner.padding_free, "temperature": options.scored_at, "head": head}
         return logprobs(self.runner.model, batch, **how)
 
 

@@ -90,7 +90,7 @@ class RolloutOptions(FollowedReference):
         "Who writes: lowtide where it knows the model's attention, else transformers' generate.",
         choices=[*BACKENDS],
     )
-    ds3_gather_for_generation: bool | int = option(
+    ds3_gather_for_generation: bool | str | int = option(
         True,
         "Gather sharded weights for writing: all (true), layer by layer (false), or as many bytes at a time. "
         "Nothing is sharded yet.",
@@ -172,6 +172,10 @@ class RolloutOptions(FollowedReference):
             ValueError: likewise.
         """
         kind, each = type(self).__name__, self._rows_a_microbatch
+        if isinstance(self.ds3_gather_for_generation, str):
+            raise ValueError(
+                f"ds3_gather_for_generation={self.ds3_gather_for_generation!r} must be true, false or a number of bytes"
+            )
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise ValueError(
                 "generation_batch_size and steps_per_generation both say how much is written at a time: set one of them"

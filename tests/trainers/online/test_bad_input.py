@@ -29,6 +29,7 @@ CONFIGS = {
         {"vllm_importance_sampling_clip_min": 3.0, "vllm_importance_sampling_clip_max": 2.0},
         "must be below",
     ),
+    "no number of bytes": ({"ds3_gather_for_generation": "all"}, "must be true, false or a number of bytes"),
     "a batch that is found": ({"auto_find_batch_size": True}, "auto_find_batch_size"),
 }
 

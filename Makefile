@@ -13,8 +13,8 @@ DEMO_OUTPUT ?= demo-output
 
 help:
 	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
-	@echo "make test         the tests to run while working, on a CPU (4 minutes at most, on two cores)"
-	@echo "make test-all     these, and those marked slow (some 22 minutes, on two cores)"
+	@echo "make test         the tests to run while working, on a CPU (some 7 minutes, on two cores)"
+	@echo "make test-all     these, and those marked slow (some 35 minutes, on two cores)"
 	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
 	@echo "make test-vllm    GRPO with a real vLLM, in an environment of its own (500 MB; 3 minutes, on two cores)"
 	@echo "make check        ruff, pyright, import-linter and the limits of bench.structure"

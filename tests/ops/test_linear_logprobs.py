@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+from lowtide.ops import linear_logprobs as linear_logprobs_module
 from lowtide.ops.in_place import takes_gradient_in_place
 from lowtide.ops.linear_logprobs import Projection, Term, TokenStats, Want, linear_logprobs, linear_loss
 
@@ -240,3 +241,14 @@ def test_gradients_too_small_for_float16_survive_a_loss_scaler(accumulate):
 
     assert relative_error(scale) < 0.02
     assert relative_error(1.0) > 0.2
+
+
+@pytest.mark.parametrize("vocab", [5, 31, 32, 101, 640])
+@pytest.mark.parametrize("scores", [1, linear_logprobs_module.FEW_ROWS, linear_logprobs_module.FEW_ROWS + 1])
+def test_logits_that_are_read_are_the_product_whatever_the_vocabulary(vocab, scores):
+    x, weight, bias = (torch.randn(*size, dtype=torch.float64) for size in ((40, 7), (vocab, 7), (vocab,)))
+    index = torch.arange(scores)
+    found = linear_logprobs_module.read_logits(
+        [linear_logprobs_module.Term(x, weight)], index, lambda logits, span: logits.t().clone(), bias=bias
+    )
+    torch.testing.assert_close(found, (x[index] @ weight.t() + bias).t())

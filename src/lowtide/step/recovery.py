@@ -87,9 +87,7 @@ def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory) -> Limits:
     Raises:
         OutOfMemory: there is nothing left to halve.
     """
-    tokens = batch.row_tokens
-    heaviest = max(map(batch.tokens_of, batch.plan_split(limits.tokens, limits.rows)))
-    longest = max(tokens)
+    heaviest, longest = _sizes(limits, batch)
     if distributed():
         both = torch.tensor([heaviest, longest], device=batch.token_ids.device)
         dist.all_reduce(both, dist.ReduceOp.MAX)
@@ -103,6 +101,11 @@ def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory) -> Limits:
             failed.failure,
         )
     return Limits(limits.rows, budget)
+
+
+def _sizes(limits: Limits, batch: RaggedBatch) -> tuple[int, int]:
+    """Tokens of the heaviest micro-batch that the limits make of a batch, and of its longest row."""
+    return max(map(batch.tokens_of, batch.plan_split(limits.tokens, limits.rows))), max(batch.row_tokens)
 
 
 def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer) -> Tensor:
@@ -123,8 +126,7 @@ def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer) -> Tens
             said = first_line(error)
             drop_frames(error)
         free_caches()
-        heaviest = max(map(batch.tokens_of, batch.plan_split(limits.tokens, limits.rows)))
-        longest = max(batch.row_tokens)
+        heaviest, longest = _sizes(limits, batch)
         budget = max(heaviest // 2, longest)
         if budget >= heaviest:
             raise OutOfMemory(

@@ -37,7 +37,6 @@ def check_requests(model: nn.Module, requests: Sequence[Request], sampling: Samp
     Raises:
         ValueError: names the request, and what is wrong with it.
     """
-    table = position_table(model)
     known = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
     vocab = embedding_weight(model).shape[0]
     for number, request in enumerate(requests):
@@ -49,12 +48,14 @@ def check_requests(model: nn.Module, requests: Sequence[Request], sampling: Samp
         if not 0 <= min(prompt) <= max(prompt) < vocab:
             raise ValueError(f"{where} has a token outside of the model's vocabulary of {vocab:,}")
         total = len(prompt) + sampling.max_new_tokens
-        if table is None and known is not None and total > known:
+        if known is None or total <= known:
+            continue
+        if position_table(model) is None:
             warn_of_positions(known)
-        if table is not None and total > table:
+        else:
             raise ValueError(
                 f"{where} has a prompt of {len(prompt):,} tokens, which with `max_new_tokens` of "
-                f"{sampling.max_new_tokens:,} makes {total:,}, above the {table:,} positions of the model "
+                f"{sampling.max_new_tokens:,} makes {total:,}, above the {known:,} positions of the model "
                 "(`max_position_embeddings`): shorten the prompt, or lower `max_new_tokens`"
             )
 

@@ -21,7 +21,7 @@ from lowtide.planner.candidate import PlannedRun, first_rows, measured, prepared
 from lowtide.planner.devices import Device, device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.plan import Plan, make_plan
-from lowtide.planner.sharding.sharding import Sharding
+from lowtide.ranks.sharding import Sharding
 from lowtide.planner.tracing.described_model import config_of_model
 from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs, RunInputs
 from lowtide.planner.tracing.reward_models import DescribedRewards

@@ -472,10 +472,13 @@ class RaggedBatch:
         groups = self.plan_split(max_tokens, max_rows, pieces=pieces)
         parts: list[RaggedBatch] = [self] if len(groups) == 1 else [self.select_rows(group) for group in groups]
         if len(parts) < pieces:
-            tokens = self.row_tokens
-            idle = self.select_rows([tokens.index(min(tokens))]).unscored()
-            parts += [idle] * (pieces - len(parts))
+            parts += [self.idle()] * (pieces - len(parts))
         return parts
+
+    def idle(self) -> RaggedBatch:
+        """The smallest row, unscored: for a rank that has nothing left to run where others have."""
+        tokens = self.row_tokens
+        return self.select_rows([tokens.index(min(tokens))]).unscored()
 
     def plan_split(
         self, max_tokens: int | None = None, max_rows: int | None = None, *, pieces: int = 1

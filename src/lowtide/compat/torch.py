@@ -1,7 +1,7 @@
 """What the project takes from the inside of torch, and what it replaces there.
 
-The sections: tensors and storages, autograd, dispatch modes, fake tensors, operations, modules and optimizers, the
-compiler, processes and devices.
+The sections: tensors and storages, autograd, dispatch modes, fake tensors, operations, modules and optimizers, sharded
+models, the compiler, processes and devices.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -336,6 +337,79 @@ def foreach_by_default() -> Iterator[None]:
 def _foreach_or_fused(params: object, differentiable: bool, use_fused: bool = False) -> tuple[bool, bool]:
     """(fused, foreach)"""
     return use_fused, not use_fused
+
+
+# -- sharded models -----------------------------------------------------------------------------------------------
+
+
+class _Alone:
+    """Stands for a collective of `fully_shard`: takes the memory that it takes, and asks no other rank."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **more: Any) -> None:
+        """Repeats what is here up to the size of what would come back, or keeps the first part of it."""
+        source, target = input_tensor.flatten(), output_tensor.view(-1)
+        for start in range(0, target.numel(), source.numel()):
+            piece = target[start : start + source.numel()]
+            piece.copy_(source[: piece.numel()])
+
+
+def fully_sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules of a model to which `fully_shard` was applied."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextlib.contextmanager
+def without_exchange(model: nn.Module) -> Iterator[None]:
+    """While it lasts, a model that `fully_shard` has cut runs on this rank alone, with numbers that mean nothing."""
+    groups = [group for module in fully_sharded_modules(model) for group in _groups_of(module)]
+    before = [(group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
+    for group in groups:
+        group._all_gather_comm = group._reduce_scatter_comm = _Alone()
+    try:
+        yield
+    finally:
+        for group, (gather, scatter) in zip(groups, before, strict=True):
+            group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
+
+
+def reset_fully_sharded(model: nn.Module) -> None:
+    """Lets a model that `fully_shard` has cut run again after a forward or backward that ended half way.
+
+    Before torch 2.13 there was no public way.
+    """
+    modules = fully_sharded_modules(model)
+    if not modules:
+        return
+    root: Any = modules[0]
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state = root._get_fsdp_state()
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
+    for each in state._state_ctx.all_states:
+        each._training_state = type(each._training_state).IDLE
+        for group in _groups_of_state(each):
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """What `fully_shard` keeps of the parameters of a module."""
+    return _groups_of_state(module._get_fsdp_state())
+
+
+def _groups_of_state(state: Any) -> list[Any]:
+    """torch 2.13 has several of a module, for meshes of their own; 2.11 has one."""
+    one = getattr(state, "_fsdp_param_group", None)
+    return [one] if one is not None else list(getattr(state, "_fsdp_param_groups", ()))
 
 
 # -- the compiler -------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from lowtide.ops.embedding import embed_tokens
 def install_embedding(model: PreTrainedModel) -> None:
     """Replaces the forward of the input embedding, where it is a plain one or Gemma's scaled one."""
     module: Any = model.get_input_embeddings()
+    if "forward" in vars(module):
+        return  # it is there already
     plain = type(module) is nn.Embedding
     scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
     if not (plain or scaled) or module.sparse or module.scale_grad_by_freq or module.max_norm is not None:

@@ -21,7 +21,7 @@ from lowtide.planner.devices import Device
 from lowtide.planner.process import process_bytes
 from lowtide.planner.sharding.moment import OneDevice as OnOneDevice
 from lowtide.planner.sharding.sharded import shard
-from lowtide.planner.sharding.sharding import Sharding
+from lowtide.ranks.sharding import Sharding
 from lowtide.planner.sharding.tensor_parallel import one_rank
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.host_memory import host_bytes

@@ -17,6 +17,7 @@ from lowtide.engine.forward import causal_model, compute_in, install
 from lowtide.engine.heads import head_of
 from lowtide.engine.probe import Probe, attention_backends, probe
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
+from lowtide.engine.weights.fully_shard import shard_model
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
@@ -191,8 +192,12 @@ def _why_padded(found: Probe) -> str:
 
 
 def _place(model: nn.Module, args: TrainingConfig) -> None:
-    """Moves the model to where it will run, so that it is proved there; one that is placed already stays."""
+    """Moves the model, or its shard, to where it will run, so that it is proved there; one that is placed already stays.
+    """
     inner = causal_model(model)
+    if args.sharding.kind == "fsdp2":
+        shard_model(model, args.sharding, args.device)
+        return
     placed = getattr(inner, "hf_device_map", None) is not None or getattr(inner, "is_quantized", False)
     if args.place_model_on_device is not False and not placed:  # None is the Trainer's own word for yes
         model.to(args.device)

@@ -317,7 +317,8 @@ class RolloutMaker:
             return torch.zeros(0)
         how = {"padding_free": self.runner.padding_free, "temperature": self.options.scored_at, "head": head}
         model = self.runner.model
-        return surviving_scores(batch, self.runner.limits_of(batch), lambda part: logprobs(model, part, **how))
+        limits, together = self.runner.limits_of(batch), self.runner.together
+        return surviving_scores(batch, limits, lambda part: logprobs(model, part, **how), together=together)
 
     def _finish(self, made: Made, group: int, epoch: float) -> None:
         """What is learned, and metrics over all ranks."""

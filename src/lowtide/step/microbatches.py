@@ -39,6 +39,8 @@ class Models:
     """False runs the padded path."""
     around: Callable[[], AbstractContextManager] = nullcontext
     """Entered for each forward of the policy: where a memory technique takes hold of what autograd saves."""
+    together: bool = False
+    """Each forward is one of all ranks, since it gathers weights that are sharded."""
 
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
         """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
@@ -47,7 +49,7 @@ class Models:
 
     def referred(self, batch: RaggedBatch, objective: RowObjective) -> Tensor | None:
         """[scores]: the reference's log-probabilities of one micro-batch, for an objective that wants them."""
-        if not objective.needs_reference or batch.scores == 0:
+        if not objective.needs_reference or (batch.scores == 0 and not self.together):
             return None
         if REFERENCE in batch.score_values:
             return batch.score_values[REFERENCE]
@@ -178,11 +180,13 @@ class WholeRun(MicrobatchRun):
         for number, part in enumerate(self.parts):
             self.sync.micro_batch, self.sync.part = number, part
             self.random.append(random_state(self.device))
-            if part.scores == 0:
+            if part.scores == 0 and not self.models.together:
                 continue
             referred = self.models.referred(part, self.objective)
             with torch.no_grad():
                 output = self.models.forward(part, scores_of(part, self.objective, accumulate=False))
+            if part.scores == 0:
+                continue
             leaves.append(output.scored.requires_grad_())
             rows.append(self.objective.read(part, output.stats, referred))
 

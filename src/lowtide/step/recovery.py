@@ -60,6 +60,7 @@ def surviving_step(
         else:
             totals.take_over(attempt)
             return loss, limits
+        plan.abandon()
         models.policy.zero_grad()
         free_caches()
         before.put_back()
@@ -108,16 +109,19 @@ def _sizes(limits: Limits, batch: RaggedBatch) -> tuple[int, int]:
     return max(map(batch.tokens_of, batch.plan_split(limits.tokens, limits.rows))), max(batch.row_tokens)
 
 
-def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer) -> Tensor:
+def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer, *, together: bool = False) -> Tensor:
     """`score_in_parts`, repeated with half the token budget for as long as it runs out of memory.
 
     Each rank repeats by itself: nothing is exchanged in a pass without gradients. The limits of the steps to come are
     left alone, since an update takes more and finds out for itself.
 
+    Args:
+        together: the scorer's forwards are of all ranks together, none of which can repeat one by itself.
+
     Raises:
         OutOfMemory: one row does not fit.
     """
-    while True:
+    while not together:
         try:
             return score_in_parts(batch, limits, scorer)
         except Exception as error:
@@ -135,6 +139,7 @@ def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer) -> Tens
             )
         limits = Limits(limits.rows, budget)
         logger.warning(f"out of memory in scoring ({said}): it is repeated with at most {budget:,} tokens a forward")
+    return score_in_parts(batch, limits, scorer, together=True)
 
 
 def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any) -> Any:

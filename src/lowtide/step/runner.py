@@ -7,6 +7,7 @@ methods; it knows of none of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from lowtide.engine.noise import set_noise
 from lowtide.memory.table import ActiveTechniques
 from lowtide.methods.method import Objective, Scorer
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import distributed
 from lowtide.step.in_backward import InBackward
 from lowtide.step.metrics import Totals
@@ -29,8 +31,8 @@ from lowtide.step.microbatches import Models, OwnLoss
 from lowtide.step.phases import Phases
 from lowtide.step.rank_sync import NotFinite, check_finite
 from lowtide.step.recovery import StepSnapshot, surviving_scores, surviving_step
-from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch
-from lowtide.step.updater import REMEDIES, NotFiniteStep, Updater
+from lowtide.step.train_step import BackwardPlan, Limits, accompany, evaluate_batch
+from lowtide.step.updater import REMEDIES, NotFiniteStep, ShardedUpdater, Updater
 
 
 @dataclass
@@ -75,7 +77,9 @@ class StepRunner:
     ) -> None:
         self.model, self.objective, self.reference, self.padding_free = model, objective, reference, padding_free
         self.options = StepOptions() if options is None else options
-        self.updater = Updater() if updater is None else updater
+        self.together = is_sharded(model)
+        """Weights lie in shards, so that each forward is one of all ranks."""
+        self.updater = (ShardedUpdater() if self.together else Updater()) if updater is None else updater
         self.techniques = techniques
         self.phases = Phases()
         self.totals = Totals()
@@ -150,7 +154,8 @@ class StepRunner:
 
     def models(self, model: nn.Module | None = None) -> Models:
         """What a micro-batch runs through; `model` in place of the policy, a wrapper of it say."""
-        return Models(self.model if model is None else model, self.reference, self.padding_free, self._forward)
+        policy = self.model if model is None else model
+        return Models(policy, self.reference, self.padding_free, self._forward, self.together)
 
     def gradients(self, batch: RaggedBatch) -> Tensor:
         """The gradients of one optimizer step, or the step itself where it is taken in backward.
@@ -184,8 +189,10 @@ class StepRunner:
         to what fits."""
         self.model.train()
         freed = {} if self.in_backward is None else {"around_last": self.in_backward.steps.norm_pass}
-        plan = replace(self._plan(), finite=False, **freed)
-        _, limits = surviving_step(self.models(), batch, self.objective, limits=self.limits, totals=Totals(), plan=plan)
+        with self.updater.rehearsing(self.model) as quietly:
+            plan = replace(self._plan(), finite=False, **freed, **quietly)
+            models, totals = self.models(), Totals()
+            _, limits = surviving_step(models, batch, self.objective, limits=self.limits, totals=totals, plan=plan)
         if limits != self.limits:
             self.token_budget = limits.tokens
         self.updater.zero_grad(self.model)
@@ -219,10 +226,15 @@ class StepRunner:
         with self.phases.during("evaluation"):
             return evaluate_batch(models, batch, self.method_objective, totals, limits=self.evaluation_limits)
 
+    def accompany(self, batch: RaggedBatch, model: nn.Module | None = None) -> None:
+        """Takes part in an evaluation of other ranks, for which this one has no rows; needed where forwards are of all
+        ranks together."""
+        accompany(self.models(model), batch, self.method_objective)
+
     def reference_logprobs(self, batch: RaggedBatch, limits: Limits) -> Tensor:
         """[scores]: the reference's log-probabilities of a batch, in micro-batches within the limits."""
         assert self.reference is not None, "there is no reference"
-        return surviving_scores(batch, limits, self.reference)
+        return surviving_scores(batch, limits, self.reference, together=self.together)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -265,6 +277,7 @@ class StepRunner:
             grad_scale=self.updater.grad_scale,
             exchange=self.updater.exchange(self.model),
             finite=True,
+            abandon=functools.partial(self.updater.abandon, self.model),
         )
         return replace(found, **more)
 
@@ -292,7 +305,11 @@ class StepRunner:
     def _nonfinite(self, batch: RaggedBatch, what: str, own: bool = True) -> NotFiniteStep:
         """What stops a run: this rank says where it comes from, unless it is another's."""
         self.updater.zero_grad(self.model)
-        found = self._find_nonfinite(batch) if own else "That rank says where it comes from"
+        found = "That rank says where it comes from"
+        if self.together:  # a forward of this rank alone would wait for the others
+            found = "Train without sharding, or on one rank, to hear where it comes from"
+        elif own:
+            found = self._find_nonfinite(batch)
         return NotFiniteStep(f"{what}. {found}. {REMEDIES}")
 
     def _find_nonfinite(self, batch: RaggedBatch) -> str:

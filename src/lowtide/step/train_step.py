@@ -33,7 +33,7 @@ from lowtide.step.microbatches import (
     join_rows,
     scores_of,
 )
-from lowtide.step.rank_sync import RankSync, check_finite
+from lowtide.step.rank_sync import RankSync, check_finite, worst_of_ranks
 
 Context = Callable[[], contextlib.AbstractContextManager]
 
@@ -67,6 +67,8 @@ class BackwardPlan:
     """Entered for the last micro-batch, in whose backward every gradient is complete as it arrives."""
     finite: bool = False
     """Stops at a loss that is no number, before ranks exchange."""
+    abandon: Callable[[], None] = lambda: None
+    """Puts in order what a step that was left in the middle leaves behind, beside gradients."""
 
 
 def agree(counts: Counts, pieces: int, device: torch.device) -> tuple[Counts, int, int]:
@@ -133,13 +135,13 @@ def train_step(
     alone = plan.exchange is not None or ranks == 1
     with sync.local() if alone else contextlib.nullcontext():
         loss = _forward_and_backward(run, batch, parts, plan, sync, totals)
-        if plan.finite:
+    with sync.local():
+        if plan.finite and not sync.failed:
             check_finite(loss)
-        if plan.exchange is not None:
+        if plan.exchange is not None and not sync.failed:
             sync.phase = "exchange"
             exchange_gradients = plan.exchange()
-    if alone:
-        sync.meet(batch.token_ids.device)
+    sync.meet(batch.token_ids.device)
     exchange_gradients()
     return loss
 
@@ -186,12 +188,16 @@ def evaluate_batch(
     *,
     limits: Limits = Limits(),
 ) -> list[tuple[RaggedBatch, ScoreOutput]]:
-    """Adds the loss sum and the metrics of a batch to `totals`; no logits, and nothing is kept but what is returned."""
+    """Adds the loss sum and the metrics of a batch to `totals`; no logits, and nothing is kept but what is returned.
+
+    Where forwards are of all ranks together, every rank calls this, or `accompany`, equally often.
+    """
     models = model if isinstance(model, Models) else Models(model)
     batch, known = _baseline(models, batch, objective, limits)
     counts = {**objective.counts(batch), **known}
     results, rows = [], []
-    for part in batch.split(limits.tokens, limits.rows):
+    parts = batch.split(limits.tokens, limits.rows)
+    for part in parts:
         output = models.forward(part, scores_of(part, objective, accumulate=False))
         totals.take_in(output, part)
         results.append((part, output))
@@ -200,12 +206,30 @@ def evaluate_batch(
             totals.add_mean("loss", output.loss, part.scores)
         else:
             rows.append(objective.read(part, output.stats, models.referred(part, objective)))
+    accompany(models, batch, objective, len(parts))
     if isinstance(objective, RowObjective):
         outcomes = [objective.loss(each, counts) for each in ([join_rows(rows)] if objective.whole else rows)]
         totals.add_mean("loss", torch.stack([each.loss for each in outcomes]).sum() * batch.rows, batch.rows)
         for outcome in outcomes:
             totals.take_outcome(outcome)
     return results
+
+
+@torch.no_grad()
+def accompany(models: Models, batch: RaggedBatch, objective: Objective, parts: int = 0) -> None:
+    """Takes part in the forwards of an evaluation that other ranks still run, where forwards are of all together.
+
+    Args:
+        batch: what a row that is not scored is taken from.
+        parts: forwards that this rank has run of its own.
+    """
+    if not models.together:
+        return
+    idle = batch.idle()
+    for _ in range(worst_of_ranks(parts, batch.token_ids.device) - parts):
+        models.forward(idle, scores_of(idle, objective, accumulate=False))
+        if isinstance(objective, RowObjective):
+            models.referred(idle, objective)
 
 
 def _synced_baseline(
@@ -238,14 +262,27 @@ def _baseline(
         return referred
 
     def in_parts(scorer: Scorer) -> Scorer:
-        return lambda whole: score_in_parts(whole, limits, scorer)
+        return lambda whole: score_in_parts(whole, limits, scorer, together=models.together)
 
     return objective.baseline(batch, in_parts(policy), in_parts(reference))
 
 
-def score_in_parts(batch: RaggedBatch, limits: Limits, scorer: Scorer) -> Tensor:
-    """[scores] of a batch, from micro-batches within the limits."""
+def score_in_parts(batch: RaggedBatch, limits: Limits, scorer: Scorer, *, together: bool = False) -> Tensor:
+    """[scores] of a batch, from micro-batches within the limits.
+
+    Args:
+        together: the scorer's forwards are of all ranks together, which call this equally often.
+    """
     groups = batch.plan_split(limits.tokens, limits.rows)
+    found = _joined(batch, groups, scorer)
+    if together:
+        for _ in range(worst_of_ranks(len(groups), batch.token_ids.device) - len(groups)):
+            scorer(batch.idle())
+    return found
+
+
+def _joined(batch: RaggedBatch, groups: Sequence[list[int]], scorer: Scorer) -> Tensor:
+    """What a scorer gives for groups of rows, in the order of the batch's scores."""
     if len(groups) == 1:
         return scorer(batch)
     found: Tensor | None = None

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from lowtide.compat.torch import reset_fully_sharded, without_exchange
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.replicas import averaging, broadcast_weights
+from lowtide.ranks.shards import local_gradients, local_twin, norm_of
 from lowtide.ranks.world import distributed
 from lowtide.step.recovery import surviving_optimizer_step
 
@@ -67,6 +70,14 @@ class Updater:
         """What brings the gradients of all ranks together, in the two parts of `replicas.averaging`; None on one."""
         return functools.partial(averaging, model) if distributed() else None
 
+    def abandon(self, model: nn.Module) -> None:
+        """After a step that was left in the middle."""
+
+    @contextlib.contextmanager
+    def rehearsing(self, model: nn.Module) -> Iterator[dict[str, Any]]:
+        """Around a rehearsal; gives what the plan of its step has otherwise."""
+        yield {}
+
     def train(self) -> None:
         """Tells schedule-free optimizers that steps follow."""
         if callable(getattr(self.optimizer, "train", None)):
@@ -82,10 +93,10 @@ class Updater:
             self.accelerator.unscale_gradients()
         trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
         gradients = {name: cast(Tensor, p.grad) for name, p in trained.items()}
-        norm = nn.utils.get_total_norm(gradients.values())
+        norm = norm_of([*gradients.values()])
         self.check_norm(norm, gradients)
         if clip_at is not None:
-            nn.utils.clip_grads_with_norm_(trained.values(), clip_at, norm)
+            nn.utils.clip_grads_with_norm_(map(local_twin, trained.values()), clip_at, norm)
         return norm
 
     def check_norm(self, norm: Tensor, gradients: Mapping[str, Tensor]) -> None:
@@ -120,3 +131,32 @@ class Updater:
 
     def zero_grad(self, model: nn.Module) -> None:
         model.zero_grad()
+
+
+class ShardedUpdater(Updater):
+    """The same for weights that `fully_shard` has cut: gradients are reduced to shards in each backward, the optimizer
+    steps the parts that lie here, and a norm is of all of them.
+
+    No rank can repeat a step by itself, since the others wait for it in the next forward; only a rehearsal, which
+    exchanges nothing, is repeated.
+    """
+
+    def start(self, model: nn.Module) -> None:
+        """Ranks got equal weights before these were cut."""
+
+    def exchange(self, model: nn.Module) -> None:
+        """Nothing is left to exchange after backward."""
+
+    def abandon(self, model: nn.Module) -> None:
+        reset_fully_sharded(model)
+
+    @contextlib.contextmanager
+    def rehearsing(self, model: nn.Module) -> Iterator[dict[str, Any]]:
+        """Weights are gathered, and gradients reduced, with their memory and without the other ranks: each rank finds
+        out for itself whether it has room, and then they meet."""
+        with without_exchange(model):
+            yield {"exchange": lambda: lambda: None}
+
+    def step(self, *args: Any) -> Any:
+        with local_gradients(self.inner):
+            return super().step(*args)

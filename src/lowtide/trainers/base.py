@@ -25,6 +25,7 @@ from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
 from lowtide.run.edge import TO_DO
+from lowtide.run.options.sharding import engines_hidden
 from lowtide.run.options.training import TrainingConfig
 from lowtide.step.heaviest import row_lengths
 from lowtide.step.metrics import Totals
@@ -71,7 +72,8 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         self.predicted_bytes: int | None = None
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
-        super().__init__(callbacks=callbacks, **kwargs)
+        with engines_hidden(kwargs["args"]):
+            super().__init__(callbacks=callbacks, **kwargs)
         self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `engine.noise` does not
         self.check_optimizer()
         runner.updater.accelerator, runner.optimizer_name = self.accelerator, self.optimizer_name
@@ -279,10 +281,12 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
             count = real_rows(self.accelerator, batch.rows, self.args.eval_batch_size)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last
+                self.runner.accompany(batch, model)
                 continue
             batch = batch if count == batch.rows else batch.select_rows(range(count))
             sync.micro_batch, sync.part = number, batch
-            with sync.local(), self.phases.during("evaluation"), self.compute_loss_context_manager():
+            alone = contextlib.nullcontext() if self.runner.together else sync.local()
+            with alone, self.phases.during("evaluation"), self.compute_loss_context_manager():
                 if isinstance(kept, PaddedPredictions):
                     own = kept if wanted else None
                     self.evaluate_plainly(model, batch, totals, self.runner.evaluation_limits, own)

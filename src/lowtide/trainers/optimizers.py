@@ -11,6 +11,7 @@ from transformers import Trainer
 from lowtide.compat.accelerate import leave_states_in_place
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.memory.optimizers.states import optimizer_name
+from lowtide.ranks.shards import step_local_shards
 from lowtide.run.optimizers import (
     KNOWN,
     OPTIMIZERS,
@@ -85,6 +86,7 @@ class OwnOptimizers(Trainer):
         optimizer = self._made_optimizer(model)
         inner = unwrap_optimizer(optimizer)
         if inner is not self._settled:
+            step_local_shards(inner)
             settle_optimizer(inner, self.args)
             self._settled = inner
         return optimizer

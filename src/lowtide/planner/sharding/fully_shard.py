@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.planner.sharding.layout import Layout, Parameter, byte_sum
 from lowtide.planner.sharding.moment import OneDevice, PeakMoment
-from lowtide.planner.sharding.sharding import Sharding
+from lowtide.ranks.sharding import Sharding
 
 Found = tuple[Mapping[str, Sequence[PeakMoment]], int]
 

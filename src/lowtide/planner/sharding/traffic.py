@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lowtide.planner.sharding.layout import Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice
-from lowtide.planner.sharding.sharding import Sharding
+from lowtide.ranks.sharding import Sharding
 from lowtide.planner.sharding.tensor_parallel import style_of
 from lowtide.planner.sharding.zero import wanted_again
 

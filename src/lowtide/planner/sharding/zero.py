@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from lowtide.planner.sharding.layout import MASTER, Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice, PeakMoment
-from lowtide.planner.sharding.sharding import Sharding
+from lowtide.ranks.sharding import Sharding
 
 Found = tuple[Mapping[str, Sequence[PeakMoment]], int]
 

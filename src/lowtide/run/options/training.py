@@ -21,11 +21,13 @@ from lowtide.methods import METHODS
 from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 from lowtide.option_values import take_values
 from lowtide.ranks.failures import meeting
+from lowtide.ranks.sharding import Sharding
 from lowtide.renamed import replaced
 from lowtide.run.optimizers import OPTIMIZERS, check_optimizer_name
 from lowtide.run.options.inherited_checks import check_inherited
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
 from lowtide.run.options.secrets import without_secrets
+from lowtide.run.options.sharding import OF_ENGINES, engines_hidden, sharding_of
 from lowtide.run.options.without_effect import WITHOUT_EFFECT
 from lowtide.spelling import nearest
 
@@ -33,8 +35,6 @@ REFUSED: dict[str, str] = {
     "include_for_metrics": "`compute_metrics` gets token ids and log-probs; there are no inputs or losses to include",
     "batch_eval_metrics": "`compute_metrics` is called once, over the whole evaluation set",
     "deepspeed": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
-    "fsdp": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
-    "parallelism_config": "sharded models are not built yet; several GPUs train with equal weights on each (torchrun)",
 }
 """Options that would train something else than was asked for, and why; refused when they are set."""
 
@@ -56,6 +56,9 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     inherited_ranges: ClassVar[dict[str, Range]] = INHERITED_RANGES
     without_effect: ClassVar[dict[str, str]] = WITHOUT_EFFECT
     """Options that are accepted and change nothing, and why."""
+
+    sharding: ClassVar[Sharding] = Sharding()
+    """How the run is spread over ranks, from `fsdp` and its like; each config has its own."""
 
     model_init_kwargs: dict | str | None = option(
         None, "Arguments of `from_pretrained`, where the model is given by name; `dtype` is float32 if left out."
@@ -181,7 +184,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
 
     def __post_init__(self) -> None:
         self.respell()
-        take_values(self, leave=self.refused)
+        take_values(self, leave={*self.refused, *OF_ENGINES})
         self.check()
         check_inherited(self)
         if self.save_strategy == "steps" and self.save_steps == 0:
@@ -212,7 +215,9 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         own = self.optim if self.optim in OPTIMIZERS else None
         if own is not None:
             self.optim = "adamw_torch_fused"  # transformers knows its own names alone
-        super().__post_init__()
+        self.sharding = sharding_of(self)
+        with engines_hidden(self):
+            super().__post_init__()
         self.optim = own or self.optim
         if self.n_gpu > 1:
             logger.warning(

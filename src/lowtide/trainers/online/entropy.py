@@ -49,7 +49,7 @@ def _entropies(runner: StepRunner, batch: RaggedBatch, temperature: float) -> Te
         assert output.entropies is not None
         return output.entropies
 
-    return surviving_scores(batch, runner.limits_of(batch), entropies)
+    return surviving_scores(batch, runner.limits_of(batch), entropies, together=runner.together)
 
 
 def _of_all_ranks(values: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 
 The options are the ones that change memory or traffic, with the defaults of DeepSpeed 0.19 (`runtime/zero/config.py`),
 of `torch.distributed.fsdp.fully_shard`, and of transformers, which fills in what a DeepSpeed config leaves to `"auto"`.
-What they cost is in `planner.sharded`. lowtide's trainers run `"none"` and `"ddp"` (see `lowtide.ranks.replicas`) so
-far; the others are predicted for those who choose machines, and `Sharding.runs` says so.
+What they cost is in `planner.sharded`. lowtide's trainers run `"none"`, `"ddp"` (see `lowtide.ranks.replicas`) and
+`"fsdp2"`; the others are predicted for those who choose machines, and `Sharding.runs` says so.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Sharding:
     @property
     def runs(self) -> bool:
         """Whether lowtide's own trainers can run it."""
-        return self.kind in ("none", "ddp") and self.tensor_parallel == 1
+        return self.kind in ("none", "ddp", "fsdp2") and self.tensor_parallel == 1
 
     @classmethod
     def read(cls, given: Any, *, devices: int, nodes: int = 1, **more: Any) -> Sharding:
@@ -163,8 +163,8 @@ class Sharding:
         if given is True:
             given = "fsdp2"
         if isinstance(given, str) and given.endswith(".json"):
-            given = _loaded(given)
-        found = _from_config(given) if isinstance(given, Mapping) else _from_words(str(given))
+            given = loaded(given)
+        found = read_config(given) if isinstance(given, Mapping) else read_words(str(given))
         if found.get("kind") is None:
             found["kind"] = "none" if devices == found.get("tensor_parallel", 1) else "ddp"
         return cls(**{"devices": devices, "nodes": nodes, **found, **more})
@@ -184,7 +184,8 @@ class Sharding:
         return f"{tensors}{self.kind} on {self.devices} devices{nodes}{words}"
 
 
-def _from_words(text: str) -> dict[str, Any]:
+def read_words(text: str) -> dict[str, Any]:
+    """The fields of `Sharding` that a short text sets."""
     found: dict[str, Any] = {}
     for word in re.split(r"[+\s,]+", text.strip().lower().replace("-", "")):
         if match := re.fullmatch(r"tp(\d+)", word):
@@ -199,7 +200,8 @@ def _from_words(text: str) -> dict[str, Any]:
     return found
 
 
-def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Sharding` that a DeepSpeed config or an `fsdp_config` sets."""
     if "zero_optimization" in config:
         return _from_deepspeed(config)
     return _from_fsdp({key.removeprefix("fsdp_"): value for key, value in config.items()})
@@ -246,7 +248,12 @@ def _from_fsdp(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _loaded(path: str) -> Any:
+def loaded(path: str) -> Any:
+    """What a JSON file says.
+
+    Raises:
+        ValueError: it is not there, or is no JSON.
+    """
     if not Path(path).is_file():
         raise ValueError(f"sharding config {path!r} is not there; give a path, or a short text as 'zero3' or 'fsdp2'")
     try:

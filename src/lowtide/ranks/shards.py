@@ -1,0 +1,159 @@
+"""Weights that are cut into shards, one a rank: the part that lies here, and what takes all of them together.
+
+A shard is a run of rows of a weight, of its first dimension (a `DTensor` of torch's `fully_shard`). What acts number by
+number, as an optimizer's step does, runs on the shards as on plain tensors; a norm is of all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model's weights lie in shards, so that each of its forwards is one of all ranks together."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank, without a copy; all of one that is not sharded."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered from the shards; every rank asks for it together."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """(first, end) of the rows that a rank holds of so many, as `torch.chunk` cuts them: the last ranks may have fewer,
+    or none."""
+    each = -(-rows // ranks)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rows of a weight lie here."""
+
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    rank: int
+    """Among the ranks that hold a shard of it."""
+    ranks: int
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """(first, end)"""
+        return rows_of(self.shape[0], self.rank, self.ranks)
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Which rows of a weight lie on this rank; all of one that is not sharded, as if one rank held it."""
+    if not isinstance(tensor, DTensor):
+        return Place(tuple(tensor.shape), 0, 1)
+    along = next(number for number, each in enumerate(tensor.placements) if isinstance(each, Shard))
+    mesh = tensor.device_mesh
+    return Place(tuple(tensor.shape), mesh.get_local_rank(along), mesh.size(along))
+
+
+def group_of(tensor: DTensor) -> dist.ProcessGroup:
+    """The ranks that hold the shards of one copy of a weight."""
+    along = next(number for number, each in enumerate(tensor.placements) if isinstance(each, Shard))
+    return tensor.device_mesh.get_group(along)
+
+
+def norm_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of tensors, over the shards of all ranks."""
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if not sharded:
+        return nn.utils.get_total_norm(tensors)
+    square = nn.utils.get_total_norm([local_of(tensor) for tensor in sharded]).double() ** 2
+    dist.all_reduce(square, group=group_of(sharded[0]))
+    rest = nn.utils.get_total_norm([tensor for tensor in tensors if not isinstance(tensor, DTensor)]).to(square)
+    return (square + rest**2).sqrt().to(local_of(sharded[0]).dtype)
+
+
+def local_twin(tensor: Tensor) -> Tensor:
+    """The part of a parameter that lies here, with the part of its gradient; both share their memory with it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    twin = local_of(tensor)
+    twin.grad = None if tensor.grad is None else local_of(tensor.grad)
+    return twin
+
+
+class LocalShard(nn.Parameter):
+    """The part of a sharded parameter that lies here, as an optimizer steps it: it shares the parameter's memory."""
+
+    whole: nn.Parameter
+    """The parameter, a `DTensor`."""
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> LocalShard:
+        made = torch.Tensor._make_subclass(cls, local_of(parameter), True)
+        made.whole = parameter
+        return made
+
+
+def step_local_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Puts in place of an optimizer's sharded parameters, before it has states, their parts that lie here.
+
+    Every optimizer that acts number by number then steps them, with its own kernels, and keeps states of shards alone.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [LocalShard.of(p) if isinstance(p, DTensor) else p for p in group["params"]]
+
+
+@contextlib.contextmanager
+def local_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While it lasts, the local shards of an optimizer have the gradients of their parameters."""
+    shards = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, LocalShard)]
+    for shard in shards:
+        shard.grad = None if shard.whole.grad is None else local_of(shard.whole.grad)
+    try:
+        yield
+    finally:
+        for shard in shards:
+            shard.grad = None
+
+
+@torch.no_grad()
+def equal_weights(model: nn.Module, device: torch.device) -> None:
+    """Gives every rank the weights and buffers of the first, where they differ.
+
+    What is equal is only read: weights that are mapped from a file stay mapped.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    digests = torch.stack([_digest(tensor) for tensor in tensors]).to(device)
+    low, high = digests.clone(), digests
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    equal = ((low == high) | (low.isnan() & high.isnan())).all(1)
+    for tensor, same in zip(tensors, equal.tolist(), strict=True):
+        if not same:
+            here = tensor.to(device)
+            dist.broadcast(here, src=0)
+            tensor.copy_(here)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """[2]: numbers that two tensors hardly share unless they are equal."""
+    numbers = tensor.detach().flatten()
+    if not numbers.is_floating_point():
+        numbers = numbers.double()
+    total = numbers.sum(dtype=torch.float64)
+    alternate = numbers[::2].sum(dtype=torch.float64)
+    return torch.stack([total, alternate]).cpu()
+
+
+def local_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the parts of tensors that lie here."""
+    return sum(local_of(tensor).nbytes for tensor in tensors)

@@ -1,0 +1,175 @@
+"""How a run is spread over ranks, from where users say it: transformers' `fsdp` and `fsdp_config`, accelerate's
+`ParallelismConfig`, and the environment that `accelerate launch` makes of its config file.
+
+The engines are started by lowtide, so that ragged batches, recovery and checkpoints hold on them: transformers and
+accelerate see ranks with whole copies (`engines_hidden`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lowtide.ranks.sharding import Sharding, loaded, read_config, read_words
+from lowtide.ranks.world import launched
+from lowtide.spelling import nearest
+
+OF_ENGINES = ("fsdp", "parallelism_config")
+"""The options of `TrainingArguments` that turn an engine on, whose values are of many kinds."""
+FIELDS = (*OF_ENGINES, "fsdp_config")
+"""All that say how a run is spread."""
+SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+"""The variables by which `accelerate launch` turns an engine on."""
+OF_FSDP = {
+    "version": "",
+    "reshard_after_forward": "",
+    "cpu_offload": "",
+    "offload_params": "",
+    "state_dict_type": "",
+    "activation_checkpointing": "set `gradient_checkpointing`, which is on unless you turn it off",
+    "auto_wrap_policy": "each layer is a unit, and so are the embedding and the head",
+    "transformer_layer_cls_to_wrap": "each layer is a unit, and so are the embedding and the head",
+    "min_num_params": "each layer is a unit, and so are the embedding and the head",
+    "cpu_ram_efficient_loading": "weights that differ from the first rank's are sent from there in any case",
+    "sync_module_states": "weights that differ from the first rank's are sent from there in any case",
+    "use_orig_params": "of FSDP 1",
+    "forward_prefetch": "of FSDP 1",
+    "backward_prefetch": "of FSDP 1",
+    "backward_prefetch_policy": "of FSDP 1",
+    "limit_all_gathers": "of FSDP 1",
+    "sharding_strategy": "of FSDP 1",
+    "xla": "",
+    "xla_fsdp_v2": "",
+    "xla_fsdp_grad_ckpt": "",
+}
+"""The keys of an `fsdp_config`, and why one of them changes nothing here."""
+
+logger = logging.getLogger(__name__)
+
+
+def sharding_of(config: Any) -> Sharding:
+    """How the run of a config is spread over the processes that a launcher has started.
+
+    Raises:
+        ValueError: it is said twice and differently, or what is said cannot be done; with both values, or the key.
+    """
+    ranks = launched()
+    said = {
+        "fsdp": _from_fields(config.fsdp, config.fsdp_config, ranks),
+        "parallelism_config": _from_parallelism(config.parallelism_config, ranks),
+        "accelerate's config": _from_environment(ranks),
+    }
+    found = {name: sharding for name, sharding in said.items() if sharding is not None}
+    if len({*found.values()}) > 1:
+        (first, one), (second, other), *_ = found.items()
+        raise ValueError(f"{first} says {one}, and {second} says {other}: leave one of them out")
+    sharding = next(iter(found.values()), None)
+    if sharding is None:
+        return Sharding.read(None, devices=ranks)
+    if ranks == 1 and sharding.kind != "none":
+        logger.warning(
+            f"{next(iter(found))} shards over 1 process, which is the whole model: start several, "
+            "`torchrun --nproc_per_node N` say"
+        )
+        return Sharding.read(None, devices=1)
+    return sharding
+
+
+@contextlib.contextmanager
+def engines_hidden(config: Any) -> Iterator[None]:
+    """While it lasts, transformers and accelerate see nothing that would have them start an engine."""
+    fields = {name: getattr(config, name) for name in FIELDS}
+    switches = {name: os.environ.pop(name) for name in SWITCHES if name in os.environ}
+    for name in FIELDS:
+        setattr(config, name, None)
+    try:
+        yield
+    finally:
+        os.environ.update(switches)
+        for name, value in fields.items():
+            setattr(config, name, value)
+
+
+def _from_fields(fsdp: Any, fsdp_config: Any, ranks: int) -> Sharding | None:
+    if not fsdp or str(fsdp).lower() == "false":
+        if fsdp_config:
+            logger.warning("fsdp_config has no effect without fsdp=True")
+        return None
+    words = " ".join(map(str, fsdp)) if isinstance(fsdp, list | tuple) else fsdp
+    words = True if str(words).lower() == "true" else words
+    config = loaded(fsdp_config) if isinstance(fsdp_config, str | os.PathLike) else dict(fsdp_config or {})
+    config = {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
+    _check_keys(config)
+    return _read(words, config, ranks)
+
+
+def _read(words: Any, config: Mapping[str, Any], ranks: int) -> Sharding:
+    """Of the words of `fsdp` and the keys of its config; the keys have the last word."""
+    if int(config.get("version") or 2) == 1:
+        logger.warning("FSDP 1 was asked for, and FSDP 2 runs in its place: the shards are the same")
+    named = read_words("fsdp2" if words is True else str(words))
+    if named.get("kind") not in (None, "fsdp2"):
+        return Sharding.read(str(words), devices=ranks)
+    strategy = str(config.get("sharding_strategy", config.get("reshard_after_forward", "")))
+    stages = {"full_shard": "true", "1": "true", "shard_grad_op": "false", "2": "false"}
+    keys = {"reshard_after_forward": stages.get(strategy.lower(), strategy or True)}
+    found = read_config({**config, "version": 2, **keys})
+    if "reshard_after_forward" not in config and "sharding_strategy" not in config:
+        found.pop("reshard")
+    offloads = {name: True for name in ("offload_weights", "offload_optimizer") if found.pop(name) or named.get(name)}
+    return Sharding(**{"devices": ranks, **found, **{k: v for k, v in named.items() if k not in found}, **offloads})
+
+
+def _check_keys(config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        if key not in OF_FSDP:
+            raise ValueError(f"fsdp_config has no key {key!r}{nearest(key, OF_FSDP)}")
+        if key.startswith("xla") and str(value).lower() == "true":
+            raise ValueError(f"fsdp_config: {key}=True is for TPUs, which lowtide does not run on: leave it out")
+        if OF_FSDP[key] and value not in (None, False, 0, "false"):
+            logger.info(f"fsdp_config: {key} changes nothing: {OF_FSDP[key]}")
+
+
+def _from_parallelism(given: Any, ranks: int) -> Sharding | None:
+    if given is None:
+        return None
+    known = given if isinstance(given, Mapping) else vars(given)
+    sizes = {name: int(known.get(f"{name}_size") or 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    return _of_sizes(sizes, "parallelism_config", ranks)
+
+
+def _of_sizes(sizes: Mapping[str, int], where: str, ranks: int) -> Sharding | None:
+    for name in ("tp", "cp", "sp"):
+        if sizes[name] > 1:
+            raise ValueError(f"{where}: {name}_size={sizes[name]} is not built yet: take dp_shard_size for all ranks")
+    replicas, shards = sizes["dp_replicate"], sizes["dp_shard"]
+    if shards == 1:
+        return None
+    if ranks not in (1, replicas * shards):
+        raise ValueError(
+            f"{where}: dp_replicate_size={replicas} times dp_shard_size={shards} is {replicas * shards}, and there "
+            f"are {ranks} processes: make the sizes multiply to it, or start {replicas * shards}"
+        )
+    return Sharding(kind="fsdp2", devices=ranks, nodes=replicas if ranks > 1 else 1, hybrid=replicas > 1)
+
+
+def _from_environment(ranks: int) -> Sharding | None:
+    if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        sizes = {
+            name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1") or 1)
+            for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+        }
+        if (found := _of_sizes(sizes, "accelerate's parallelism_config", ranks)) is not None:
+            return found
+    if not _is_on("ACCELERATE_USE_FSDP"):
+        return None
+    names = ("reshard_after_forward", "offload_params", "state_dict_type", "version")
+    config = {name: os.environ[key] for name in names if (key := f"FSDP_{name.upper()}") in os.environ}
+    return _read(True, config, ranks)
+
+
+def _is_on(switch: str) -> bool:
+    return os.environ.get(switch, "").lower() in ("1", "true", "yes")

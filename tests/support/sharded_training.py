@@ -26,13 +26,14 @@ def trained(kind: str, ranks: int, folder: Path, *, lora: bool = False, ref_mode
         ranks: that train, each on its share of the rows of a step.
     """
     base = matrix.COMMON["per_device_train_batch_size"] if kind not in matrix.ONLINE else matrix.ROWS
+    evaluated = options.pop("evaluated", False)
     rows = options.pop("rows", options.get("per_device_train_batch_size", base))
     options = {"output_dir": str(folder), "max_steps": 3, **options, "per_device_train_batch_size": rows // ranks}
     adapters = LoraConfig(**LORA, task_type="SEQ_CLS" if kind == "Reward" else "CAUSAL_LM") if lora else None
     more = {"ref_model": matrix.build(kind, 64)} if ref_model else {}
     trainer = matrix.make(kind, peft_config=adapters, **more, **options)
     trainer.train()
-    evaluation = trainer.evaluate(matrix.rows(kind).select(range(7))) if options.get("evaluated") else {}
+    evaluation = trainer.evaluate(matrix.rows(kind).select(range(7))) if evaluated else {}
     weights = {name: whole_of(p).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, weights, {name: value for name, value in evaluation.items() if name == "eval_loss"}

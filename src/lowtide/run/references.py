@@ -15,11 +15,13 @@ from lowtide.compat.torch import FakeTensor
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.weights.fully_shard import shard_model, sharing_weights
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.memory.allocators.measure import bytes_text
+from lowtide.ranks.shards import is_sharded
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import Engine, disable_dropout
 from lowtide.run.inputs.arguments import check_kind
@@ -48,8 +50,19 @@ class ReferenceMaker:
 
     def __init__(self, args: Any, requested: Any, *, adapters_came: bool) -> None:
         self.args, self.requested, self.adapters_came = args, requested, adapters_came
+        self._aside: nn.Module | None = None
         self.temperature = float(getattr(args, "scored_at", 1.0))
         """At which an online method compares."""
+
+    def set_aside(self, model: nn.Module) -> None:
+        """Keeps the model as it is before it is sharded, where the reference is a copy of it: the two share their
+        weights until each has cut its shards from them."""
+        if self._is_copied(model):
+            self._aside = sharing_weights(model)
+
+    def _is_copied(self, model: nn.Module) -> bool:
+        precomputed = getattr(self.args, "precompute_ref_log_probs", False) and self.args.optim not in OPTIMIZERS
+        return self.requested is None and not hasattr(model, "disable_adapter") and not precomputed
 
     @out_of_memory_while("making the reference")
     def make(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
@@ -58,29 +71,41 @@ class ReferenceMaker:
         Raises:
             ValueError: it cannot be the reference, or options do not go with it; says what to do.
         """
-        args, how = self.args, {"padding_free": engine.padding_free, "temperature": self.temperature}
-        requested, self.requested = self.requested, None
+        args, requested, how = self.args, self.requested, {"padding_free": engine.padding_free, "temperature": self.temperature}
         if hasattr(model, "disable_adapter") and requested is None:
             self._check_adapters(model)
             return Reference(
                 AdapterOff(model, **how),
                 "the policy with its adapters off; it costs nothing",
             )
-        narrowed = args.optim in OPTIMIZERS
-        if requested is None and getattr(args, "precompute_ref_log_probs", False) and not narrowed:
+        copied, sharded = self._is_copied(model), is_sharded(model)
+        self.requested = None
+        if requested is None and not copied:
             return Reference(
                 FrozenModel(model, **how),
                 "log-probabilities computed before training; no reference is resident",
             )
-        frozen = copy.deepcopy(model) if requested is None else self._loaded(requested, model, tokenizer)
+        if sharded and args.ref_model_storage != "same":
+            raise ValueError(
+                f"ref_model_storage={args.ref_model_storage!r} stores a whole reference, and this one is sharded with "
+                "the model: leave it at 'same'"
+            )
+        frozen, self._aside = self._aside, None
+        if requested is not None:
+            frozen = self._loaded(requested, model, tokenizer)
+        elif frozen is None:
+            frozen = copy.deepcopy(model)
         if args.disable_dropout:
             disable_dropout(frozen)
-        if narrowed:
+        if args.optim in OPTIMIZERS:
             for parameter in frozen.parameters():  # as the policy's will be; buffers stay
                 parameter.data = parameter.data.to(torch.bfloat16)
         reference = FrozenModel.of(frozen, **how)
         compute_in(frozen, engine.computed_in)
-        STORAGES[args.ref_model_storage](reference.model, args.device)
+        if sharded:
+            shard_model(reference.model, args.sharding, args.device)
+        else:
+            STORAGES[args.ref_model_storage](reference.model, args.device)
         return Reference(reference, self._text(reference.model, own_model=requested is None))
 
     def _text(self, reference: nn.Module, *, own_model: bool) -> str:

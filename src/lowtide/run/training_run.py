@@ -182,6 +182,8 @@ class TrainingRun:
     def install(self) -> None:
         """Installs the engine, proved on the model, and what techniques change in it."""
         args, inputs = self.args, self.inputs
+        if args.sharding.shards > 1 and self._references is not None:
+            self._references.set_aside(self.model)
         self.engine = install_engine(self.model, args)
         sharing = check_prefixes(self.engine, bool(getattr(args, "prefix_sharing", False)))
         self.own_collator = self.method.rows.collator(args, sharing=sharing, score_rule=self.score_rule)

@@ -7,6 +7,7 @@ units open and close as those of layers do.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device) -> N
     fully_shard(model, **more)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
+
+
+def sharing_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters are the memory of the model's own."""
+    shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, shared)
 
 
 def mesh_of(sharding: Sharding, device: torch.device) -> DeviceMesh:

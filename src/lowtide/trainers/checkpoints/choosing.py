@@ -11,9 +11,9 @@ from pathlib import Path
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lowtide.trainers.checkpoints.manifest import MANIFEST
-from lowtide.trainers.checkpoints.soundness import OPTIMIZER, RANDOM, SCHEDULER, TRAINER_STATE, damage
+from lowtide.trainers.checkpoints.soundness import OPTIMIZERS, RANDOM, SCHEDULER, TRAINER_STATE, damage
 
-OPTIONAL = (OPTIMIZER, SCHEDULER, RANDOM)
+OPTIONAL = (OPTIMIZERS, SCHEDULER, RANDOM)
 """States that a run can go on without, where it is told to."""
 
 

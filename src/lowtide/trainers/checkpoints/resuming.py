@@ -16,21 +16,24 @@ from typing import Any, TypeVar, cast
 
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from torch.distributed.tensor.experimental import implicit_replication
 
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.ranks.shards import is_sharded
 from lowtide.trainers.checkpoints.choosing import last_whole, named, said
 from lowtide.trainers.checkpoints.durable import remove
 from lowtide.trainers.checkpoints.lock import only_run_in
 from lowtide.trainers.checkpoints.run_record import OF_METRICS, differences, run_record, scheduler_name, unfit_states
-from lowtide.trainers.checkpoints.soundness import OPTIMIZER, RANDOM, SCHEDULER, damage, load_states
+from lowtide.trainers.checkpoints.shards import load_optimizer_states, optimizer_files
+from lowtide.trainers.checkpoints.soundness import OPTIMIZER, OPTIMIZERS, RANDOM, SCHEDULER, damage, load_states
 from lowtide.trainers.checkpoints.states import check_states
 from lowtide.trainers.checkpoints.weights import check_weights, is_converted
 from lowtide.trainers.checkpoints.whole import STAGING, WholeCheckpoints, saved_run_state
 
 T = TypeVar("T")
 LOSSES = {
-    OPTIMIZER: "the optimizer starts without moments",
+    OPTIMIZERS: "the optimizer starts without moments",
     SCHEDULER: "the learning rate takes its step of this run's schedule",
     RANDOM: "random numbers (dropout) are others than the run's that was stopped",
 }
@@ -111,7 +114,7 @@ class ResumableRuns(WholeCheckpoints):
             lost |= unfit_states(record, now)
             notes += [f"resuming from {chosen.folder}: {note}" for note in differences(record, now)]
         else:
-            lost |= check_states(self, chosen.folder / OPTIMIZER) if OPTIMIZER not in lost else {}
+            lost |= check_states(self, chosen.folder / OPTIMIZER) if not {*lost} & {OPTIMIZER} else {}
         left_out = tuple(name for name in LOSSES if any(_matches(name, each) for each in lost))
         if lost and not without:
             raise ValueError(
@@ -158,6 +161,10 @@ class ResumableRuns(WholeCheckpoints):
     def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
         """As the Trainer's, which loads nothing that has another name in checkpoints than in the model."""
         own: Any = self.model if model is None else model
+        if is_sharded(own):
+            with implicit_replication():  # each rank copies its rows of what the file holds
+                super()._load_from_checkpoint(checkpoint, model)
+            return
         if hasattr(own, "peft_config") or not is_converted(own):
             super()._load_from_checkpoint(checkpoint, model)
             return
@@ -182,12 +189,16 @@ class ResumableRuns(WholeCheckpoints):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         left_out = () if self.resumption is None else self.resumption.left_out
         with loading_projectors(unwrap_optimizer(self.optimizer)):
-            if checkpoint is not None and {OPTIMIZER, SCHEDULER} & {*left_out}:
+            if checkpoint is not None and ({OPTIMIZERS, SCHEDULER} & {*left_out} or self._cut_states(checkpoint)):
                 self._load_some(Path(checkpoint), left_out)
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
         if state := saved_run_state(checkpoint):
             self.set_run_state(state)
+
+    def _cut_states(self, checkpoint: str) -> bool:
+        """Whether optimizer states lie in shards, here or in a checkpoint."""
+        return is_sharded(cast(nn.Module, self.model)) or len(optimizer_files(Path(checkpoint))) > 1
 
     def _load_some(self, checkpoint: Path, left_out: tuple[str, ...]) -> None:
         """The states of optimizer and scheduler but for those that are left out."""
@@ -199,8 +210,8 @@ class ResumableRuns(WholeCheckpoints):
                 warnings.simplefilter("ignore")  # that no step of the optimizer came before
                 for _ in range(self.state.global_step):
                     schedule.step()
-        if OPTIMIZER not in left_out:
-            self.optimizer.load_state_dict(load_states(checkpoint / OPTIMIZER))
+        if OPTIMIZERS not in left_out:
+            self.optimizer.load_state_dict(load_optimizer_states(self.optimizer, checkpoint))
         if scheduler_name(self) not in OF_METRICS:
             for group, rate in zip(self.optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate
@@ -212,7 +223,8 @@ class ResumableRuns(WholeCheckpoints):
 
 def _lacking(folder: Path) -> dict[str, str]:
     """The states that a checkpoint does not have."""
-    found = {name: "it is missing" for name in (OPTIMIZER, SCHEDULER) if not (folder / name).exists()}
+    found = {} if optimizer_files(folder) else {OPTIMIZER: "it is missing"}
+    found |= {} if (folder / SCHEDULER).exists() else {SCHEDULER: "it is missing"}
     if not any(folder.glob(RANDOM)):
         found["rng_state.pth"] = "it is missing"
     if len(found) == len(LOSSES):

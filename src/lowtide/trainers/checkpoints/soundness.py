@@ -23,6 +23,8 @@ from lowtide.trainers.checkpoints.manifest import MANIFEST, difference, read_man
 TRAINER_STATE, RUN_STATE = "trainer_state.json", "run_state.json"
 OPTIMIZER, SCHEDULER, RANDOM = "optimizer.pt", "scheduler.pt", "rng_state*.pth"
 """The states beside the weights; of the last there is one file a rank."""
+OPTIMIZERS = "optimizer*.pt"
+"""The optimizer's states: one file, or one a rank where weights are sharded."""
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
     "adapter_model.safetensors", "adapter_model.bin",
@@ -96,7 +98,7 @@ def _checks(folder: Path, *, sealed: bool) -> Iterator[tuple[Path, Callable[[Pat
     yield folder / TRAINER_STATE, _trainer_state
     if (folder / RUN_STATE).exists():
         yield folder / RUN_STATE, _run_state
-    states = [path for name in (OPTIMIZER, SCHEDULER, RANDOM) for path in sorted(folder.glob(name))]
+    states = [path for name in (OPTIMIZERS, SCHEDULER, RANDOM) for path in sorted(folder.glob(name))]
     for path in dict.fromkeys((*states, *_weights(folder), *folder.glob("*.safetensors"))):
         yield path, _FORMATS[path.suffix] if sealed else _records_and_format
     for path in _weights(folder):
@@ -176,8 +178,8 @@ def _states(path: Path) -> None:
     if not path.stat().st_size:
         raise Damage("it is empty")
     loaded = load_states(path)
-    keys: Mapping[str, set[str]] = {OPTIMIZER: {"state", "param_groups"}, "rng_state": {"python", "numpy", "cpu"}}
-    wanted = keys.get(OPTIMIZER if path.name == OPTIMIZER else path.name[: len("rng_state")], set())
+    keys: Mapping[str, set[str]] = {"optimizer": {"state", "param_groups"}, "rng_state": {"python", "numpy", "cpu"}}
+    wanted = next((names for kind, names in keys.items() if path.name.startswith(kind)), set())
     if not isinstance(loaded, dict) or not wanted <= loaded.keys():
         raise Damage(f"it does not hold {' and '.join(sorted(wanted)) or 'what a scheduler has'}")
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -51,7 +52,11 @@ def saved_form(model: nn.Module) -> dict[str, tuple[int, ...]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     unsaved = names_not_saved(model)
-    own = {name: value.to("meta") for name, value in model.state_dict().items() if name not in unsaved}
+    own = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta")  # which a shard says without being gathered
+        for name, value in model.state_dict().items()
+        if name not in unsaved
+    }
     saved = revert_weight_conversion(model, own) if isinstance(model, PreTrainedModel) else own
     return {name: tuple(value.shape) for name, value in saved.items()}
 

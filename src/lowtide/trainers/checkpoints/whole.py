@@ -8,20 +8,23 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.ranks.shards import is_sharded
 from lowtide.step.phases import Phases
 from lowtide.step.rank_sync import worst_of_ranks
 from lowtide.trainers.checkpoints.durable import flush, remove
 from lowtide.trainers.checkpoints.manifest import seal
 from lowtide.trainers.checkpoints.run_record import run_record
-from lowtide.trainers.checkpoints.soundness import RUN_STATE
+from lowtide.trainers.checkpoints.shards import save_optimizer_shard, whole_state
+from lowtide.trainers.checkpoints.soundness import RUN_STATE, SCHEDULER
 from lowtide.trainers.checkpoints.write_errors import WRITE_ERRORS, bytes_of, space, write_reason
 
 STAGING = ".saving"
@@ -140,7 +143,7 @@ class WholeCheckpoints(Trainer):
             ValueError: it could not be written; while a checkpoint is, ranks meet first.
         """
         try:
-            super().save_model(output_dir, _internal_call)
+            self._save_whole(output_dir, _internal_call)
         except WRITE_ERRORS as error:
             if self._unwritten is not None:
                 self._unwritten.append(error)
@@ -151,6 +154,25 @@ class WholeCheckpoints(Trainer):
                 f"the model could not be written to {folder}: {reason}. Checkpoints are whole. Make room, and resume "
                 "from the last one: it trains nothing that is trained already, and writes the model"
             ) from error
+
+    def _save_whole(self, output_dir: str | None, internal: bool) -> None:
+        model = cast(nn.Module, self.model)
+        if not is_sharded(model):
+            super().save_model(output_dir, internal)
+            return
+        weights = whole_state(model, keep=self.args.should_save)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+        if self.args.push_to_hub and not internal:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_sharded(cast(nn.Module, self.model)):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_optimizer_shard(self.optimizer, Path(output_dir))
+        if self.args.should_save:
+            torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir, SCHEDULER))
 
     @contextlib.contextmanager
     def _output_dir_is(self, folder: str) -> Iterator[None]:

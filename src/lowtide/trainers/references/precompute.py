@@ -27,6 +27,7 @@ from lowtide.data.cache.fingerprint import cache_file, combine, function_fingerp
 from lowtide.data.sources.titles import title_of
 from lowtide.engine.forward import causal_model
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.shards import is_sharded, local_of
 from lowtide.ranks.world import distributed
 from lowtide.run.edge import TO_DO
 from lowtide.step.rank_sync import RankSync, worst_of_ranks
@@ -182,9 +183,12 @@ def weights_fingerprint(trainer: LowtideTrainer, digest: str) -> str:
 
 
 def state_digest(model: nn.Module) -> str:
-    """Of the names, shapes and numbers of a model's weights and buffers."""
+    """Of the names, shapes and numbers of a model's weights and buffers; of the shards of all ranks together."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        digest.update(local_of(tensor).detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+    if not is_sharded(model):
+        return digest.hexdigest()
+    everyones: list[str] = gather_object([digest.hexdigest()])
+    return combine(*everyones)

@@ -1,0 +1,118 @@
+"""Checkpoints of a run whose weights lie in shards: a whole model, and optimizer states in a file a rank.
+
+The model is put together weight by weight on the first rank's host, and saved as any model is. Optimizer states stay
+cut, since together they are larger than the model; a run on another number of ranks cuts them anew, reading no more
+than its own rows of each file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.ranks.shards import Place, place_of, rows_of, whole_of
+from lowtide.trainers.checkpoints.soundness import OPTIMIZER, Damage, load_states
+
+SHARD = re.compile(r"optimizer-(\d+)-of-(\d+)\.pt")
+"""The name of a rank's file."""
+
+
+def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """A model's weights and buffers, put together on the host; of adapters, those alone that are saved with them.
+
+    All ranks call it together.
+
+    Args:
+        keep: whether this rank wants them; the others get nothing.
+    """
+    found: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
+    for name, value in _saved(model).items():
+        if id(value) not in gathered:
+            whole = whole_of(value)
+            gathered[id(value)] = whole.cpu() if keep else torch.empty(0)
+        found[name] = gathered[id(value)]
+    return found if keep else {}
+
+
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict(keep_vars=True)
+    if not hasattr(model, "peft_config"):
+        return state
+    from peft import get_peft_model_state_dict
+
+    own: Mapping[str, Tensor] = get_peft_model_state_dict(model, state_dict=state)  # type: ignore[arg-type]
+    wanted = {id(value) for value in own.values()}
+    return {name: value for name, value in state.items() if id(value) in wanted}
+
+
+def save_optimizer_shard(optimizer: Any, folder: Path) -> None:
+    """Writes the states of the shards that lie here."""
+    place = _place(optimizer)
+    folder.mkdir(parents=True, exist_ok=True)  # the first rank's may be on another disk
+    torch.save(optimizer.state_dict(), folder / f"optimizer-{place.rank + 1:05}-of-{place.ranks:05}.pt")
+
+
+def optimizer_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint's optimizer states, in the order of ranks; none where some are missing."""
+    if (folder / OPTIMIZER).exists():
+        return [folder / OPTIMIZER]
+    found = {int(match[1]): (int(match[2]), path) for path in folder.glob("*.pt") if (match := SHARD.match(path.name))}
+    counts = {ranks for ranks, _ in found.values()}
+    if len(counts) != 1 or len(found) != max(counts):
+        return []
+    return [found[rank][1] for rank in sorted(found)]
+
+
+def load_optimizer_states(optimizer: Any, folder: Path) -> Any:
+    """A checkpoint's optimizer states for the shards that lie here, cut anew where other ranks wrote them.
+
+    Raises:
+        Damage: states that are not a row for each row of their weight, and were written by another number of ranks.
+    """
+    files = optimizer_files(folder)
+    saved = [load_states(path) for path in files]
+    parameters = _parameters(optimizer)
+    here = _place(optimizer)
+    if here.ranks == len(files):
+        return saved[here.rank]
+    state = {}
+    for number, parameter in enumerate(parameters):
+        of_ranks = [each["state"].get(number, {}) for each in saved]
+        state[number] = {
+            name: _cut(f"{name} of parameter {number}", [each[name] for each in of_ranks], place_of(parameter))
+            for name in of_ranks[0]
+        }
+    return {**saved[0], "state": {number: values for number, values in state.items() if values}}
+
+
+def _cut(what: str, values: Sequence[Any], place: Place) -> Any:
+    """The rows that lie here of a state, from what each rank wrote of it; what has no rows is every rank's."""
+    first = values[0]
+    if not isinstance(first, Tensor) or first.dim() == 0:
+        return first
+    ranks, (start, stop) = len(values), place.rows
+    spans = [rows_of(place.shape[0], rank, ranks) for rank in range(ranks)]
+    if any(tuple(v.shape) != (b - a, *place.shape[1:]) for v, (a, b) in zip(values, spans, strict=True)):
+        raise Damage(
+            f"{what} was written by {ranks} rank(s) in a form that cannot be cut anew for {place.ranks}: resume on "
+            f"{ranks}, or with resume_without_states=True"
+        )
+    pieces = [v[max(start, a) - a : max(min(stop, b) - a, 0)] for v, (a, b) in zip(values, spans, strict=True)]
+    return torch.cat([piece for piece in pieces if len(piece)] or pieces[:1])
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    """As an optimizer's states count them: the whole of each, of which it steps the shard that lies here."""
+    groups = unwrap_optimizer(optimizer).param_groups
+    return [getattr(parameter, "whole", parameter) for group in groups for parameter in group["params"]]
+
+
+def _place(optimizer: Any) -> Place:
+    return place_of(_parameters(optimizer)[0])

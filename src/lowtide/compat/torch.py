@@ -10,7 +10,7 @@ import contextlib
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -373,6 +373,54 @@ def without_exchange(model: nn.Module) -> Iterator[None]:
     finally:
         for group, (gather, scatter) in zip(groups, before, strict=True):
             group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
+
+
+def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
+    """The memory that the weights of a model that `fully_shard` has cut are gathered into, where it is known: from the
+    first forward on."""
+    for module in fully_sharded_modules(model):
+        for group in _groups_of(module):
+            yield from (p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+
+
+def parameters_of_unit(module: FSDPModule) -> list[Tensor]:
+    """The shards of what is gathered together with a module."""
+    return [p.sharded_param for group in _groups_of(module) for p in group.fsdp_params]
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, part: nn.Module) -> Iterator[None]:
+    """While it lasts, the weights of a part of a model are whole; all ranks enter together."""
+    around = [module for module in fully_sharded_modules(model) if any(each is part for each in module.modules())]
+    for module in around[-1:]:  # the nearest: the modules come from the outermost inwards
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in around[-1:]:
+            module.reshard()
+
+
+def let_go(model: nn.Module) -> None:
+    """Leaves each rank its shards alone, and these as the parameters of the modules, whatever a forward has gathered."""
+    for module in fully_sharded_modules(model):
+        module.reshard()
+
+
+@contextlib.contextmanager
+def staying_gathered(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    """While it lasts, the weights of these modules are whole, and their forwards leave them so."""
+    before = [[group._reshard_after_forward for group in _groups_of(module)] for module in modules]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module, values in zip(modules, before, strict=True):
+            if any(values):
+                module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
 
 
 def reset_fully_sharded(model: nn.Module) -> None:

@@ -92,8 +92,8 @@ class RolloutOptions(FollowedReference):
     )
     ds3_gather_for_generation: bool | str | int = option(
         True,
-        "Gather sharded weights for writing: all (true), layer by layer (false), or as many bytes at a time. "
-        "Nothing is sharded yet.",
+        "Gather sharded weights for writing: all (true), layer by layer (false), or so many bytes and the rest layer "
+        "by layer.",
         NOT_NEGATIVE,
     )
     cache_implementation: str | None = option(None, "Without effect.")

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lowtide.compat.torch import fully_sharded_modules
+
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether a model's weights lie in shards, so that each of its forwards is one of all ranks together."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return bool(fully_sharded_modules(model))
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowtide.compat.torch import FakeTensor
+from lowtide.compat.torch import FakeTensor, let_go
 from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.forward import causal_model, compute_in, install
 from lowtide.engine.heads import head_of
@@ -21,7 +21,7 @@ from lowtide.engine.weights.fully_shard import shard_model
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
-from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer
+from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer, check_sharded
 from lowtide.run.options.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     _check_precision(model, args)
     if args.optim in OPTIMIZERS:
         check_own_optimizer(model)
+    if args.sharding.shards > 1:
+        check_sharded(model, args)
     adapters = cast(Any, getattr(model, "peft_config", {})).values()
     check_adapters(*adapters)
     _check_prompts(model, args)
@@ -167,6 +169,7 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
     inner = causal_model(model)
     implementation = _implementation(inner)
     found = probe(model, ragged=prompt is None)
+    let_go(model)
     if ragged and found.isolated:
         return Engine(True, "segments proved isolated on this model", found)
     if found.error is not None and is_out_of_memory(found.error):

@@ -21,6 +21,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """By name, what `CompressedAdamW` does with the bits that bfloat16 has no room for, and with the moments."""
 
+OF_MATRICES = ("adafactor", "galore", "apollo", "stable_adamw")
+"""How the names of those begin that look at more of a weight than one number at a time."""
 KNOWN: dict[type, str] = {torch.optim.AdamW: "adamw_torch", torch.optim.Adam: "adamw_torch"}
 """Optimizers that are passed, by the name of one with the same states."""
 
@@ -53,6 +55,28 @@ def check_optimizer_name(name: str) -> None:
             f"optim={name!r} steps by itself in each backward, of which a step may have several: take {usual} with "
             "optimizer_in_backward=True, which frees each gradient as it arrives too"
         )
+
+
+def check_sharded(model: nn.Module, args: Any) -> None:
+    """Refuses optimizers that cannot step shards of a model's weights.
+
+    Raises:
+        ValueError: says why, and what to take instead.
+    """
+    name = optimizer_name(args)
+    if any(name.startswith(each) for each in OF_MATRICES):
+        raise ValueError(
+            f"optim={name!r} looks at whole matrices, and with {args.sharding} each rank steps some of their rows: "
+            "take optim='adamw_torch_fused', or one of fewer bits ('adamw_torch_8bit')"
+        )
+    wide = [each for each, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
+    if name in OPTIMIZERS and wide:
+        raise ValueError(
+            f"optim={name!r} would make the float32 weights bfloat16 ({wide[0]}, ...) after they were sharded: load "
+            "the model with dtype 'bfloat16', or take optim='adamw_torch_fused'"
+        )
+    if args.fp16:
+        raise ValueError(f"fp16=True scales losses, which is not built for {args.sharding}: take bf16=True")
 
 
 def check_given(kind: type, where: str, args: Any) -> None:

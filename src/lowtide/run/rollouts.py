@@ -24,6 +24,7 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
+from lowtide.engine.weights.fully_shard import weights_for_writing
 from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
 from lowtide.methods.learning import GroupRewards, Learning, Rewarded
 from lowtide.methods.rollouts import RolloutOptions
@@ -171,12 +172,15 @@ class RolloutMaker:
 
     def _generate(self, requests: Sequence[Request], conversations: Conversations | None) -> list[list[Completion]]:
         """What a generator writes; again with half as many tokens at a time where memory runs out."""
-        sampling = self.options.sampling(self.stop_ids)
+        sampling, gather = self.options.sampling(self.stop_ids), self.options.ds3_gather_for_generation
         while True:
             try:
-                return self.generator.generate(self.runner.model, requests, sampling, conversations)
+                with weights_for_writing(self.runner.model, gather):
+                    return self.generator.generate(self.runner.model, requests, sampling, conversations)
             except Exception as error:
-                if not is_out_of_memory(error) or conversations is not None or not self._writes_less(requests):
+                waits = self.runner.together and gather is not True  # for it the other ranks wait
+                is_last = waits or conversations is not None
+                if not is_out_of_memory(error) or is_last or not self._writes_less(requests):
                     raise
                 drop_frames(error)
             free_caches()

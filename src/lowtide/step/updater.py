@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowtide.compat.torch import reset_fully_sharded, without_exchange
+from lowtide.compat.torch import let_go, reset_fully_sharded, without_exchange
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.replicas import averaging, broadcast_weights
 from lowtide.ranks.shards import local_gradients, local_twin, norm_of
@@ -156,6 +156,10 @@ class ShardedUpdater(Updater):
         out for itself whether it has room, and then they meet."""
         with without_exchange(model):
             yield {"exchange": lambda: lambda: None}
+
+    def zero_grad(self, model: nn.Module) -> None:
+        let_go(model)
+        super().zero_grad(model)
 
     def step(self, *args: Any) -> Any:
         with local_gradients(self.inner):

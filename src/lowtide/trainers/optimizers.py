@@ -9,6 +9,7 @@ from torch import nn
 from transformers import Trainer
 
 from lowtide.compat.accelerate import leave_states_in_place
+from lowtide.compat.torch import let_go
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.ranks.shards import step_local_shards
@@ -70,6 +71,7 @@ class OwnOptimizers(Trainer):
 
     def _made_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """As the Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""
+        let_go(cast(nn.Module, self.model))
         if self.optimizer_cls_and_kwargs is None:
             return super().create_optimizer(model)
         kind, options = self.optimizer_cls_and_kwargs

@@ -7,17 +7,24 @@ units open and close as those of layers do.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit, staying_gathered
 from lowtide.compat.transformers import checkpointed_layers
-from lowtide.engine.forward import causal_model, install
+from lowtide.engine.forward import causal_model, install, score
 from lowtide.engine.heads.head import body
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.shards import equal_weights
 from lowtide.ranks.sharding import Sharding
 
@@ -38,9 +45,9 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device) -> N
     equal_weights(model, device)
     offload = CPUOffloadPolicy() if sharding.offload_weights and device.type != "cpu" else OffloadPolicy()
     more: dict[str, Any] = {"mesh": mesh_of(sharding, device), "offload_policy": offload}
-    for unit in units_of(model):
-        fully_shard(unit, reshard_after_forward=sharding.reshard, **more)
-    fully_shard(model, **more)
+    more["reshard_after_forward"] = sharding.reshard  # of what is left too: a forward without gradients lets go of all
+    for unit in [*units_of(model), model]:
+        fully_shard(unit, **more)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
 
@@ -68,6 +75,60 @@ def units_of(model: nn.Module) -> list[Any]:
     tied = [head for head in heads if not own.isdisjoint(head.parameters())]
     opening = [embedding, *tied] if tied else embedding
     return [*checkpointed_layers(inner), opening, *(head for head in heads if head not in tied)]
+
+
+@contextlib.contextmanager
+def weights_for_writing(model: nn.Module, gather: bool | int) -> Iterator[None]:
+    """Around generation: how much of a sharded model each rank holds whole meanwhile. All ranks enter together.
+
+    Args:
+        model: sharded or not; of one that is not, nothing changes.
+        gather: True holds all of it, and ranks write without waiting for each other. False gathers each unit for each
+            forward, so that forwards are of all ranks: one whose rows have ended goes on with a token of no row until
+            all have ended. A number of bytes holds units up to that size, and gathers the rest.
+    """
+    modules = fully_sharded_modules(model)
+    if not modules:
+        yield
+        return
+    most = math.inf if gather is True else int(gather)
+    held = _within(modules, most)
+    with staying_gathered(held), nullcontext() if len(held) == len(modules) else _until_all_end(model):
+        yield
+
+
+def _within(modules: Sequence[FSDPModule], most: float) -> list[FSDPModule]:
+    """The first units that are no larger together, in bytes."""
+    found, total = [], 0
+    for module in modules:
+        total += sum(p.numel() * p.element_size() for p in parameters_of_unit(module))
+        if total > most:
+            break
+        found.append(module)
+    return found
+
+
+@contextlib.contextmanager
+def _until_all_end(model: nn.Module) -> Iterator[None]:
+    """While it lasts, ranks tell each other before each forward that one follows; at the end, this rank takes part in
+    those of the others."""
+    device = next(model.parameters()).device
+    hook = model.register_forward_pre_hook(lambda *_: None if _one_goes_on(device, True) else None)
+    try:
+        yield
+    finally:
+        hook.remove()
+    idle = RaggedBatch.from_segments([[0, 0]]).to(device)
+    while _one_goes_on(device, False):
+        with torch.no_grad():
+            score(model, idle)
+
+
+def _one_goes_on(device: torch.device, here: bool) -> bool:
+    """Whether any rank runs another forward."""
+    flag = torch.tensor(float(here), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def _check_dtypes(model: nn.Module) -> None:

@@ -35,6 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.compat.torch import (
     FakeTensor,
     base_of,
+    gathered_weights,
     is_in_backward,
     is_traceable_wrapper_subclass,
     storage_id,
@@ -139,7 +140,7 @@ class ActivationOffload:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """For the forward of a micro-batch; its backward may run inside or, with nothing to enter, after it."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *gathered_weights(self.model)]
         self._held = frozenset(storage for tensor in tensors for storage in _storages(tensor))
         before = _around.set(self)
         try:
@@ -273,7 +274,8 @@ def _unpack(held: Held) -> Tensor:
 def _storages(tensor: Tensor) -> Iterator[int]:
     """The storages of a tensor, those inside a wrapper (a sharded or quantized one) included."""
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _storages(getattr(tensor, name))
+        for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(inner, Tensor):  # a sharded one also names its ranks
+                yield from _storages(inner)
     elif tensor.layout == torch.strided:
         yield storage_id(tensor.untyped_storage())

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lowtide.compat.torch import FakeTensor
+from lowtide.compat.torch import FakeTensor, gathered
 
 NAMES = ("mlp", "feed_forward", "feedforward", "ffn")
 """What transformers' models call the MLP of a layer."""
@@ -62,7 +62,9 @@ def install_tiled_mlp(model: nn.Module, tile_tokens: int) -> int:
             "tiled, leave the option off"
         )
     for path, module in found.items():
-        if not hasattr(module, "tiling") and (reason := _why_not(module)):
+        with gathered(model, module):
+            reason = None if hasattr(module, "tiling") else _why_not(module)
+        if reason:
             raise ValueError(
                 f"{path}, a {type(module).__name__}, cannot run over tiles of tokens: it {reason}; leave the option off"
             )

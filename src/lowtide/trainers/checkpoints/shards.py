@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.compat.torch import let_go
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.shards import Place, place_of, rows_of, whole_of
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, Damage, load_states
@@ -31,6 +32,7 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
     Args:
         keep: whether this rank wants them; the others get nothing.
     """
+    let_go(model)
     found: dict[str, Tensor] = {}
     gathered: dict[int, Tensor] = {}
     for name, value in _saved(model).items():

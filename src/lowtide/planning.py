@@ -21,11 +21,11 @@ from lowtide.planner.candidate import PlannedRun, first_rows, measured, prepared
 from lowtide.planner.devices import Device, device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.plan import Plan, make_plan
-from lowtide.ranks.sharding import Sharding
 from lowtide.planner.tracing.described_model import config_of_model
 from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs, RunInputs
 from lowtide.planner.tracing.reward_models import DescribedRewards
 from lowtide.planner.tracing_process import in_tracing_process
+from lowtide.ranks.sharding import Sharding
 from lowtide.run.options.configs import ConfigState, method_named, method_of
 from lowtide.run.options.training import TrainingConfig
 from lowtide.spelling import check_arguments_known

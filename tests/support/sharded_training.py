@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lowtide import SFTConfig, SFTTrainer
 from lowtide.ranks.shards import whole_of
 from tests.support import matrix
 from tests.support.processes import run_ranks
@@ -19,7 +23,49 @@ from tests.support.processes import run_ranks
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
 
 
-def trained(kind: str, ranks: int, folder: Path, *, lora: bool = False, ref_model: bool = False, **options: Any) -> Any:
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8},
+}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+
+
+def build(name: str) -> Any:
+    """One of `MODELS`, of seeded weights."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**SIZES, **MODELS[name], vocab_size=len(matrix.tokenizer()), eos_token_id=0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def unscored_half(number: int) -> Any:
+    """Token rows of which those of every second batch are not scored: with two ranks, one has no scores at all."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 20, (number,), generator=generator).tolist()
+    rows = [torch.randint(1, 40, (length,), generator=generator).tolist() for length in lengths]
+    labels = [row if n // 4 % 2 == 0 else [-100] * len(row) for n, row in enumerate(rows)]
+    return Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+def trained(
+    kind: str,
+    ranks: int,
+    folder: Path,
+    *,
+    lora: bool = False,
+    model: str | None = None,
+    unscored: bool = False,
+    checkpoint: str | None = None,
+    save_to: Path | None = None,
+    **options: Any,
+) -> Any:
     """(losses, weights by name, evaluation) of a training of the tiny Llama of `matrix`.
 
     Args:
@@ -30,9 +76,15 @@ def trained(kind: str, ranks: int, folder: Path, *, lora: bool = False, ref_mode
     rows = options.pop("rows", options.get("per_device_train_batch_size", base))
     options = {"output_dir": str(folder), "max_steps": 3, **options, "per_device_train_batch_size": rows // ranks}
     adapters = LoraConfig(**LORA, task_type="SEQ_CLS" if kind == "Reward" else "CAUSAL_LM") if lora else None
-    more = {"ref_model": matrix.build(kind, 64)} if ref_model else {}
-    trainer = matrix.make(kind, peft_config=adapters, **more, **options)
-    trainer.train()
+    given = None if model is None else build(model)
+    if unscored:
+        config = SFTConfig(**{**matrix.COMMON, **options}, dataset_kwargs={"skip_prepare_dataset": True})
+        trainer = SFTTrainer(matrix.build(kind, 64), config, train_dataset=unscored_half(matrix.ROWS))
+    else:
+        trainer = matrix.make(kind, model=given, peft_config=adapters, **options)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if save_to is not None:
+        trainer.save_model(str(save_to))
     evaluation = trainer.evaluate(matrix.rows(kind).select(range(7))) if evaluated else {}
     weights = {name: whole_of(p).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -41,26 +93,37 @@ def trained(kind: str, ranks: int, folder: Path, *, lora: bool = False, ref_mode
 
 def rank_main(rank: int, folder: str, ranks: int) -> None:
     place = Path(folder)
+    with rank_of(place, rank, ranks):
+        for name, case in json.loads((place / "cases.json").read_text()).items():
+            found = trained(folder=place / f"run-{name}", ranks=ranks, **case)
+            if rank == 0:
+                torch.save(found, place / f"{name}.pt")
+
+
+@contextlib.contextmanager
+def rank_of(folder: Path, rank: int, ranks: int) -> Iterator[None]:
+    """Around what a rank does: it finds the others, and leaves with them."""
     torch.set_num_threads(1)
-    port = (place / "port").read_text()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port, ACCELERATE_USE_CPU="true")
-    for name, case in json.loads((place / "cases.json").read_text()).items():
-        found = trained(folder=place / f"run-{name}", ranks=ranks, **case)
-        if rank == 0:
-            torch.save(found, place / f"{name}.pt")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), ACCELERATE_USE_CPU="true")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=(folder / "port").read_text())
+    yield
     torch.distributed.barrier()  # leave together: gloo's teardown can hang on a rank that is gone
     torch.distributed.destroy_process_group()
 
 
-def on_ranks(folder: Path, cases: Mapping[str, Mapping[str, Any]], ranks: int = 2) -> None:
-    """Trains all cases on so many ranks; what came of each lies in a file of its name."""
+def meeting_place(folder: Path) -> Path:
+    """A folder that names a free port, at which ranks meet."""
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
     port, store = store.port, None
     (folder / "port").write_text(str(port))
-    (folder / "cases.json").write_text(json.dumps(cases))
+    return folder
+
+
+def on_ranks(folder: Path, cases: Mapping[str, Mapping[str, Any]], ranks: int = 2) -> None:
+    """Trains all cases on so many ranks; what came of each lies in a file of its name."""
+    (meeting_place(folder) / "cases.json").write_text(json.dumps(cases))
     run_ranks(rank_main, str(folder), ranks, ranks=ranks)
 
 

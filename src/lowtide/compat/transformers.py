@@ -44,7 +44,11 @@ def load_balancing_loss(model: nn.Module, router_logits: Any, experts: int, chos
         chosen: experts for each token.
         mask: [rows, longest], or None where all tokens are real.
     """
-    return sys.modules[type(model).__module__].load_balancing_loss_func(router_logits, experts, chosen, mask)  # type: ignore[attr-defined]
+    files: list[Any] = [
+        sys.modules[kind.__module__] for kind in type(model).__mro__
+    ]  # a sharded model's class is torch's
+    file = next(each for each in files if hasattr(each, "load_balancing_loss_func"))
+    return file.load_balancing_loss_func(router_logits, experts, chosen, mask)
 
 
 # -- gradient checkpointing ---------------------------------------------------------------------------------------

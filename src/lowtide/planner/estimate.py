@@ -21,10 +21,10 @@ from lowtide.planner.devices import Device
 from lowtide.planner.process import process_bytes
 from lowtide.planner.sharding.moment import OneDevice as OnOneDevice
 from lowtide.planner.sharding.sharded import shard
-from lowtide.ranks.sharding import Sharding
 from lowtide.planner.sharding.tensor_parallel import one_rank
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.host_memory import host_bytes
+from lowtide.ranks.sharding import Sharding
 
 PACKED = 32 << 20
 """Bytes at most into which a CPU's library packs the head's weight for its products; and into which it converts numbers

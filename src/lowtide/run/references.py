@@ -71,7 +71,11 @@ class ReferenceMaker:
         Raises:
             ValueError: it cannot be the reference, or options do not go with it; says what to do.
         """
-        args, requested, how = self.args, self.requested, {"padding_free": engine.padding_free, "temperature": self.temperature}
+        args, requested, how = (
+            self.args,
+            self.requested,
+            {"padding_free": engine.padding_free, "temperature": self.temperature},
+        )
         if hasattr(model, "disable_adapter") and requested is None:
             self._check_adapters(model)
             return Reference(

@@ -15,9 +15,9 @@ from lowtide.planner.sharding.fully_shard import chunk_elements
 from lowtide.planner.sharding.layout import Layout, Parameter
 from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.sharded import shard
-from lowtide.ranks.sharding import AUTO, Sharding
 from lowtide.planner.sharding.tensor_parallel import local_layout, one_rank
 from lowtide.planner.sharding.zero import gathered_elements, wanted_again
+from lowtide.ranks.sharding import AUTO, Sharding
 from tests.support import sharded_run
 
 EMPTY = OneDevice(phases={phase: {} for phase in ("loading", "forward", "head", "backward", "optimizer")})

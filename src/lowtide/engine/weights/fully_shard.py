@@ -25,8 +25,8 @@ from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model, install, score
 from lowtide.engine.heads.head import body
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.shards import equal_weights
 from lowtide.ranks.sharding import Sharding
+from lowtide.ranks.shards import equal_weights
 
 
 def shard_model(model: nn.Module, sharding: Sharding, device: torch.device) -> None:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from lowtide.planner.sharding import fully_shard, zero
 from lowtide.planner.sharding.layout import Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice, PeakMoment
-from lowtide.ranks.sharding import Sharding
 from lowtide.planner.sharding.tensor_parallel import local_layout
 from lowtide.planner.sharding.traffic import Traffic, traffic_of
 from lowtide.ranks.replicas import BUCKET_BYTES
+from lowtide.ranks.sharding import Sharding
 
 Moments = Mapping[str, Iterable[PeakMoment]]
 

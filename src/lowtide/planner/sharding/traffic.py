@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from lowtide.planner.sharding.layout import Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice
-from lowtide.ranks.sharding import Sharding
 from lowtide.planner.sharding.tensor_parallel import style_of
 from lowtide.planner.sharding.zero import wanted_again
+from lowtide.ranks.sharding import Sharding
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,267 @@
+"""Weights in shards (`fsdp`) against whole ones: the same losses and weights, in every trainer and with its options."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lowtide.ranks.shards import place_of, whole_of
+from lowtide.run.options.sharding import engines_hidden, sharding_of
+from tests.support import matrix
+from tests.support.marks import slow_but
+from tests.support.online_runs import online
+from tests.support.parity_world import build_model
+from tests.support.processes import run_ranks
+from tests.support.sabotage import out_of_memory
+from tests.support.sharded_training import assert_near, meeting_place, on_ranks, rank_of, trained
+
+CASES: dict[str, dict[str, Any]] = {
+    "SFT": {"kind": "SFT", "evaluated": True, "rehearsal": True},
+    "DPO": {"kind": "DPO", "tokens_per_microbatch": 90},
+    **{name: {"kind": name} for name in ("KTO", "Reward", "ORPO", "CPO", "BCO")},
+    "LoRA": {"kind": "SFT", "lora": True},
+    "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
+    "no scores on a rank": {"kind": "SFT", "unscored": True},
+    "no scores, small micro-batches": {"kind": "SFT", "unscored": True, "tokens_per_microbatch": 40},
+    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot"},
+    "reference computed before": {"kind": "DPO", "precompute_ref_log_probs": True},
+    "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
+    "accumulation": {"kind": "SFT", "gradient_accumulation_steps": 2, "tokens_per_microbatch": 64},
+    "checkpointing": {"kind": "SFT", "gradient_checkpointing": True, "mlp_tile_tokens": 16},
+    "offloading": {"kind": "DPO", "gradient_checkpointing": True, "activation_offloading": True},
+    "padded": {"kind": "DPO", "padding_free": False},
+    "Lion": {"kind": "SFT", "optim": "lion_32bit"},
+    "tied": {"kind": "SFT", "model": "tied"},
+    "windows": {"kind": "DPO", "model": "gemma3"},
+    "experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.0},
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": True},
+    "weights kept from forward to backward": {"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}},
+    "by sizes": {"parallelism_config": {"dp_shard_size": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What came of every case on two ranks."""
+    folder = tmp_path_factory.mktemp("sharded")
+    cases = {f"{name}, {how}": {**case, **CONFIGS[how]} for name, case, how in cells()}
+    on_ranks(folder, cases)
+    return folder
+
+
+def cells() -> list[tuple[str, dict[str, Any], str]]:
+    """Every case under the first config, and some of them under the others."""
+    others = [(name, CASES[name], how) for name in ("SFT", "DPO") for how in CONFIGS if how != "fsdp"]
+    return [*((name, case, "fsdp") for name, case in CASES.items()), *others]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "how"), [(name, how) for name, _, how in cells()])
+def test_two_ranks_learn_what_one_does(name, how, sharded, tmp_path):
+    losses, weights, evaluation = torch.load(sharded / f"{name}, {how}.pt")
+    expected_losses, expected_weights, expected_evaluation = trained(ranks=1, folder=tmp_path, **CASES[name])
+    assert losses == pytest.approx(expected_losses, rel=1e-5, abs=1e-6)
+    assert evaluation == pytest.approx(expected_evaluation, rel=1e-5)
+    assert_near(weights, expected_weights, 2e-5)
+
+
+# -- generation --------------------------------------------------------------------------------------------------
+
+ONLINE: dict[str, dict[str, Any]] = {
+    "GRPO": {"num_generations": 4, "beta": 0.1},
+    "GRPO, layer by layer": {"num_generations": 4, "beta": 0.1, "ds3_gather_for_generation": False},
+    "GRPO, some bytes": {"num_generations": 4, "beta": 0.1, "ds3_gather_for_generation": 20_000},
+    "RLOO": {"num_generations": 4},
+    "OnlineDPO": {"num_generations": 2},
+    "PPO": {"num_generations": 1, "num_ppo_epochs": 2},
+}
+
+
+def written(folder: Path, name: str, rows: int, **more: Any) -> dict[str, Tensor]:
+    """The weights after three steps on completions of unequal length, of so many rows on each rank."""
+    options = {
+        "per_device_train_batch_size": rows,
+        "generation_kwargs": {"stop_strings": ["7", "e"]},
+        **ONLINE[name],
+        **more,
+    }
+    trainer = online(folder, name.split(",")[0], model=build_model("llama"), **options)
+    trainer.train()
+    return {name: whole_of(p).clone() for name, p in trainer.model.named_parameters()}
+
+
+def write_on_ranks(rank: int, folder: str) -> None:
+    place = Path(folder)
+    with rank_of(place, rank, 2):
+        for name in ONLINE:
+            found = written(place / f"run-{name}", name, 4, fsdp=True)
+            if rank == 0:
+                torch.save(found, place / f"{name}.pt")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = meeting_place(tmp_path_factory.mktemp("written"))
+    run_ranks(write_on_ranks, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", slow_but(["GRPO, layer by layer"], ONLINE))
+def test_completions_are_written_and_learned_from_as_by_one_rank(name, on_two_ranks, tmp_path):
+    assert_near(torch.load(on_two_ranks / f"{name}.pt"), written(tmp_path, name, 8), 2e-5)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+RESUMED = {"whole": {}, "LoRA": {"lora": True}}
+
+
+def resumed(folder: Path, ranks: int, start: Path | None, **options: Any) -> dict[str, Tensor]:
+    """The weights after four steps, with a checkpoint every second; from one of them, if it is given."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear", "max_steps": 4}
+    checkpoint = None if start is None else str(start / "checkpoint-2")
+    _, weights, _ = trained("SFT", ranks, folder, checkpoint=checkpoint, save_to=folder / "last", **saving, **options)
+    return weights
+
+
+def resume_on_ranks(rank: int, folder: str) -> None:
+    place = Path(folder)
+    with rank_of(place, rank, 2):
+        for name, options in RESUMED.items():
+            for run, start in {"first": None, "again": f"first {name}", "from one rank": f"one {name}"}.items():
+                begun = None if start is None else place / start
+                found = resumed(place / f"{run} {name}", 2, begun, fsdp=True, **options)
+                if rank == 0:
+                    torch.save(found, place / f"{run} {name}.pt")
+
+
+@pytest.mark.slow
+def test_a_run_resumes_to_equal_bits_and_on_another_number_of_ranks(tmp_path):
+    expected = {name: resumed(tmp_path / f"one {name}", 1, None, **options) for name, options in RESUMED.items()}
+    run_ranks(resume_on_ranks, str(meeting_place(tmp_path)))
+    for name, options in RESUMED.items():
+        first, again = (torch.load(tmp_path / f"{run} {name}.pt") for run in ("first", "again"))
+        assert all(torch.equal(again[key], value) for key, value in first.items())
+        assert_near(first, expected[name], 1e-5)
+        assert_near(torch.load(tmp_path / f"from one rank {name}.pt"), expected[name], 1e-5)
+        back = resumed(tmp_path / f"back {name}", 1, tmp_path / f"first {name}", **options)
+        assert_near(back, expected[name], 1e-5)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "first whole" / "last")
+    assert_near(dict(saved.named_parameters()), expected["whole"], 1e-5)
+    assert saved.config.architectures == ["LlamaForCausalLM"]
+    assert not list((tmp_path / "first LoRA" / "last").glob("model*.safetensors"))
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def hold_shards(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        trainer = matrix.make("SFT", fsdp=True, max_steps=1, per_device_train_batch_size=4)
+        held = sum(p.to_local().nbytes for p in trainer.model.parameters())
+        whole = sum(p.nbytes for p in matrix.build("SFT", 64).parameters())
+        assert held <= 0.55 * whole
+        trainer.train()
+        states = trainer.optimizer.optimizer.state
+        assert len(states) == len(list(trainer.model.parameters()))
+        for parameter, state in states.items():
+            rows = place_of(parameter.whole).rows
+            assert state["exp_avg"].shape == parameter.shape == (rows[1] - rows[0], *parameter.whole.shape[1:])
+        assert all(p.grad is None for p in states)
+
+
+def test_a_rank_holds_its_shards_of_weights_and_states(tmp_path):
+    run_ranks(hold_shards, str(meeting_place(tmp_path)))
+
+
+def rehearse_without_room(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        trainer = matrix.make("SFT", fsdp=True, rehearsal=True, per_device_train_batch_size=8, max_steps=2)
+        begin = trainer.runner.rehearsal
+
+        def rehearsal(batch: Any) -> None:
+            with out_of_memory(trainer.model, "backward", 0) if rank == 1 else contextlib.nullcontext():
+                begin(batch)
+
+        trainer.runner.rehearsal = rehearsal
+        trainer.train()
+        budgets: list[Any] = [None, None]
+        torch.distributed.all_gather_object(budgets, trainer.runner.token_budget)
+        assert budgets[0] == budgets[1] is not None
+        weights = {name: whole_of(p).clone() for name, p in trainer.model.named_parameters()}
+        if rank == 0:
+            torch.save(weights, Path(folder, "weights.pt"))
+
+
+@pytest.mark.slow
+def test_a_rehearsal_without_room_on_one_rank_lowers_the_budget_of_all(tmp_path):
+    run_ranks(rehearse_without_room, str(meeting_place(tmp_path)))
+    _, expected, _ = trained("SFT", 1, tmp_path, max_steps=2, rows=16)
+    assert_near(torch.load(tmp_path / "weights.pt"), expected, 2e-5)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+REFUSALS = {
+    "whole matrices": ({"optim": "adafactor"}, "looks at whole matrices"),
+    "float32 made bfloat16": ({"optim": "adamw_compressed"}, "load the model with dtype 'bfloat16'"),
+    "in backward": ({"optimizer_in_backward": True, "max_grad_norm": 0.0}, "cannot work here"),
+    "a stored reference": ({"kind": "DPO", "ref_model_storage": "cpu"}, "leave it at 'same'"),
+}
+
+
+def refuse(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        for options, said in REFUSALS.values():
+            with pytest.raises(ValueError, match=said):
+                matrix.make(**{"kind": "SFT", "fsdp": True, **options})
+
+
+def test_what_cannot_be_done_on_shards_is_refused(tmp_path):
+    run_ranks(refuse, str(meeting_place(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fsdp": True, "fsdp_config": {"reshard_after_foward": True}}, "did you mean 'reshard_after_forward'"),
+        ({"fsdp": True, "fsdp_config": {"xla": True}}, "TPUs"),
+        ({"fsdp": True, "parallelism_config": {"dp_shard_size": 3}}, "dp_shard_size=3 is 3, and there are 2 processes"),
+        ({"fsdp": "full_shard", "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 1}}, None),
+        ({"fsdp": "shard_grad_op", "parallelism_config": {"dp_shard_size": 2}}, "leave one of them out"),
+        ({"parallelism_config": {"cp_size": 2}}, "cp_size=2 is not built yet"),
+    ],
+    ids=str,
+)
+def test_contradictions_are_said(options, said, monkeypatch, tmp_path):
+    config = matrix.classes("SFT")[1](output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in options.items():
+        setattr(config, name, value)
+    if said is None:
+        assert sharding_of(config).kind == "fsdp2"
+        return
+    with pytest.raises(ValueError, match=said):
+        sharding_of(config)
+
+
+def test_what_accelerate_launch_says_is_read(monkeypatch, tmp_path):
+    config = matrix.classes("SFT")[1](output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    found = sharding_of(config)
+    assert (found.kind, found.devices, found.reshard) == ("fsdp2", 4, False)
+    with engines_hidden(config):
+        assert "ACCELERATE_USE_FSDP" not in os.environ
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"

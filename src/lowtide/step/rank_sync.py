@@ -104,11 +104,18 @@ class RankSync:
     """Any other than an exhausted memory, or one that says by itself what to do about it."""
 
     @contextlib.contextmanager
-    def local(self) -> Iterator[None]:
-        """Around what this rank does by itself: an error ends it, and is kept until ranks meet."""
+    def local(self, *, waited_for: bool = False) -> Iterator[None]:
+        """Around what this rank does by itself: an error ends it, and is kept until ranks meet.
+
+        Args:
+            waited_for: other ranks wait inside for what this one computes, as where they split sequences; an error
+                is then raised at once, so that they need not wait for ever. A loss that is no number all of them see.
+        """
         try:
             yield
         except Exception as error:
+            if waited_for and not isinstance(error, NotFinite):
+                raise
             if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
                 self.error = error
                 return

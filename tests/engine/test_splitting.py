@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import IGNORE, LastToken, RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
 from tests.support import architectures, preference_models
+from tests.support.live_bytes import LivingBytes
 from tests.support.processes import run_ranks
 from tests.support.tiny_models import build, checkpointed, separate, shared, tokens, with_adapters
 
@@ -170,6 +172,27 @@ def test_four_ranks_repeat_key_heads_and_may_have_no_tokens(tmp_path):
     assert_same_on(4, cases, tmp_path)
 
 
+def sizes(rank: int, rendezvous: str) -> None:
+    together, model = meet(rank, 2, rendezvous), build(num_hidden_layers=4)
+    install(model)
+    batch = RaggedBatch.from_segments([tokens(400, 1), tokens(260, 2)])
+    peaks = []
+    for ranks in (None, together):
+        split_over(model, ranks)
+        living = LivingBytes()
+        living.model = model
+        with living, living.during("layers"):
+            score(model, batch).logprobs.mean().backward()
+        peaks.append(living.most_in_layers)
+        model.zero_grad()
+    assert peaks[1] < 0.55 * peaks[0]
+    leave()
+
+
+def test_a_rank_holds_its_share_of_what_backward_needs(tmp_path):
+    run_ranks(sizes, f"file://{tmp_path}/rendezvous")
+
+
 # -- what else is split, said or refused ------------------------------------------------------------------------------
 
 
@@ -224,7 +247,7 @@ def refusals(rank: int, rendezvous: str) -> None:
     copied = build(num_key_value_heads=1)
     install(copied)
     assert split_over(copied, together) == "key and value heads do not divide by 2 ranks: each of 1 is sent 2 times"
-    assert sequence_of(copied) is together
+    assert sequence_of(copied) is sequence_of(copy.deepcopy(copied)) is together
     assert split_over(copied, None) == ""
     assert sequence_of(copied) is None
     rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

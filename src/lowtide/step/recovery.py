@@ -48,7 +48,8 @@ def surviving_step(
         the loss, and the limits that it took, for the steps to come.
 
     Raises:
-        OutOfMemory: a micro-batch of one row does not fit; names the row's length, the phase and what to change.
+        OutOfMemory: a micro-batch of one row does not fit; names the row's length, the phase and what to change. Or
+            ranks that split sequences wait for one another, so that the step cannot be repeated.
     """
     before = StepSnapshot(objective, batch.token_ids.device)
     while True:
@@ -56,6 +57,8 @@ def surviving_step(
         try:
             loss = train_step(models, batch, objective, limits=limits, totals=attempt, plan=plan)
         except OutOfMemory as error:
+            if models.copies > 1:
+                raise
             failed = error.with_traceback(None)  # its frames hold the tensors that did not fit
         else:
             totals.take_over(attempt)
@@ -108,11 +111,14 @@ def _sizes(limits: Limits, batch: RaggedBatch) -> tuple[int, int]:
     return max(map(batch.tokens_of, batch.plan_split(limits.tokens, limits.rows))), max(batch.row_tokens)
 
 
-def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer) -> Tensor:
+def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer, *, alone: bool = True) -> Tensor:
     """`score_in_parts`, repeated with half the token budget for as long as it runs out of memory.
 
     Each rank repeats by itself: nothing is exchanged in a pass without gradients. The limits of the steps to come are
     left alone, since an update takes more and finds out for itself.
+
+    Args:
+        alone: False where ranks split sequences: others wait for this one inside of a forward, so nothing is repeated.
 
     Raises:
         OutOfMemory: one row does not fit.
@@ -121,7 +127,7 @@ def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer) -> Tens
         try:
             return score_in_parts(batch, limits, scorer)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not (alone and is_out_of_memory(error)):
                 raise
             said = first_line(error)
             drop_frames(error)

@@ -222,7 +222,7 @@ class StepRunner:
     def reference_logprobs(self, batch: RaggedBatch, limits: Limits) -> Tensor:
         """[scores]: the reference's log-probabilities of a batch, in micro-batches within the limits."""
         assert self.reference is not None, "there is no reference"
-        return surviving_scores(batch, limits, self.reference)
+        return surviving_scores(batch, limits, self.reference, alone=self.models().copies == 1)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lowtide.data.batches.collate import CompletionCollator
+from lowtide.engine.forward import score
 from lowtide.engine.reference import FrozenModel
 from lowtide.engine.splitting import split_over
 from lowtide.methods.dpo import METHOD as DPO
@@ -26,7 +27,7 @@ from lowtide.ragged import LastToken, RaggedBatch
 from lowtide.ranks.replicas import averaging
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models
+from lowtide.step.microbatches import Models, OwnLoss
 from lowtide.step.rank_sync import NotFinite, OutOfMemory
 from lowtide.step.recovery import surviving_step
 from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch, train_step
@@ -45,6 +46,13 @@ def texts() -> list[dict]:
     return [{**row, "labels": [-100] * end + row["input_ids"][end:]} for row, end in zip(made, ends, strict=True)]
 
 
+def own_loss(model, part: RaggedBatch, counts, totals: Totals):
+    """A loss with a forward of its own, which is padded and runs on each rank whole."""
+    output = score(model, part, padding_free=False)
+    output.loss = -output.logprobs.sum() / counts["scores"]
+    return output
+
+
 CASES = {
     "sft": (TokenObjective(LOSSES["nll"], Want(entropies=True, top1=True)), RaggedBatch.from_rows, texts),
     "dpo": (DPO.objective(DPOOptions()), PAIRS, pair_rows),
@@ -56,6 +64,7 @@ CASES = {
         pair_rows,
     ),
 }
+CASES["own"] = (OwnLoss(CASES["sft"][0], own_loss), *CASES["sft"][1:])
 CUTS = {"whole": Limits(), "two rows": Limits(rows=2)}
 
 
@@ -76,7 +85,7 @@ def step(name: str, cut: str, rows: slice, sequence: SequenceParallel | None = N
         dist.all_reduce(loss)
         loss /= dist.get_world_size()
     found = {key: value.clone() for key, value in gradients(model).items()}
-    if not getattr(objective, "whole", False):  # whose loss an evaluation takes of a rank's rows
+    if name not in ("aot", "own"):  # an evaluation takes the loss of a rank's rows, and by the method's objective
         evaluate_batch(models, batch, objective, evaluated, limits=CUTS[cut])
     cpu = torch.device("cpu")
     return loss, seen.read(cpu), evaluated.read(cpu), found

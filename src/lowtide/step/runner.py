@@ -148,6 +148,11 @@ class StepRunner:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether other ranks wait for this one within a forward, as where they split sequences."""
+        return self.models().copies > 1
+
     def models(self, model: nn.Module | None = None) -> Models:
         """What a micro-batch runs through; `model` in place of the policy, a wrapper of it say."""
         return Models(self.model if model is None else model, self.reference, self.padding_free, self._forward)
@@ -222,7 +227,7 @@ class StepRunner:
     def reference_logprobs(self, batch: RaggedBatch, limits: Limits) -> Tensor:
         """[scores]: the reference's log-probabilities of a batch, in micro-batches within the limits."""
         assert self.reference is not None, "there is no reference"
-        return surviving_scores(batch, limits, self.reference, alone=self.models().copies == 1)
+        return surviving_scores(batch, limits, self.reference, alone=not self.waited_for)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 
 from lowtide.engine.forward import install, score, sequence_of
@@ -100,7 +104,7 @@ def found_in(model, batch: RaggedBatch, *, in_forward: bool, mixture: bool) -> d
     if in_forward:
         total = output.loss
     else:
-        slope = torch.linspace(-1, 1, batch.scores, dtype=torch.float64)
+        slope = torch.linspace(-1, 1, batch.scores, dtype=output.logprobs.dtype)
         total = (slope * (output.logprobs + 0.5 * output.entropies - output.mean_logprobs)).sum()
     total = total + 3 * output.aux_loss if mixture else total
     total.backward()
@@ -170,6 +174,29 @@ def test_two_ranks_have_the_numbers_and_gradients_of_one(tmp_path):
 def test_four_ranks_repeat_key_heads_and_may_have_no_tokens(tmp_path):
     cases = [("llama", "prefixes"), ("llama", "few"), ("gpt_oss", "prefixes"), ("mixtral", "few")]
     assert_same_on(4, cases, tmp_path)
+
+
+def sharded(rank: int, rendezvous: str) -> None:
+    together, mesh = meet(rank, 2, rendezvous), init_device_mesh("cpu", (2,))
+    for tied, in_forward in itertools.product((False, True), repeat=2):
+        alone, model = (build(tie_word_embeddings=tied) for _ in range(2))
+        for each in (alone, model):
+            install(each)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard([model.model.embed_tokens, model.lm_head] if tied else model.lm_head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        split_over(model, together)
+        wanted, found = (found_in(each, shared(), in_forward=in_forward, mixture=False) for each in (alone, model))
+        for name, value in wanted.items():
+            got = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
+            torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    leave()
+
+
+@pytest.mark.slow
+def test_weights_may_be_sharded_over_the_ranks_that_split_sequences(tmp_path):
+    run_ranks(sharded, f"file://{tmp_path}/rendezvous")
 
 
 def sizes(rank: int, rendezvous: str) -> None:

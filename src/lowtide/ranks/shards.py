@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lowtide.compat.torch import fully_sharded_modules
+from lowtide.compat.torch import fully_sharded_modules, subclassed
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -100,7 +100,7 @@ class LocalShard(nn.Parameter):
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> LocalShard:
-        made = torch.Tensor._make_subclass(cls, local_of(parameter), True)
+        made = subclassed(cls, local_of(parameter), True)
         made.whole = parameter
         return made
 

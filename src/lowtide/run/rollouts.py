@@ -42,7 +42,6 @@ from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.rollout import Rollout
 from lowtide.run.vllm import make_vllm_generator
 from lowtide.step.rank_sync import RankSync
-from lowtide.step.recovery import surviving_scores
 from lowtide.step.runner import StepRunner
 
 logger = logging.getLogger(__name__)
@@ -321,8 +320,7 @@ class RolloutMaker:
             return torch.zeros(0)
         how = {"padding_free": self.runner.padding_free, "temperature": self.options.scored_at, "head": head}
         model = self.runner.model
-        limits, together = self.runner.limits_of(batch), self.runner.together
-        return surviving_scores(batch, limits, lambda part: logprobs(model, part, **how), together=together)
+        return self.runner.scored(batch, lambda part: logprobs(model, part, **how))
 
     def _finish(self, made: Made, group: int, epoch: float) -> None:
         """What is learned, and metrics over all ranks."""

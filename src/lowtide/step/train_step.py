@@ -71,9 +71,13 @@ class BackwardPlan:
     """Puts in order what a step that was left in the middle leaves behind, beside gradients."""
 
 
-def agree(counts: Counts, pieces: int, device: torch.device) -> tuple[Counts, int, int]:
+def agree(counts: Counts, pieces: int, device: torch.device, copies: int = 1) -> tuple[Counts, int, int]:
     """(counts of all ranks added up, micro-batches that each rank runs, ranks), in one exchange; no micro-batches where
-    one rank says that it could not cut its batch."""
+    one rank says that it could not cut its batch.
+
+    Args:
+        copies: so many ranks hold the same rows, and count as one.
+    """
     if not distributed():
         return counts, pieces, 1
     mine = torch.tensor([*counts.values(), pieces], dtype=torch.float64, device=float64_device(device))
@@ -82,7 +86,8 @@ def agree(counts: Counts, pieces: int, device: torch.device) -> tuple[Counts, in
     table = torch.stack(everyones)
     each = table[:, -1]
     pieces = int(each.max()) if each.min() else 0
-    return dict(zip(counts, table[:, :-1].sum(0).tolist(), strict=True)), pieces, len(everyones)
+    totals = (table[:, :-1].sum(0) / copies).tolist()
+    return dict(zip(counts, totals, strict=True)), pieces, len(everyones) // copies
 
 
 def train_step(
@@ -112,13 +117,13 @@ def train_step(
         NotFinite: the loss of this rank or of another is not finite; likewise.
     """
     models = model if isinstance(model, Models) else Models(model)
-    totals = Totals() if totals is None else totals
+    totals = totals if totals is not None and models.leads else Totals()
     sync = RankSync("baseline", part=batch)
     batch, known = _synced_baseline(sync, models, batch, objective, limits)
     pieces = 0
     with sync.local():
         pieces = len(batch.plan_split(limits.tokens, limits.rows))
-    counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device)
+    counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device, models.copies)
     if not pieces:
         sync.meet(batch.token_ids.device)
     parts = batch.split(limits.tokens, limits.rows, pieces=pieces)
@@ -132,8 +137,7 @@ def train_step(
         run = RowRun(models, objective, counts, ranks, plan.accumulate, totals)
     run.begin()
     loss, exchange_gradients = torch.zeros(()), _nothing
-    alone = plan.exchange is not None or ranks == 1
-    with sync.local() if alone else contextlib.nullcontext():
+    with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
         loss = _forward_and_backward(run, batch, parts, plan, sync, totals)
     with sync.local():
         if plan.finite and not sync.failed:
@@ -193,6 +197,7 @@ def evaluate_batch(
     Where forwards are of all ranks together, every rank calls this, or `accompany`, equally often.
     """
     models = model if isinstance(model, Models) else Models(model)
+    totals = totals if models.leads else Totals()
     batch, known = _baseline(models, batch, objective, limits)
     counts = {**objective.counts(batch), **known}
     results, rows = [], []
@@ -238,7 +243,7 @@ def _synced_baseline(
     if isinstance(objective, TokenObjective | OwnLoss) or objective.baseline is None:
         return batch, {}
     found: tuple[RaggedBatch, Counts] = (batch, {})
-    with sync.local():
+    with sync.local(waited_for=models.waited_for):
         found = _baseline(models, batch, objective, limits)
     sync.meet(batch.token_ids.device)
     return found

@@ -396,7 +396,8 @@ def parameters_of_unit(module: FSDPModule) -> list[Tensor]:
 @contextlib.contextmanager
 def gathered(model: nn.Module, part: nn.Module) -> Iterator[None]:
     """While it lasts, the weights of a part of a model are whole; all ranks enter together."""
-    around = [module for module in fully_sharded_modules(model) if any(each is part for each in module.modules())]
+    sharded: list[Any] = fully_sharded_modules(model)
+    around = [module for module in sharded if any(each is part for each in module.modules())]
     for module in around[-1:]:  # the nearest: the modules come from the outermost inwards
         module.unshard()
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,13 @@ def is_sharded(model: nn.Module) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies on this rank, without a copy; all of one that is not sharded."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_of(tensor: Tensor) -> Tensor:
     """All of a tensor, gathered from the shards; every rank asks for it together."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -99,7 +100,7 @@ class LocalShard(nn.Parameter):
     """The parameter, a `DTensor`."""
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> LocalShard:
+    def of(cls, parameter: Any) -> LocalShard:
         made = subclassed(cls, local_of(parameter), True)
         made.whole = parameter
         return made

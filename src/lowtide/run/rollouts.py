@@ -171,7 +171,8 @@ class RolloutMaker:
 
     def _generate(self, requests: Sequence[Request], conversations: Conversations | None) -> list[list[Completion]]:
         """What a generator writes; again with half as many tokens at a time where memory runs out."""
-        sampling, gather = self.options.sampling(self.stop_ids), self.options.ds3_gather_for_generation
+        sampling = self.options.sampling(self.stop_ids)
+        gather = cast(bool | int, self.options.ds3_gather_for_generation)
         while True:
             try:
                 with weights_for_writing(self.runner.model, gather):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide.data.batches.values import REFERENCE
+from lowtide.engine.adapters import adapter_of
 from lowtide.engine.forward import score_shared, sequence_of
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
@@ -67,6 +68,10 @@ class Models:
         """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
         with self.around():
             return score_shared(self.policy, batch, scores, padding_free=self.padding_free)
+
+    def adapter_of(self, objective: Objective | OwnLoss) -> AbstractContextManager:
+        """Entered for forward and backward of an objective: the adapter that its head is read through is active."""
+        return adapter_of(self.policy, getattr(objective, "head", None))
 
     def referred(self, batch: RaggedBatch, objective: RowObjective) -> Tensor | None:
         """[scores]: the reference's log-probabilities of one micro-batch, for an objective that wants them."""

@@ -57,9 +57,6 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     without_effect: ClassVar[dict[str, str]] = WITHOUT_EFFECT
     """Options that are accepted and change nothing, and why."""
 
-    sharding: ClassVar[Sharding] = Sharding()
-    """How the run is spread over ranks, from `fsdp` and its like; each config has its own."""
-
     model_init_kwargs: dict | str | None = option(
         None, "Arguments of `from_pretrained`, where the model is given by name; `dtype` is float32 if left out."
     )
@@ -145,6 +142,11 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         return None if asked == NAME else asked
 
     @property
+    def sharding(self) -> Sharding:
+        """How the run is spread over ranks, from `fsdp` and its like."""
+        return self.__dict__.get("_sharding", Sharding())
+
+    @property
     def requested(self) -> dict[str, Any]:
         """The options that were set by hand. Where all were, by a parser say, those that differ from the defaults."""
         whole = {each.name for each in fields(TrainingArguments) if each.init}
@@ -215,7 +217,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         own = self.optim if self.optim in OPTIMIZERS else None
         if own is not None:
             self.optim = "adamw_torch_fused"  # transformers knows its own names alone
-        self.sharding = sharding_of(self)
+        self.__dict__["_sharding"] = sharding_of(self)
         with engines_hidden(self):
             super().__post_init__()
         self.optim = own or self.optim

@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.distributed.tensor.experimental import implicit_replication
 
+from lowtide.compat.peft import same_weights_trained
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.shards import is_sharded
@@ -166,13 +167,14 @@ class ResumableRuns(WholeCheckpoints):
                 super()._load_from_checkpoint(checkpoint, model)
             return
         if hasattr(own, "peft_config") or not is_converted(own):
-            super()._load_from_checkpoint(checkpoint, model)
+            with same_weights_trained(own):
+                super()._load_from_checkpoint(checkpoint, model)
             return
         twin = type(own).from_pretrained(checkpoint, config=own.config, dtype=own.dtype)
         own.load_state_dict(twin.state_dict())
 
     def _load_best_model(self) -> None:
-        """As the Trainer's, from a checkpoint that is checked first."""
+        """As the Trainer's, from a checkpoint that is checked first, and with all adapters."""
         best = self.state.best_model_checkpoint
         assert best is not None
         found = {name: reason for name, reason in damage(Path(best)).items() if name.endswith((".safetensors", ".bin"))}
@@ -181,7 +183,7 @@ class ResumableRuns(WholeCheckpoints):
                 f"the best model cannot be loaded, since {best} is damaged: {said(found)}. The weights of the last "
                 f"step are in {self.last_checkpoint}"
             )
-        if hasattr(self.model, "peft_config"):
+        if len(getattr(self.model, "peft_config", ())) == 1:
             super()._load_best_model()
         else:
             self._load_from_checkpoint(best)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console

@@ -61,9 +61,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 def _meet(spec: dict[str, Any]) -> None:
     """The ranks find each other, in the way of the engine."""
     if spec["engine"] == "zero3":
-        import torch._dynamo  # noqa: F401  # deepspeed patches tensors, which it would not be imported after
-
         import deepspeed
+        import torch._dynamo  # noqa: F401  # deepspeed patches tensors, which it would not be imported after
 
         deepspeed.init_distributed("gloo")
     else:

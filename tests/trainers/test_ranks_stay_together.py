@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.ranks import replicas
-from lowtide.step import rehearsal, updater
+from lowtide.step import rehearsal
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.runner import StepRunner
 from tests.support import matrix
@@ -68,16 +68,15 @@ def sabotaged(model: nn.Module, place: str | None, number: int) -> Iterator[list
         with out_of_memory(model, place, number) as fired:
             yield fired
         return
-    fired, allocate = [], replicas.averaging
+    fired, complete = [], replicas.Averaging.complete
 
-    def failing(model: nn.Module) -> Callable[[], None]:
-        average = allocate(model)
+    def failing(exchange: replicas.Averaging) -> Callable[[], None]:
         if not fired:
             fired.append(place)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return average
+        return complete(exchange)
 
-    with mock.patch.object(updater, "averaging", failing):
+    with mock.patch.object(replicas.Averaging, "complete", failing):
         yield fired
 
 

@@ -91,6 +91,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_number() -> int:
+    """Tells the backward that runs in this thread from every other one, those that it starts itself included."""
+    return torch._C._current_graph_task_id()
+
+
 def next_sequence_number() -> int:
     """The number that the next autograd node of this thread gets."""
     return _get_sequence_nr()

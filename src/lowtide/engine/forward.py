@@ -53,6 +53,16 @@ def embedding_weight(model: nn.Module) -> Tensor:
     return embeddings.weight
 
 
+def direct_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trained weights whose gradients may be added in place, past autograd: of a head of its own, complete once the
+    head's backward is over; and of the embedding, which may be the head's too, complete at the end."""
+    inner: Any = causal_model(model)
+    weights = (getattr(each, "weight", None) for each in (inner.get_output_embeddings(), inner.get_input_embeddings()))
+    head, embedding = (p if isinstance(p, nn.Parameter) and p.requires_grad else None for p in weights)
+    first = [] if head is None or head is embedding else [head]
+    return first, [] if embedding is None else [embedding]
+
+
 def install(model: nn.Module, *, padding_free: bool = True) -> None:
     """Prepares a model for `score`: its head, and the ragged attention if `padding_free`.
 

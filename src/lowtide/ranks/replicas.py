@@ -1,22 +1,28 @@
-"""Ranks that hold the same weights: they start equal, and add up their gradients after their last backward.
+"""Ranks that hold the same weights: they start equal, and add up their gradients in and after their last backward.
 
-DistributedDataParallel exchanges during the last backward, to hide the time. That takes a second copy of the gradients,
-and a rank that runs out of memory there leaves the others waiting for ever. Here micro-batches run without exchange,
-what the exchange takes is allocated, the ranks tell each other whether they all came through, and only then add up
-their gradients, in place.
+DistributedDataParallel exchanges during the last backward too, to hide the time. There a rank that runs out of memory
+leaves the others waiting for ever. Here it takes part in the exchanges that are left, with zeros from memory that is
+set aside for it; then the ranks tell each other whether they all came through, and only then do gradients count.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BUCKET_BYTES = 64 << 20
+from lowtide.compat.torch import backward_number
+
+BUCKET_BYTES = 16 << 20
 """Gradients exchanged at a time: enough to use the link well, small beside the gradients."""
+ROOMS = 2
+"""Buckets that are copied together for it at a time: while one is on its way, the next is filled."""
 
 
 def broadcast_weights(model: nn.Module) -> None:
@@ -32,70 +38,217 @@ def averaging(model: nn.Module) -> Callable[[], None]:
     In two parts, so that a rank whose memory is exhausted can say so before it is waited for. A parameter that no rank
     used has no gradient in the end.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        return lambda: None
-    device = parameters[0].device
-    used = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    buckets = list(_buckets([cast(Tensor, p.grad) for p in parameters]))
-    largest = max((_bytes(bucket) for bucket in buckets if not _in_place(bucket)), default=0)
-    room = torch.empty(largest, dtype=torch.uint8, device=device)
+    exchange = Averaging(model)
 
     def average() -> None:
-        dist.all_reduce(used, dist.ReduceOp.MAX)
-        unused = [p for p, anywhere in zip(parameters, used.tolist(), strict=True) if not anywhere]
-        dropped = {p.grad for p in unused}
-        for parameter in unused:
-            parameter.grad = None
-        for bucket in buckets:
-            _average([gradient for gradient in bucket if gradient not in dropped], room)
+        exchange.complete()()
 
     return average
 
 
-def _average(gradients: Sequence[Tensor], room: Tensor) -> None:
-    """A bucket: as it lies, or through a copy."""
-    if not gradients:
-        return
-    if _in_place(gradients):
-        _mean(gradients[0].view(-1))
-        return
-    flat = room[: _bytes(gradients)].view(gradients[0].dtype)
-    pieces = flat.split([g.numel() for g in gradients])
-    copies = [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
-    for gradient, copy in zip(gradients, copies, strict=True):
-        copy.copy_(gradient)
-    _mean(flat)
-    for gradient, copy in zip(gradients, copies, strict=True):
-        gradient.copy_(copy)
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter's gradient, by its flattened numbers."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """Its numbers: as they lie, or a copy of those that do not lie in one run."""
+        return gradient.reshape(-1)[self.start : self.stop]
+
+    def put(self, numbers: Tensor) -> None:
+        """Writes other ones in their place."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if gradient.is_contiguous():
+            gradient.view(-1)[self.start : self.stop] = numbers
+        else:  # never cut: see `_buckets`
+            gradient.copy_(numbers.view(gradient.shape))
 
 
-def _mean(flat: Tensor) -> None:
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
+@dataclass
+class Flight:
+    """A bucket on its way."""
+
+    bucket: Sequence[Piece]
+    flat: Tensor
+    room: Tensor | None
+    """The memory that it was copied to; None where it goes as it lies."""
+    work: Any
+    counts: bool
+    """False for zeros of a rank that failed."""
 
 
-def _in_place(bucket: Sequence[Tensor]) -> bool:
-    return len(bucket) == 1 and bucket[0].is_contiguous()
+@dataclass
+class Averaging:
+    """Makes every rank's gradients their mean over ranks, in buckets of one order on all of them.
+
+    Within `overlap` a bucket goes as soon as it and those before it are complete. In the end every rank calls
+    `complete`, or `forgo` if it failed.
+    """
+
+    model: nn.Module
+    first: Sequence[nn.Parameter] = ()
+    """Whose gradients are complete before any that autograd accumulates: the head's, which is formed in place."""
+    last: Sequence[nn.Parameter] = ()
+    """Whose gradients are complete when backward is over: the embedding's, likewise."""
+    _flying: deque[Flight] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        apart = {*self.first, *self.last}
+        self.watched = [p for p in reversed(trained) if p not in apart]
+        self.parameters = [*self.first, *self.watched, *self.last]
+        self.buckets = [*_buckets(self.parameters)]
+        self.places: dict[nn.Parameter, list[int]] = {p: [] for p in self.parameters}
+        for number, bucket in enumerate(self.buckets):
+            for piece in bucket:
+                self.places[piece.parameter].append(number)
+        largest = max((_bytes(bucket) for bucket in self.buckets), default=0)
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self._rooms = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(ROOMS)]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._missing = [len({piece.parameter for piece in bucket}) for bucket in self.buckets]
+        self._ready: set[nn.Parameter] = set()
+        self._posted = 0
+
+    @contextlib.contextmanager
+    def overlap(self) -> Iterator[None]:
+        """Around the forward and backward in which every gradient is complete as it arrives.
+
+        What arrives in a backward within that one (of a part that is computed again, or in tiles) may go on growing,
+        and waits for the end.
+        """
+        outer = 0
+
+        def arrived(parameter: Any) -> None:
+            nonlocal outer
+            outer = outer or backward_number()
+            if backward_number() == outer:
+                self._take(*self.first, parameter)
+
+        handles = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in self.watched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def complete(self) -> Callable[[], None]:
+        """Sends what is left, and takes in all that comes back; returns what drops the gradients that no rank had."""
+        used = torch.tensor([float(p.grad is not None) for p in self.parameters], device=self._device)
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._post_rest(counts=True)
+
+        def drop_unused() -> None:
+            if not self.parameters:
+                return
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+            for parameter, anywhere in zip(self.parameters, used.tolist(), strict=True):
+                if not anywhere:
+                    parameter.grad = None
+
+        return drop_unused
+
+    def forgo(self) -> None:
+        """Takes part in the exchanges that are left, for a rank that failed: the others wait in them."""
+        self._post_rest(counts=False)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._rooms[0].device
+
+    def _take(self, *parameters: nn.Parameter) -> None:
+        """Notes that gradients are complete, and sends the buckets that are."""
+        for parameter in parameters:
+            if parameter in self._ready or parameter.grad is None:
+                continue
+            self._ready.add(parameter)
+            for number in self.places[parameter]:
+                self._missing[number] -= 1
+        while self._posted < len(self.buckets) and self._missing[self._posted] == 0:
+            self._post(counts=True)
+
+    def _post_rest(self, counts: bool) -> None:
+        while self._posted < len(self.buckets):
+            self._post(counts)
+        while self._flying:
+            self._land()
+        self._begin()
+
+    @torch.no_grad()
+    def _post(self, counts: bool) -> None:
+        bucket = self.buckets[self._posted]
+        room, gradient = None, bucket[0].parameter.grad
+        if counts and len(bucket) == 1 and gradient is not None and gradient.is_contiguous():
+            flat = bucket[0].of(gradient)
+        else:
+            room = self._free_room()
+            flat = room[: _bytes(bucket)].view(bucket[0].parameter.dtype)
+            for piece, copy in _within(flat, bucket):
+                if counts and piece.parameter.grad is not None:
+                    copy.copy_(piece.of(piece.parameter.grad))
+                else:
+                    copy.zero_()
+        work = dist.all_reduce(flat, async_op=True)
+        self._flying.append(Flight(bucket, flat, room, work, counts))
+        self._posted += 1
+
+    def _free_room(self) -> Tensor:
+        """A room that no bucket on its way is in; waits for one."""
+        while not self._rooms:
+            self._land()
+        return self._rooms.pop()
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Takes in the bucket that was sent first."""
+        flight = self._flying.popleft()
+        try:
+            flight.work.wait()
+        finally:
+            if flight.room is not None:
+                self._rooms.append(flight.room)
+        if not flight.counts:
+            return
+        flight.flat /= dist.get_world_size()
+        if flight.room is not None:
+            for piece, copy in _within(flight.flat, flight.bucket):
+                piece.put(copy)
 
 
-def _bytes(bucket: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in bucket)
+def _within(flat: Tensor, bucket: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor]]:
+    """Each piece of a bucket, with its place in the bucket's memory."""
+    return zip(bucket, flat.split([piece.stop - piece.start for piece in bucket]), strict=True)
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, up to the size of a bucket."""
-    bucket: list[Tensor] = []
-    held = 0
-    for gradient in gradients:
-        size = gradient.numel() * gradient.element_size()
-        if bucket and (held + size > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+def _bytes(bucket: Sequence[Piece]) -> int:
+    return sum((piece.stop - piece.start) * piece.parameter.element_size() for piece in bucket)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[Piece]]:
+    """Neighbours of one dtype, up to the size of a bucket; larger ones in pieces by themselves, unless they do not lie
+    in one run."""
+    bucket: list[Piece] = []
+    for parameter in parameters:
+        most = max(BUCKET_BYTES // parameter.element_size(), 1)
+        count = parameter.numel()
+        if count > most and parameter.is_contiguous():
+            if bucket:
+                yield bucket
+            bucket = []
+            yield from ([Piece(parameter, start, min(start + most, count))] for start in range(0, count, most))
+            continue
+        piece = Piece(parameter, 0, count)
+        if bucket and (_bytes([*bucket, piece]) > BUCKET_BYTES or bucket[0].parameter.dtype != parameter.dtype):
             yield bucket
-            bucket, held = [], 0
-        bucket.append(gradient)
-        held += size
+            bucket = []
+        bucket.append(piece)
     if bucket:
         yield bucket

@@ -99,8 +99,8 @@ class ReferenceMaker:
             frozen = self._loaded(requested, model, tokenizer)
         elif frozen is None and sharded:
             raise ValueError(
-                "the model came sharded, so that no copy of it can be the reference: pass a `ref_model` that is sharded "
-                "alike, take adapters (`peft_config`), or give the model by name with fsdp=True"
+                "the model came sharded, so that no copy of it can be the reference: pass a `ref_model` that is "
+                "sharded alike, take adapters (`peft_config`), or give the model by name with fsdp=True"
             )
         elif frozen is None:
             frozen = copy.deepcopy(model)

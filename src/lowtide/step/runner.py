@@ -285,10 +285,12 @@ class StepRunner:
         found = BackwardPlan(
             backward=self._backward,
             grad_scale=self.updater.grad_scale,
-            exchange=self.updater.exchange(self.model),
             finite=True,
             abandon=functools.partial(self.updater.abandon, self.model),
         )
+        exchange = self.updater.exchange(self.model)
+        if exchange is not None:
+            found = replace(found, exchange=exchange.complete, overlap=exchange.overlap, forgo=exchange.forgo)
         return replace(found, **more)
 
     def _take(self, batch: RaggedBatch, totals: Totals, **more: Any) -> Tensor:

@@ -59,8 +59,12 @@ class BackwardPlan:
     """What `backward` multiplies the loss by, as a loss scaler for float16 does. The head forms its gradients in
     forward, and so much larger, so that they do not underflow before."""
     exchange: Callable[[], Callable[[], None]] | None = None
-    """Makes ready, and returns, what exchanges the gradients once all ranks came through. Without it a wrapper does in
-    the last backward, where the failure of one rank leaves the others waiting."""
+    """Brings the gradients of all ranks together, or makes ready to, and returns what ends that once all ranks came
+    through. Without it a wrapper does in the last backward, where the failure of one rank leaves the others waiting."""
+    overlap: Context = contextlib.nullcontext
+    """Entered for the last forward and backward of a step, in which gradients may be exchanged as they arrive."""
+    forgo: Callable[[], None] = lambda: None
+    """Called in place of `exchange` by a rank that failed."""
     no_sync: Context = contextlib.nullcontext
     """A wrapper's: entered for the micro-batches in which it exchanges nothing."""
     around_last: Context = contextlib.nullcontext
@@ -146,6 +150,8 @@ def train_step(
         if plan.exchange is not None and not sync.failed:
             sync.phase = "exchange"
             exchange_gradients = plan.exchange()
+    if sync.failed:
+        plan.forgo()
     sync.meet(batch.token_ids.device)
     exchange_gradients()
     return loss
@@ -172,7 +178,8 @@ def _forward_and_backward(
         with quiet, plan.around_last() if last else contextlib.nullcontext():
             for run in runs:
                 sync.phase = "forward"
-                with run.models.adapter_of(run.objective):
+                overlap = plan.overlap() if last and run is runs[-1] else contextlib.nullcontext()
+                with overlap, run.models.adapter_of(run.objective):
                     output, loss = run(number, part)
                     if output.aux_loss is not None and part.scores:
                         loss = loss + run.objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)

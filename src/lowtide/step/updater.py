@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.compat.torch import let_go, reset_fully_sharded, without_exchange
+from lowtide.engine.forward import direct_weights
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
-from lowtide.ranks.replicas import averaging, broadcast_weights
+from lowtide.ranks.replicas import Averaging, broadcast_weights
 from lowtide.ranks.shards import local_gradients, local_twin, norm_of
 from lowtide.ranks.world import distributed
 from lowtide.step.recovery import surviving_optimizer_step
@@ -39,6 +40,7 @@ class Updater:
     def __init__(self, optimizer: Any = None, accelerator: Any = None) -> None:
         self.optimizer, self.accelerator = optimizer, accelerator
         self._step: Callable[..., Any] | None = None
+        self._averaging: Averaging | None = None
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -66,9 +68,12 @@ class Updater:
         else:
             self.accelerator.backward(loss)
 
-    def exchange(self, model: nn.Module) -> Callable[[], Callable[[], None]] | None:
-        """What brings the gradients of all ranks together, in the two parts of `replicas.averaging`; None on one."""
-        return functools.partial(averaging, model) if distributed() else None
+    def exchange(self, model: nn.Module) -> Averaging | None:
+        """What brings the gradients of all ranks together; None on one."""
+        if self._averaging is None and distributed():
+            first, last = direct_weights(model)
+            self._averaging = Averaging(model, first, last)
+        return self._averaging
 
     def abandon(self, model: nn.Module) -> None:
         """After a step that was left in the middle."""

@@ -17,7 +17,7 @@ from lowtide.planner.sharding.layout import Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice, PeakMoment
 from lowtide.planner.sharding.tensor_parallel import local_layout
 from lowtide.planner.sharding.traffic import Traffic, traffic_of
-from lowtide.ranks.replicas import BUCKET_BYTES
+from lowtide.ranks.replicas import BUCKET_BYTES, ROOMS
 from lowtide.ranks.sharding import Sharding
 
 Moments = Mapping[str, Iterable[PeakMoment]]
@@ -72,22 +72,19 @@ def _notes(sharding: Sharding) -> tuple[str, ...]:
 
 
 def whole(layout: Layout, traced: OneDevice, sharding: Sharding) -> tuple[Moments, int]:
-    """Whole copies, as lowtide's own ranks: gradients are added up in buckets after the last backward."""
+    """Whole copies, as lowtide's own ranks: gradients are added up in buckets, for which memory is set aside."""
     gradients = sum(p.gradient * p.width for p in layout.trained)
     optimizer = sum(layout.state_bytes(p.numel, p.width) for p in layout.trained)
-    base = PeakMoment(weights=byte_sum(layout.parameters), optimizer=optimizer)
+    rooms = ROOMS * min(BUCKET_BYTES, gradients) if sharding.replicas > 1 else 0
+    base = PeakMoment(weights=byte_sum(layout.parameters), optimizer=optimizer, communication=rooms)
     held = {
         phase: [replace(base, gradients=min(gradients, traced.gradients(phase)), rest=traced.rest(phase))]
         for phase in traced.phases
     }
-    held["loading"] = [replace(base, optimizer=0)]
+    held["loading"] = [replace(base, optimizer=0, communication=0)]
     largest = max((byte_sum([p]) for p in layout.trained), default=0)
     step = traced.temporaries(largest, byte_sum(layout.trained))
     held["optimizer"] = [replace(base, gradients=gradients, optimizer=optimizer + step, rest=traced.rest("optimizer"))]
-    if sharding.replicas > 1:
-        bucket = min(BUCKET_BYTES, gradients)
-        exchanged = replace(base, gradients=gradients, communication=bucket, rest=traced.lasting())
-        held["backward"] = [*held["backward"], exchanged]
     return held, 0
 
 

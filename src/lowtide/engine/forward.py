@@ -28,6 +28,7 @@ from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.cached_attention import CachedPlan
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.shards import whole_shape
 
 COMPUTED_IN = "_lowtide_computed_in"
 """The attribute of a model that says in which dtype `score` has autocast take its products."""
@@ -48,6 +49,11 @@ def embedding_weight(model: nn.Module) -> Tensor:
     """[vocab, hidden]: the weight of the input embedding, whose device and dtype are the model's."""
     embeddings: Any = causal_model(model).get_input_embeddings()
     return embeddings.weight
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Tokens that the input embedding knows, wherever its parts lie."""
+    return whole_shape(embedding_weight(model))[0]
 
 
 def install(model: nn.Module, *, padding_free: bool = True) -> None:

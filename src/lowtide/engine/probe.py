@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowtide.engine.forward import causal_model, embedding_weight, install, score
+from lowtide.engine.forward import causal_model, embedding_weight, install, score, vocabulary
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head
 from lowtide.engine.weights.quantized import keep_trainable
@@ -74,7 +74,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
     keep_trainable(inner)
     weight = embedding_weight(model)
     tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
-    first, second, more = _rows(weight.shape[0])
+    first, second, more = _rows(vocabulary(model))
     head = head_of(inner)
     padding = head.pad_id(inner)
     if padding is not None:
@@ -124,7 +124,7 @@ def attention_backends(model: nn.Module) -> list[str]:
     """
     weight = embedding_weight(model)
     rule = head_of(causal_model(model)).score_rule(causal_model(model))
-    batch = RaggedBatch.from_segments(_rows(weight.shape[0])[:2], score_rule=rule).to(weight.device)
+    batch = RaggedBatch.from_segments(_rows(vocabulary(model))[:2], score_rule=rule).to(weight.device)
     with _inference(model), observed_backends() as names:
         score(model, batch)
     return [backend.title for name, backend in BACKENDS.items() if name in names]

@@ -19,9 +19,11 @@ from lowtide.engine.probe import Probe, attention_backends, probe
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
 from lowtide.engine.weights.fully_shard import shard_model
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
+from lowtide.engine.weights.zero import partition_model
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
 from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer, check_sharded
+from lowtide.run.options.deepspeed import sized
 from lowtide.run.options.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -197,12 +199,26 @@ def _why_padded(found: Probe) -> str:
 def _place(model: nn.Module, args: TrainingConfig) -> None:
     """Moves the model, or its shard, to where it will run, so that it is proved there; one that is placed already stays."""
     inner = causal_model(model)
-    if args.sharding.kind == "fsdp2":
-        shard_model(model, args.sharding, args.device)
+    if args.sharding.cuts_weights:
+        cut(model, args)
         return
     placed = getattr(inner, "hf_device_map", None) is not None or getattr(inner, "is_quantized", False)
     if args.place_model_on_device is not False and not placed:  # None is the Trainer's own word for yes
         model.to(args.device)
+
+
+def cut(model: nn.Module, args: TrainingConfig) -> None:
+    """Leaves on each rank its part of a model's weights."""
+    if args.zero_config is None:
+        shard_model(model, args.sharding, args.device)
+    else:
+        partition_model(model, zero_config(model, args), args.device)
+
+
+def zero_config(model: nn.Module, args: TrainingConfig) -> dict[str, Any]:
+    """DeepSpeed's config for a model, whose width some of its sizes go by."""
+    assert args.zero_config is not None
+    return sized(args.zero_config, causal_model(model).config.get_text_config().hidden_size)
 
 
 def check_prefixes(engine: Engine, wanted: bool) -> bool:

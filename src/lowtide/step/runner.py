@@ -212,9 +212,7 @@ class StepRunner:
 
     def gradient_norm(self) -> Tensor | None:
         """The norm of the gradients; None where they are gone before they were all there."""
-        if any(p.grad is not None for p in self.model.parameters()):
-            return self.updater.norm(self.model)
-        return None
+        return self.updater.norm(self.model) if self.updater.has_gradients(self.model) else None
 
     # -- other forwards ----------------------------------------------------------------------------------------------
 
@@ -276,6 +274,7 @@ class StepRunner:
             backward=self._backward,
             grad_scale=self.updater.grad_scale,
             exchange=self.updater.exchange(self.model),
+            no_sync=self.updater.accumulating,
             finite=True,
             abandon=functools.partial(self.updater.abandon, self.model),
         )
@@ -283,8 +282,9 @@ class StepRunner:
 
     def _take(self, batch: RaggedBatch, totals: Totals, **more: Any) -> Tensor:
         requested = self.limits_of(batch)
+        models = self.models(self.updater.policy(self.model))
         loss, limits = surviving_step(
-            self.models(), batch, self.objective, limits=requested, totals=totals, plan=self._plan(**more)
+            models, batch, self.objective, limits=requested, totals=totals, plan=self._plan(**more)
         )
         if limits != requested:
             self.token_budget = limits.tokens

@@ -67,7 +67,10 @@ class OwnOptimizers(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; accelerate would move states to the device that belong elsewhere."""
         super().create_accelerator_and_postprocess()
-        leave_states_in_place(self.accelerator, lambda optimizer: hasattr(unwrap_optimizer(optimizer), "host_states"))
+        leave_states_in_place(
+            self.accelerator,
+            lambda optimizer: self.args.zero_config or hasattr(unwrap_optimizer(optimizer), "host_states"),
+        )
 
     def _made_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """As the Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""

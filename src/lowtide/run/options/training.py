@@ -22,8 +22,10 @@ from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 from lowtide.option_values import take_values
 from lowtide.ranks.failures import meeting
 from lowtide.ranks.sharding import Sharding
+from lowtide.ranks.world import launched
 from lowtide.renamed import replaced
 from lowtide.run.optimizers import OPTIMIZERS, check_optimizer_name
+from lowtide.run.options.deepspeed import bf16_of, check_options, filled, given_config
 from lowtide.run.options.inherited_checks import check_inherited
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
 from lowtide.run.options.secrets import without_secrets
@@ -34,7 +36,6 @@ from lowtide.spelling import nearest
 REFUSED: dict[str, str] = {
     "include_for_metrics": "`compute_metrics` gets token ids and log-probs; there are no inputs or losses to include",
     "batch_eval_metrics": "`compute_metrics` is called once, over the whole evaluation set",
-    "deepspeed": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
 }
 """Options that would train something else than was asked for, and why; refused when they are set."""
 
@@ -59,6 +60,8 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
 
     sharding: ClassVar[Sharding] = Sharding()
     """How the run is spread over ranks, from `fsdp` and its like; each config has its own."""
+    zero_config: ClassVar[dict[str, Any] | None] = None
+    """DeepSpeed's config, filled in, where its engine steps; each config has its own."""
 
     model_init_kwargs: dict | str | None = option(
         None, "Arguments of `from_pretrained`, where the model is given by name; `dtype` is float32 if left out."
@@ -202,6 +205,9 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
                 raise ValueError(f"{type(self).__name__}: {name}={value!r} is refused: {reason}")
             setattr(self, name, default)  # what is empty asks for nothing
         check_optimizer_name(str(getattr(self.optim, "value", self.optim)))
+        zero = given_config(self)
+        if self.bf16 is None and zero is not None:
+            self.bf16 = bf16_of(zero[1])
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_bf16(self.use_cpu)
         if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
@@ -226,6 +232,10 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             )
             self._n_gpu = 1  # or the Trainer would put a copy of the model on each in each step
         self.check_memory(self.max_grad_norm)
+        if zero is not None and self.sharding.by_deepspeed:
+            check_options(self)
+            self.zero_config = filled(zero[1], zero[0], self, launched())
+            self.rehearsal = False
         if not self.eval_do_concat_batches:
             raise ValueError(
                 f"{type(self).__name__}: eval_do_concat_batches=False is refused: batches are cut anew by their "

@@ -1,0 +1,85 @@
+"""What the project takes from DeepSpeed, which is imported where it is asked for and nowhere before."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch._dynamo  # DeepSpeed changes tensors, after which it could not be imported any more
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def deepspeed(device: torch.device) -> Any:
+    """The library, for ranks whose process group is there.
+
+    Raises:
+        ValueError: it is not installed; says how to install it.
+    """
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed as library
+    except ImportError as error:
+        raise ValueError(
+            f'deepspeed is asked for, and it cannot be imported ({error}): pip install "lowtide[deepspeed]", or leave '
+            "`deepspeed` out"
+        ) from None
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # or it tells of each buffer
+    library.init_distributed(dist_backend=dist.get_backend())
+    return library
+
+
+def is_partitioned(tensor: Tensor) -> bool:
+    """Whether a parameter is one of ZeRO-3, whose numbers are gathered for the calls of its module alone."""
+    return hasattr(tensor, "ds_id")
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """The shape of a whole parameter, wherever its parts lie."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A copy of all of a parameter of ZeRO-3; every rank asks for it together."""
+    import deepspeed as library
+
+    with library.zero.GatheredParameters([tensor]):
+        return tensor.detach().clone()
+
+
+def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device) -> Callable[[], None]:
+    """Leaves on each rank its part of a model's parameters (ZeRO-3), one parameter at a time, and has its modules gather
+    them; returns what takes that out of the modules again, for an engine that steps the model."""
+    library = deepspeed(device)
+    config = {name: value for name, value in config.items() if name not in ("optimizer", "scheduler")}
+    library.zero.Init(module=model, config_dict_or_path=config)
+    engine = library.initialize(model=model, config=config)[0]
+
+    def undo() -> None:
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        engine.destroy()
+
+    return undo
+
+
+def engine_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], device: torch.device
+) -> Any:
+    """The engine that trains a model by an optimizer."""
+    return deepspeed(device).initialize(model=model, optimizer=optimizer, config=dict(config))[0]
+
+
+@contextlib.contextmanager
+def going_on(engine: Any) -> Iterator[None]:
+    """Around a micro-batch that others of the same step follow."""
+    engine.set_gradient_accumulation_boundary(False)
+    try:
+        yield
+    finally:
+        engine.set_gradient_accumulation_boundary(True)

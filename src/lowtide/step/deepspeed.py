@@ -1,0 +1,84 @@
+"""DeepSpeed's ZeRO as the updater of a step: its engine goes backward, brings gradients together, clips and steps.
+
+DeepSpeed is told of an accumulation of 1, and before each micro-batch whether it is the last of the step: the whole
+batch of a step is cut by lowtide. It divides gradients by the number of ranks, as DistributedDataParallel does, so that
+the step's loss, whose mean over ranks is that of the whole batch, is right as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.compat.deepspeed import engine_of, going_on
+from lowtide.compat.torch import mark_stepped
+from lowtide.engine.weights.zero import stop_gathering
+from lowtide.step.updater import NotFiniteStep, Updater
+
+REMEDIES = "The weights are those before the step. Lower `learning_rate`, or set `max_grad_norm`"
+
+
+class DeepSpeedUpdater(Updater):
+    """Backward, exchange, norm, clipping and step by an engine of DeepSpeed.
+
+    Args:
+        config: of DeepSpeed, with every value filled in.
+        device: where the model runs.
+    """
+
+    engine: Any = None
+
+    def __init__(self, config: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__()
+        self.config, self.device = config, device
+        self.known_norm = torch.zeros(())
+        """The norm of the last step's gradients, once it is taken."""
+
+    def adopt(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the engine: from here on the optimizer steps the parts that lie on this rank."""
+        if self.engine is None:
+            stop_gathering(model)
+            self.engine = engine_of(model, optimizer, self.config, self.device)
+            self.engine.set_gradient_accumulation_boundary(True)
+
+    def policy(self, model: nn.Module) -> nn.Module:
+        return self.engine
+
+    def start(self, model: nn.Module) -> None:
+        """Ranks got equal weights when the engine was made."""
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        with going_on(self.engine):
+            yield
+
+    def exchange(self, model: nn.Module) -> None:
+        """Nothing is left to exchange after the last backward."""
+
+    def has_gradients(self, model: nn.Module) -> bool:
+        return True
+
+    def norm(self, model: nn.Module, clip_at: float | None = None) -> Tensor:
+        """A number that is filled in by the step, which clips."""
+        self.known_norm = torch.zeros(())
+        return self.known_norm
+
+    def step(self, *args: Any) -> None:
+        """The engine's step.
+
+        Raises:
+            NotFiniteStep: gradients are no numbers; the weights are as before.
+        """
+        self.engine.step()
+        norm = float(self.engine.get_global_grad_norm())
+        if not self.engine.was_step_applied():
+            raise NotFiniteStep(f"the loss is finite, the norm of all gradients is not. {REMEDIES}")
+        self.known_norm.fill_(norm)
+        mark_stepped(self.optimizer)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo  # DeepSpeed changes tensors, after which it could not be imported any more
 import torch.distributed as dist
 from torch import Tensor, nn
+
+HOLDER = -1
+"""Stands for a module, of which no number is negative, among those that use a parameter."""
 
 
 def deepspeed(device: torch.device) -> Any:
@@ -29,6 +33,7 @@ def deepspeed(device: torch.device) -> Any:
             f'deepspeed is asked for, and it cannot be imported ({error}): pip install "lowtide[deepspeed]", or leave '
             "`deepspeed` out"
         ) from None
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # which it uses
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # or it tells of each buffer
     library.init_distributed(dist_backend=dist.get_backend())
     return library
@@ -50,6 +55,44 @@ def gathered(tensor: Tensor) -> Tensor:
 
     with library.zero.GatheredParameters([tensor]):
         return tensor.detach().clone()
+
+
+@contextlib.contextmanager
+def staying_gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """While it lasts, parameters of ZeRO-3 are whole, and calls of their modules leave them so."""
+    import deepspeed as library
+
+    with library.zero.GatheredParameters(list(parameters)):
+        for parameter in parameters:
+            parameter.ds_active_sub_modules.add(HOLDER)
+        try:
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.ds_active_sub_modules.discard(HOLDER)
+
+
+def replaced_by_first_rank(parameters: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+    """While it lasts, parameters of ZeRO-3 are whole; what the first rank puts into them is everyone's afterwards."""
+    import deepspeed as library
+
+    return library.zero.GatheredParameters(list(parameters), modifier_rank=0)
+
+
+def put_in(tensor: Tensor, whole: Tensor | None) -> None:
+    """Puts other numbers into a parameter of ZeRO-3; the first rank has them, and all call it together."""
+    with replaced_by_first_rank([tensor]), torch.no_grad():
+        if whole is not None:
+            tensor.copy_(whole)
+
+
+def masters(engine: Any) -> list[Tensor]:
+    """The flat parts of weights that lie on this rank and that the engine's optimizer steps, in its precision."""
+    steps = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(steps, name):
+            return list(getattr(steps, name))
+    raise AssertionError(f"{type(steps).__name__} keeps its weights under another name")
 
 
 def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device) -> Callable[[], None]:

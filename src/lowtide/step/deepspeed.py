@@ -12,14 +12,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.compat.deepspeed import engine_of, going_on
+from lowtide.compat.deepspeed import engine_of, going_on, masters
 from lowtide.compat.torch import mark_stepped
 from lowtide.engine.weights.zero import stop_gathering
+from lowtide.ranks.shards import Place
 from lowtide.step.updater import NotFiniteStep, Updater
 
 REMEDIES = "The weights are those before the step. Lower `learning_rate`, or set `max_grad_norm`"
+
+MASTER = "master"
+"""The name of a flat part of the weights among its states."""
 
 
 class DeepSpeedUpdater(Updater):
@@ -44,6 +49,7 @@ class DeepSpeedUpdater(Updater):
             stop_gathering(model)
             self.engine = engine_of(model, optimizer, self.config, self.device)
             self.engine.set_gradient_accumulation_boundary(True)
+            _save_parts(optimizer, self.engine)
 
     def policy(self, model: nn.Module) -> nn.Module:
         return self.engine
@@ -82,3 +88,34 @@ class DeepSpeedUpdater(Updater):
             raise NotFiniteStep(f"the loss is finite, the norm of all gradients is not. {REMEDIES}")
         self.known_norm.fill_(norm)
         mark_stepped(self.optimizer)
+
+
+def _save_parts(optimizer: Any, engine: Any) -> None:
+    """Lets an optimizer's `state_dict` be that of the parts which lie on this rank, the weights that it steps among
+    them: in bfloat16 those have more digits than the model's own."""
+    kind = f"zero{max(engine.zero_optimization_stage(), 2)}"  # stages 1 and 2 cut states alike
+
+    def state_dict() -> dict[str, Any]:
+        state = {n: {**optimizer.state[part], MASTER: part.detach()} for n, part in enumerate(masters(engine))}
+        groups = [{name: value for name, value in each.items() if name != "params"} for each in optimizer.param_groups]
+        return {"state": state, "param_groups": groups, "kind": kind}
+
+    def load_state_dict(saved: Mapping[str, Any]) -> None:
+        parts = masters(engine)
+        sizes = [each[MASTER].shape for each in saved["state"].values() if MASTER in each]
+        if saved.get("kind") != kind or sizes != [part.shape for part in parts]:
+            raise ValueError(
+                f"the optimizer's states were written by {saved.get('kind', 'a run without DeepSpeed')}, and this run "
+                f"is {kind} with other parts: resume with the same config, or with resume_without_states=True"
+            )
+        for part, values in zip(parts, saved["state"].values(), strict=True):
+            part.detach().copy_(values[MASTER])
+            for name, value in values.items():
+                if name != MASTER:
+                    own = optimizer.state[part].get(name)
+                    optimizer.state[part][name] = value.to(own) if isinstance(own, Tensor) else value
+        for group, then in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update(then)
+
+    optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
+    optimizer.place = Place((0,), dist.get_rank(), dist.get_world_size())

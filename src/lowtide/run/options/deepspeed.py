@@ -117,10 +117,24 @@ def check_options(config: Any) -> None:
         )
     if config.fp16:
         raise ValueError(f"fp16=True does not go with deepspeed: {NOT_RUN['fp16']}")
+    if config.sharding.cuts_weights:
+        _check_stage_3(config)
     if config.requested.get("rehearsal"):
         raise ValueError(
             "rehearsal=True repeats a micro-batch until it fits, which one rank of DeepSpeed cannot do by itself: leave "
             "it out"
+        )
+
+
+def _check_stage_3(config: Any) -> None:
+    if config.mlp_tile_tokens is not None:
+        raise ValueError(
+            f"mlp_tile_tokens={config.mlp_tile_tokens} would gather an MLP's weights for each tile, and ranks have "
+            "other numbers of tiles: take ZeRO-2 or FSDP2 (fsdp=True), or a smaller tokens_per_microbatch"
+        )
+    if getattr(config, "sync_ref_model", False):
+        raise ValueError(
+            "sync_ref_model=True moves whole weights, and ZeRO-3 cuts those of model and reference: take ZeRO-2"
         )
 
 

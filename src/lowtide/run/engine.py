@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -199,6 +199,8 @@ def _why_padded(found: Probe) -> str:
 def _place(model: nn.Module, args: TrainingConfig) -> None:
     """Moves the model, or its shard, to where it will run, so that it is proved there; one that is placed stays."""
     inner = causal_model(model)
+    if args.zero_config is not None:
+        _take_dtype(model, args.zero_config)
     if args.sharding.cuts_weights:
         cut(model, args)
         return
@@ -207,11 +209,31 @@ def _place(model: nn.Module, args: TrainingConfig) -> None:
         model.to(args.device)
 
 
+def _take_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """The weights in the dtype that DeepSpeed computes in, which keeps float32 ones beside bfloat16 ones by itself.
+
+    Raises:
+        ValueError: weights are in bfloat16 and the config computes in float32.
+    """
+    if config.get("bf16", {}).get("enabled"):
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return
+    narrow = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype != torch.float32), None)
+    if narrow is not None:
+        raise ValueError(
+            f"{narrow} is no float32 weight, and the DeepSpeed config trains in float32: set bf16=True and "
+            '"bf16": {"enabled": "auto"} in the config, which keeps float32 weights beside, or load float32 weights'
+        )
+
+
 def cut(model: nn.Module, args: TrainingConfig) -> None:
     """Leaves on each rank its part of a model's weights."""
     if args.zero_config is None:
         shard_model(model, args.sharding, args.device)
     else:
+        _take_dtype(model, args.zero_config)
         partition_model(model, zero_config(model, args), args.device)
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,15 +15,26 @@ import torch._dynamo  # DeepSpeed changes tensors, after which it could not be i
 import torch.distributed as dist
 from torch import Tensor, nn
 
+INSTALL = "pip install deepspeed, or leave `deepspeed` out"
 HOLDER = -1
 """Stands for a module, of which no number is negative, among those that use a parameter."""
+
+
+def check_installed() -> None:
+    """Refuses a run without the library, before it is imported.
+
+    Raises:
+        ValueError: says how to install it.
+    """
+    if find_spec("deepspeed") is None:
+        raise ValueError(f"deepspeed is asked for, and it is not installed: {INSTALL}")
 
 
 def deepspeed(device: torch.device) -> Any:
     """The library, for ranks whose process group is there.
 
     Raises:
-        ValueError: it is not installed; says how to install it.
+        ValueError: it cannot be imported; says how to install it.
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from lowtide.compat.deepspeed import check_installed
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.ranks.sharding import loaded
 from lowtide.run.optimizers import OPTIMIZERS
@@ -99,6 +100,7 @@ def check_options(config: Any) -> None:
     Raises:
         ValueError: names the option, why, and what to do.
     """
+    check_installed()
     name = optimizer_name(config)
     if name in OPTIMIZERS:
         raise ValueError(

@@ -70,7 +70,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def staying_gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
+def staying_gathered(parameters: Sequence[Any]) -> Iterator[None]:
     """While it lasts, parameters of ZeRO-3 are whole, and calls of their modules leave them so."""
     import deepspeed as library
 
@@ -108,8 +108,8 @@ def masters(engine: Any) -> list[Tensor]:
 
 
 def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device) -> Callable[[], None]:
-    """Leaves on each rank its part of a model's parameters (ZeRO-3), one parameter at a time, and has its modules gather
-    them; returns what takes that out of the modules again, for an engine that steps the model."""
+    """Leaves on each rank its part of a model's parameters (ZeRO-3), one parameter after the other, and has its modules
+    gather them; returns what takes that out of the modules again, for an engine that steps the model."""
     library = deepspeed(device)
     config = {name: value for name, value in config.items() if name not in ("optimizer", "scheduler")}
     library.zero.Init(module=model, config_dict_or_path=config)

@@ -88,13 +88,26 @@ def _from_environment() -> dict[str, Any]:
     }
 
 
-def bf16_of(given: Mapping[str, Any]) -> bool | None:
-    """Whether a config computes in bfloat16; None where it leaves that to the options."""
-    value = given.get("bf16", {}).get("enabled", AUTO)
+def asked_bf16(config: Any) -> bool | None:
+    """Whether DeepSpeed's config computes in bfloat16; None where it leaves that to the options, or there is none."""
+    found = given_config(config)
+    value = AUTO if found is None else found[1].get("bf16", {}).get("enabled", AUTO)
     return None if value == AUTO else bool(value)
 
 
-def check_options(config: Any) -> None:
+def checked_config(config: Any, ranks: int) -> dict[str, Any]:
+    """The config for DeepSpeed's engine of options that ask for one, filled in from them.
+
+    Raises:
+        ValueError: options cannot work with DeepSpeed, or its config contradicts them.
+    """
+    found = given_config(config)
+    assert found is not None, "only DeepSpeed's config asks for its stages"
+    _check_options(config)
+    return _filled(found[1], found[0], config, ranks)
+
+
+def _check_options(config: Any) -> None:
     """Refuses options that cannot work with DeepSpeed.
 
     Raises:
@@ -109,8 +122,8 @@ def check_options(config: Any) -> None:
         )
     if config.optimizer_in_backward:
         raise ValueError(
-            f"optimizer_in_backward={config.optimizer_in_backward!r} steps a parameter in backward, and DeepSpeed steps "
-            "after it: leave it out; ZeRO-2 frees gradients in backward too"
+            f"optimizer_in_backward={config.optimizer_in_backward!r} steps a parameter in backward, and DeepSpeed "
+            "steps after it: leave it out; ZeRO-2 frees gradients in backward too"
         )
     if config.optimizer_states_on_host:
         raise ValueError(
@@ -123,8 +136,8 @@ def check_options(config: Any) -> None:
         _check_stage_3(config)
     if config.requested.get("rehearsal"):
         raise ValueError(
-            "rehearsal=True repeats a micro-batch until it fits, which one rank of DeepSpeed cannot do by itself: leave "
-            "it out"
+            "rehearsal=True repeats a micro-batch until it fits, which one rank of DeepSpeed cannot do by itself: "
+            "leave it out"
         )
 
 
@@ -140,7 +153,7 @@ def _check_stage_3(config: Any) -> None:
         )
 
 
-def filled(given: Mapping[str, Any], where: str, config: Any, ranks: int) -> dict[str, Any]:
+def _filled(given: Mapping[str, Any], where: str, config: Any, ranks: int) -> dict[str, Any]:
     """A config for DeepSpeed's engine, with the options' values; sizes that depend on the model are left as they are.
 
     Args:
@@ -239,8 +252,8 @@ def _check_scheduler(section: Mapping[str, Any] | None, where: str, config: Any)
     kind, name = str(section.get("type")), str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
     if SCHEDULES_OF.get(kind.lower()) != name:
         raise ValueError(
-            f"{where} has a scheduler of type {kind!r}, and the option is lr_scheduler_type={name!r}: remove the section "
-            "`scheduler`, or set `lr_scheduler_type` to the same"
+            f"{where} has a scheduler of type {kind!r}, and the option is lr_scheduler_type={name!r}: remove the "
+            "section `scheduler`, or set `lr_scheduler_type` to the same"
         )
     params = section.get("params", {})
     wanted = {

@@ -25,7 +25,7 @@ from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.world import launched
 from lowtide.renamed import replaced
 from lowtide.run.optimizers import OPTIMIZERS, check_optimizer_name
-from lowtide.run.options.deepspeed import bf16_of, check_options, filled, given_config
+from lowtide.run.options.deepspeed import asked_bf16, checked_config
 from lowtide.run.options.inherited_checks import check_inherited
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
 from lowtide.run.options.secrets import without_secrets
@@ -205,11 +205,9 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
                 raise ValueError(f"{type(self).__name__}: {name}={value!r} is refused: {reason}")
             setattr(self, name, default)  # what is empty asks for nothing
         check_optimizer_name(str(getattr(self.optim, "value", self.optim)))
-        zero = given_config(self)
-        if self.bf16 is None and zero is not None:
-            self.bf16 = bf16_of(zero[1])
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and has_bf16(self.use_cpu)
+            asked = asked_bf16(self)
+            self.bf16 = not self.fp16 and has_bf16(self.use_cpu) if asked is None else asked
         if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
             self.gradient_checkpointing_kwargs = {"use_reentrant": False}
         # Newer versions of transformers call these activation_checkpointing*, and warn of the names that TRL has.
@@ -232,10 +230,8 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             )
             self._n_gpu = 1  # or the Trainer would put a copy of the model on each in each step
         self.check_memory(self.max_grad_norm)
-        if zero is not None and self.sharding.by_deepspeed:
-            check_options(self)
-            self.zero_config = filled(zero[1], zero[0], self, launched())
-            self.rehearsal = False
+        if self.sharding.by_deepspeed:
+            vars(self).update(zero_config=checked_config(self, launched()), rehearsal=False)
         if not self.eval_do_concat_batches:
             raise ValueError(
                 f"{type(self).__name__}: eval_do_concat_batches=False is refused: batches are cut anew by their "

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.compat.torch import let_go
 from lowtide.compat.deepspeed import is_partitioned, put_in
+from lowtide.compat.torch import let_go
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.shards import Place, is_sharded, place_of, rows_of, whole_of
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, Damage, load_states

@@ -41,10 +41,7 @@ def deepspeed(device: torch.device) -> Any:
     try:
         import deepspeed as library
     except ImportError as error:
-        raise ValueError(
-            f'deepspeed is asked for, and it cannot be imported ({error}): pip install "lowtide[deepspeed]", or leave '
-            "`deepspeed` out"
-        ) from None
+        raise ValueError(f"deepspeed is asked for, and it cannot be imported ({error}): {INSTALL}") from None
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # which it uses
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # or it tells of each buffer
     library.init_distributed(dist_backend=dist.get_backend())

@@ -21,7 +21,7 @@ from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.ranks.shards import is_sharded
+from lowtide.ranks.shards import is_sharded, whole_shape
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import Engine, cut, disable_dropout
 from lowtide.run.inputs.arguments import check_kind
@@ -208,5 +208,5 @@ def _some_of(weight: Tensor) -> Tensor:
 def _size(model: nn.Module) -> str:
     parameters = list(model.parameters())
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
-    count = sum(p.numel() * p.element_size() for p in parameters)
+    count = sum(whole_shape(p).numel() * p.element_size() for p in parameters)
     return f"{bytes_text(count)} in {'/'.join(dtypes)} on {parameters[0].device.type}"

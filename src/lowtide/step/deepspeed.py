@@ -8,6 +8,7 @@ the step's loss, whose mean over ranks is that of the whole batch, is right as i
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,12 +45,15 @@ class DeepSpeedUpdater(Updater):
         """The norm of the last step's gradients, once it is taken."""
 
     def adopt(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the engine: from here on the optimizer steps the parts that lie on this rank."""
-        if self.engine is None:
-            stop_gathering(model)
-            self.engine = engine_of(model, optimizer, self.config, self.device)
-            self.engine.set_gradient_accumulation_boundary(True)
-            _save_parts(optimizer, self.engine)
+        """Makes the engine: from here on the optimizer steps the parts that lie on this rank. Another training by the
+        same engine begins with the weights that the model has by then."""
+        if self.engine is not None:
+            self.engine.optimizer.refresh_fp32_params()
+            return
+        stop_gathering(model)
+        self.engine = engine_of(model, optimizer, self.config, self.device)
+        self.engine.set_gradient_accumulation_boundary(True)
+        _save_parts(optimizer, self.engine)
 
     def policy(self, model: nn.Module) -> nn.Module:
         return self.engine
@@ -83,10 +87,10 @@ class DeepSpeedUpdater(Updater):
             NotFiniteStep: gradients are no numbers; the weights are as before.
         """
         self.engine.step()
-        norm = float(self.engine.get_global_grad_norm())
+        norm = self.engine.get_global_grad_norm()
         if not self.engine.was_step_applied():
             raise NotFiniteStep(f"the loss is finite, the norm of all gradients is not. {REMEDIES}")
-        self.known_norm.fill_(norm)
+        self.known_norm.fill_(math.nan if norm is None else float(norm))  # a config may leave it out
         mark_stepped(self.optimizer)
 
 

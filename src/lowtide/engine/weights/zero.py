@@ -62,11 +62,8 @@ def weights_for_writing(model: nn.Module, gather: bool | int) -> Iterator[None]:
         if most < 0:
             break
         held.append(parameter)
-    whole = len(held) == len(parameters)
-    with (
-        staying_gathered(held) if held else nullcontext(),
-        nullcontext() if whole else fully_shard.until_all_end(model),
-    ):
+    together = nullcontext() if len(held) == len(parameters) else fully_shard.until_all_end(model)
+    with staying_gathered(held) if held else nullcontext(), together:
         yield
 
 

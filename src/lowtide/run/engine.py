@@ -199,8 +199,8 @@ def _why_padded(found: Probe) -> str:
 def _place(model: nn.Module, args: TrainingConfig) -> None:
     """Moves the model, or its shard, to where it will run, so that it is proved there; one that is placed stays."""
     inner = causal_model(model)
-    if args.zero_config is not None:
-        _take_dtype(model, args.zero_config)
+    if args.sharding.by_deepspeed:
+        _take_dtype(model, zero_config(model, args))
     if args.sharding.cuts_weights:
         cut(model, args)
         return
@@ -230,11 +230,12 @@ def _take_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 def cut(model: nn.Module, args: TrainingConfig) -> None:
     """Leaves on each rank its part of a model's weights."""
-    if args.zero_config is None:
+    if not args.sharding.by_deepspeed:
         shard_model(model, args.sharding, args.device)
-    else:
-        _take_dtype(model, args.zero_config)
-        partition_model(model, zero_config(model, args), args.device)
+        return
+    config = zero_config(model, args)
+    _take_dtype(model, config)
+    partition_model(model, config, args.device)
 
 
 def zero_config(model: nn.Module, args: TrainingConfig) -> dict[str, Any]:

@@ -64,7 +64,10 @@ def _read(given: Any) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
     text = str(given).strip()
-    found = json.loads(text) if text.startswith("{") else loaded(text)
+    try:
+        found = json.loads(text) if text.startswith("{") else loaded(text)
+    except ValueError as error:
+        raise ValueError(f"deepspeed={given!r}: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"deepspeed={given!r} holds no object of sections: give a DeepSpeed config")
     return found

@@ -12,7 +12,7 @@ from typing import Any
 from bench.processes import ROOT
 
 FOLDER = Path(__file__).parent / "results"
-COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING, GENERATION, ONLINE = (
+COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING, GENERATION, ONLINE, SHARDED = (
     "comparison",
     "memory",
     "vocabulary",
@@ -22,6 +22,7 @@ COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING, GENER
     "planning",
     "generation",
     "online",
+    "sharded",
 )
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""

@@ -1,10 +1,11 @@
 """What `lowtide.compat.peft` takes from the inside of PEFT is there."""
 
 import pytest
+import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lowtide.compat.peft import adapters_switched_off, caches_kept
+from lowtide.compat.peft import adapter_active, adapters_switched_off, caches_kept, same_weights_trained
 
 TINY = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -29,3 +30,35 @@ def test_a_layers_cache_is_as_it_was(model):
     with caches_kept(layer):
         layer._caches["norm"] = 1
     assert layer._caches == {}
+
+
+def two_adapters(model):
+    """Only the second has a head of its own."""
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    second = LoraConfig(target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["lm_head"])
+    wrapped.add_adapter("second", second)
+    wrapped.base_model.model.lm_head.modules_to_save["second"].weight.data.add_(1)
+    wrapped.set_requires_grad("second")
+    return wrapped
+
+
+def test_an_adapter_is_active_for_a_while_and_all_stay_trained(model):
+    wrapped, ids = two_adapters(model), torch.arange(5)[None]
+    first = wrapped(ids).logits
+    trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
+    assert any("default" in name for name in trained)
+    assert any("modules_to_save.second" in name for name in trained)
+    with adapter_active(wrapped, "second"):
+        found = wrapped(ids).logits
+        assert trained == {name for name, p in wrapped.named_parameters() if p.requires_grad}
+    assert torch.equal(wrapped(ids).logits, first), "layers of PEFT take the active adapter from more than they had"
+    wrapped.set_adapter("second")
+    assert torch.equal(wrapped(ids).logits, found), "layers of PEFT do not take the active adapter from _active_adapter"
+
+
+def test_switched_off_and_on_again_the_same_is_trained(model):
+    wrapped = two_adapters(model)
+    trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
+    with same_weights_trained(wrapped), wrapped.disable_adapter():
+        pass
+    assert trained == {name for name, p in wrapped.named_parameters() if p.requires_grad}

@@ -50,7 +50,7 @@ def test_a_recurrent_model_is_not_isolated_and_runs_padded():
 def test_a_model_that_leaks_is_found_out(monkeypatch):
     model = build(LLAMA)
 
-    def leaky(batch):
+    def leaky(batch, sequence):
         """Attention over everything before, as if the batch were one row."""
         return contextlib.nullcontext({"input_ids": batch.token_ids[None]})
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
@@ -35,14 +36,18 @@ PROMPTS = [7, 11, 5, 9]
 CPU = device_named("cpu")
 
 
-def estimated(folder: Any, method: str = "GRPO", reward: Any = None, **options: Any) -> Estimate:
+def run_of(folder: Any, method: str = "GRPO", reward: Any = None, inputs: Any = None, **options: Any) -> FakeRun:
     always = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "save_strategy": "no"}
     small = {"per_device_train_batch_size": 4, "max_completion_length": 12}
     more = {"num_generations": 4} if method == "GRPO" else {}
     config = getattr(lowtide, f"{method}Config")(**always | small | more | options)
     rows = Dataset.from_list(rows_of(PROMPTS, writes=True))
-    run = FakeRun(method_of(config), config, POLICY, rows, prepared=True, rewards=DescribedRewards.of(reward))
-    return estimate_run(run, CPU, beside=0)
+    rewards = DescribedRewards.of(reward)
+    return FakeRun(method_of(config), config, POLICY, rows, prepared=True, rewards=rewards, **(inputs or {}))
+
+
+def estimated(folder: Any, method: str = "GRPO", reward: Any = None, inputs: Any = None, **options: Any) -> Estimate:
+    return estimate_run(run_of(folder, method, reward, inputs, **options), CPU, beside=0)
 
 
 def scorer() -> nn.Module:
@@ -176,3 +181,26 @@ def test_a_budget_counts_the_reward_model(tmp_path):
     )
     with_function = estimate_method("grpo", described, rows, config=small, processing_class=tokenizer)
     assert made.predicted_bytes - with_function.peak_bytes >= weight_bytes(scorer())
+
+
+def test_a_second_adapter_adds_its_weights_and_no_activations(tmp_path):
+    adapters = {"peft_config": LoraConfig(r=8, target_modules=["q_proj", "down_proj"])}
+    plain, two = (
+        estimated(tmp_path, "PPO", inputs=adapters, value_adapter=second, gradient_checkpointing=False)
+        for second in (False, True)
+    )
+    lora = sum(4 * 8 * (wide + 32) for wide in (32, 64)) * SIZES["num_hidden_layers"]
+    head, other = 4 * 33, 2 * 4 * 33  # as trained and in the base; what shares the trunk has both too
+    for phase, held in two.phases.items():
+        assert held["weights"] - plain.phases[phase]["weights"] == pytest.approx(lora, abs=head + other)
+    for phase in ("forward", "head", "backward"):
+        assert two.phases[phase]["activations"] == pytest.approx(plain.phases[phase]["activations"], rel=0.01)
+    last = two.phases["optimizer"]
+    assert last["optimizer"] - plain.phases["optimizer"]["optimizer"] == pytest.approx(2 * lora, rel=0.1)
+
+
+def test_what_ranks_share_has_a_second_adapter_too(tmp_path):
+    adapters = {"peft_config": LoraConfig(r=8, target_modules=["q_proj"])}
+    names = {each.name for each in run_of(tmp_path, "PPO", inputs=adapters, value_adapter=True).layout().parameters}
+    assert any(".default." in name for name in names)
+    assert {name.replace(".default.", ".value_function.") for name in names if ".default." in name} <= names

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 
 def adapters_switched_off(model: Any) -> bool:
     """Whether this is inside of `disable_adapter` of a model with virtual tokens, which keeps a private flag for it."""
@@ -23,3 +25,40 @@ def caches_kept(tuner: Any) -> Iterator[None]:
     finally:
         if before is not None:
             tuner._caches = before
+
+
+@contextlib.contextmanager
+def adapter_active(model: nn.Module, name: str) -> Iterator[None]:
+    """Has one adapter active in the layers that have it, and none in the others.
+
+    PEFT's `set_adapter` also makes all other adapters untrained, and neither optimizer, hooks nor ranks expect that.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    before: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            before.append((module, module._active_adapter))
+    try:
+        for module, _ in before:
+            has_it = isinstance(module, BaseTunerLayer) or name in module._adapters
+            module._active_adapter = [name] if has_it else []
+        yield
+    finally:
+        for module, active in before:
+            module._active_adapter = active
+
+
+@contextlib.contextmanager
+def same_weights_trained(model: nn.Module) -> Iterator[None]:
+    """What is trained stays so.
+
+    PEFT makes all adapters but the active one untrained when it sets one, switches adapters on again or loads one.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

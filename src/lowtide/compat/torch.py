@@ -388,6 +388,11 @@ def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
             yield from (p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
 
 
+def subclassed(kind: type, tensor: Tensor, requires_grad: bool) -> Any:
+    """A tensor as one of a subclass, which shares its memory."""
+    return Tensor._make_subclass(kind, tensor, requires_grad)
+
+
 def parameters_of_unit(module: FSDPModule) -> list[Tensor]:
     """The shards of what is gathered together with a module."""
     return [p.sharded_param for group in _groups_of(module) for p in group.fsdp_params]
@@ -396,7 +401,8 @@ def parameters_of_unit(module: FSDPModule) -> list[Tensor]:
 @contextlib.contextmanager
 def gathered(model: nn.Module, part: nn.Module) -> Iterator[None]:
     """While it lasts, the weights of a part of a model are whole; all ranks enter together."""
-    around = [module for module in fully_sharded_modules(model) if any(each is part for each in module.modules())]
+    sharded: list[Any] = fully_sharded_modules(model)
+    around = [module for module in sharded if any(each is part for each in module.modules())]
     for module in around[-1:]:  # the nearest: the modules come from the outermost inwards
         module.unshard()
     try:
@@ -407,7 +413,7 @@ def gathered(model: nn.Module, part: nn.Module) -> Iterator[None]:
 
 
 def let_go(model: nn.Module) -> None:
-    """Leaves each rank its shards alone, and these as the parameters of the modules, whatever a forward has gathered."""
+    """Leaves each rank its shards alone, as the parameters of the modules, whatever a forward has gathered."""
     for module in fully_sharded_modules(model):
         module.reshard()
 

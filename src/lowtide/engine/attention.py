@@ -4,7 +4,8 @@ Registered under the name `lowtide` with transformers' `AttentionInterface`. The
 keyword argument through the model's own forward; the few models that drop unknown ones (stablelm, nemotron) pass
 `position_ids` on, to which it is attached as well. A context would not do: with checkpointing, layers run again in
 backward. Without a plan (a user's own call) the same function serves the ordinary padded batch. While lowtide
-generates, the plan is one of keys that are held from before (`ops.cached_attention`).
+generates, the plan is one of keys that are held from before (`ops.cached_attention`); where ranks split a batch, it
+exchanges heads for tokens around the same function (`engine.split_plan`).
 """
 
 from __future__ import annotations
@@ -21,26 +22,38 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from lowtide.engine.split_plan import SplitPlan
 from lowtide.ops.cached_attention import CachedPlan
 from lowtide.ops.varlen_attention import AttentionPlan, AttentionRules, varlen_attention
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.sequence import SequenceParallel
 
 NAME = "lowtide"
 PLAN = "ragged_plan"
 """The keyword argument in which the plan travels."""
 
+Plan = AttentionPlan | CachedPlan | SplitPlan
+
 _masks_wanted: ContextVar[bool] = ContextVar("masks_wanted", default=True)
 
 
 @contextlib.contextmanager
-def ragged_inputs(batch: RaggedBatch) -> Iterator[dict[str, Any]]:
-    """The inputs of a model's forward for a ragged batch; while the context lasts, the model builds no masks."""
-    with planned_inputs(batch.token_ids, AttentionPlan.build(batch)) as inputs:
+def ragged_inputs(batch: RaggedBatch, sequence: SequenceParallel | None = None) -> Iterator[dict[str, Any]]:
+    """The inputs of a model's forward for a ragged batch; while the context lasts, the model builds no masks.
+
+    Args:
+        sequence: the ranks that split the tokens; None where this one runs them all.
+    """
+    plan, tokens = AttentionPlan.build(batch), batch.token_ids
+    if sequence is not None:
+        plan = SplitPlan(plan, sequence)
+        tokens = tokens[plan.runs]
+    with planned_inputs(tokens, plan) as inputs:
         yield inputs
 
 
 @contextlib.contextmanager
-def planned_inputs(token_ids: Int[Tensor, " tokens"], plan: AttentionPlan | CachedPlan) -> Iterator[dict[str, Any]]:
+def planned_inputs(token_ids: Int[Tensor, " tokens"], plan: Plan) -> Iterator[dict[str, Any]]:
     """The inputs of a model's forward whose tokens attend by a plan; while the context lasts, it builds no masks."""
     position_ids = plan.positions[None]
     setattr(position_ids, PLAN, plan)
@@ -88,6 +101,8 @@ def attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if isinstance(plan, CachedPlan):
         return plan.attend(layer, query, key, value, asked)[None], None
+    if isinstance(plan, SplitPlan):
+        return plan.attend(query, key, value, asked)[None], None
     return varlen_attention(query, key, value, plan, **asked)[None], None
 
 
@@ -106,7 +121,7 @@ def _chunk(module: nn.Module) -> int | None:
     return getattr(config, "attention_chunk_size", None)
 
 
-def _temperature_correction(module: Any, plan: AttentionPlan | CachedPlan) -> Tensor:
+def _temperature_correction(module: Any, plan: Plan) -> Tensor:
     """Llama 4 scales queries by their place in the row; here the row is the batch, the place is the position."""
 
     def tuned(position: Tensor) -> Tensor:

@@ -28,10 +28,13 @@ from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.cached_attention import CachedPlan
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import whole_shape
 
 COMPUTED_IN = "_lowtide_computed_in"
 """The attribute of a model that says in which dtype `score` has autocast take its products."""
+SPLIT_OVER = "_lowtide_split_over"
+"""The attribute of a model that says which ranks `score` splits the tokens of a batch over."""
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
@@ -95,6 +98,11 @@ def computing(model: nn.Module) -> AbstractContextManager:
     return torch.autocast(embedding_weight(model).device.type, dtype, cache_enabled=False)
 
 
+def sequence_of(model: nn.Module) -> SequenceParallel | None:
+    """The ranks that the tokens of a batch are split over, where `engine.splitting.split_over` says so."""
+    return vars(causal_model(model)).get(SPLIT_OVER)
+
+
 def score(
     model: nn.Module,
     batch: RaggedBatch,
@@ -104,6 +112,8 @@ def score(
     **options: Any,
 ) -> ScoreOutput:
     """Runs the model on a batch, on the device where both are.
+
+    Ranks that split the tokens (`engine.splitting.split_over`) call it together, with the same batch.
 
     Args:
         model: prepared by `install`, wrapped or not.
@@ -122,8 +132,21 @@ def score(
             index = index + virtual * (index // inputs["input_ids"].shape[1] + 1)
             with noisy_embeddings(causal_model(model), batch, inputs["attention_mask"]):
                 return model(**inputs, scores=replace(scores, index=index))
-        with ragged_inputs(batch) as inputs, noisy_embeddings(causal_model(model), batch):
+        sequence, inner = sequence_of(model), causal_model(model)
+        own = slice(None) if sequence is None else sequence.runs(batch.tokens)
+        with (
+            ragged_inputs(batch, sequence) as inputs,
+            noisy_embeddings(inner, batch, own=own),
+            _own_random(sequence, inner, batch.token_ids.device),
+        ):
             return model(**inputs, scores=scores)
+
+
+def _own_random(
+    sequence: SequenceParallel | None, model: nn.Module, device: torch.device
+) -> AbstractContextManager[None]:
+    """Random numbers of this rank alone, where ranks split a batch that is trained on."""
+    return nullcontext() if sequence is None or not model.training else sequence.own_random(device)
 
 
 def score_shared(

@@ -39,18 +39,21 @@ def set_noise(inner: nn.Module, alpha: float | None) -> None:
 
 
 @contextlib.contextmanager
-def noisy_embeddings(inner: Any, batch: RaggedBatch, attention_mask: Tensor | None = None) -> Iterator[None]:
+def noisy_embeddings(
+    inner: Any, batch: RaggedBatch, attention_mask: Tensor | None = None, *, own: slice = slice(None)
+) -> Iterator[None]:
     """Adds the noise in the forward that runs while the context lasts, if there is noise and the model is in training.
 
     Args:
         batch: whose tokens are embedded, end to end.
         attention_mask: [rows, longest] where it runs padded.
+        own: those of its tokens that are run here.
     """
     alpha = vars(inner).get(ALPHA)
     if not alpha or not inner.training:
         yield
         return
-    lengths = row_lengths(batch)[None] if attention_mask is None else attention_mask.sum(1, keepdim=True)
+    lengths = row_lengths(batch)[None, own] if attention_mask is None else attention_mask.sum(1, keepdim=True)
     before = vars(inner).get(LENGTHS)
     vars(inner)[LENGTHS] = lengths
     handle = None if before is not None else _hook(inner, alpha)

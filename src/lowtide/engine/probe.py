@@ -12,18 +12,21 @@ import contextlib
 import functools
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.engine.forward import causal_model, embedding_weight, install, score, vocabulary
+from lowtide.engine.attention import PLAN, ragged_inputs
+from lowtide.engine.forward import causal_model, computing, embedding_weight, install, score, vocabulary
 from lowtide.engine.heads import head_of
-from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.head import Head, Scores
+from lowtide.engine.split_plan import SplitPlan
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.varlen_attention import BACKENDS, observed_backends
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.sequence import SequenceParallel
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Largest mean difference of log-probs (nats) that rounding explains, by the dtype of the weights."""
@@ -114,6 +117,33 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
             ragged_error = leak = prefix_error = float("inf")
             failure = error
     return Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, failure)
+
+
+def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, float, Mapping[int, int]]:
+    """Runs two tiny segments whole and split over ranks, which call it together.
+
+    Args:
+        model: prepared by `install`.
+
+    Returns:
+        the mean difference between the two, the largest that rounding explains, and by the number of key and value
+        heads of a layer how often each is sent.
+
+    Raises:
+        ValueError: the attention heads of a layer do not divide by the ranks.
+    """
+    weight, inner = embedding_weight(model), causal_model(model)
+    rule = head_of(inner).score_rule(inner)
+    batch = RaggedBatch.from_segments(_rows(vocabulary(model))[:2], score_rule=rule).to(weight.device)
+    scores, found, split = Scores(batch.score_index, batch.score_target), [], None
+    with _inference(model):
+        for ranks in (None, sequence):
+            with computing(model), ragged_inputs(batch, ranks) as inputs:
+                found.append(model(**inputs, scores=scores).scored)
+                split = inputs[PLAN]
+    assert isinstance(split, SplitPlan)
+    tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
+    return _difference(*found), tolerance, split.copied
 
 
 def attention_backends(model: nn.Module) -> list[str]:

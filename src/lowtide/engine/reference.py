@@ -6,14 +6,14 @@ before training, after which no reference is resident; a frozen copy.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from lowtide.engine.adapters import adapter_of, adapters_off
 from lowtide.engine.forward import causal_model, embedding_weight, install, score_shared
 from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.heads.language_model import LanguageModel
@@ -106,21 +106,13 @@ def logprobs(
 
     Args:
         temperature: divisor of the logits.
-        head: another one gives other numbers in their place.
+        head: another one gives other numbers in their place, through its own adapter where the model has one.
     """
     training = model.training
     model.eval()
     try:
         scores = Scores(batch.score_index, batch.score_target, temperature=temperature, head=head)
-        return score_shared(model, batch, scores, padding_free=padding_free).scored
+        with adapter_of(model, head):
+            return score_shared(model, batch, scores, padding_free=padding_free).scored
     finally:
         model.train(training)
-
-
-@contextlib.contextmanager
-def adapters_off(model: Any) -> Iterator[None]:
-    """The base model of a PEFT model, wrapped by others or not."""
-    while not hasattr(model, "disable_adapter"):
-        model = model.module
-    with model.disable_adapter():
-        yield

@@ -72,6 +72,14 @@ class RowObjective:
     observe: Callable[[Any], None] | None = None
     """Called before the loss of a training step, with the statistics of the whole batch, to carry them in `running`.
     Evaluation does not call it."""
+    beside: RowObjective | None = None
+    """A second loss, which is added to this one. Each goes forward and backward by itself, through the adapter of its
+    head, so that no more is held than for one; its counts are this one's."""
+
+    @property
+    def terms(self) -> tuple[RowObjective, ...]:
+        """The losses whose sum is the loss."""
+        return (self,) if self.beside is None else (self, self.beside)
 
 
 Objective = TokenObjective | RowObjective

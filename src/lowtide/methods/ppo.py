@@ -1,9 +1,9 @@
 """Proximal policy optimization (arXiv 1707.06347; for language models 2203.02155): each token is an action, and a value
-function on the policy's trunk says what was to be expected.
+function on the policy's trunk, or on the base of its adapter, says what was to be expected.
 
 TRL 1.16 has none any more: names, defaults and metrics are those of its PPOTrainer before 1.0. It deviates in three
-ways: the value function shares the trunk rather than being a second model, moments are of all ranks together, and the
-reward stands at the last token that the policy wrote.
+ways: the value function shares the trunk, or the base, rather than being a second model, moments are of all ranks
+together, and the reward stands at the last token that the policy wrote.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lowtide.data.batches.values import KEPT, OLD, REFERENCE, RETURN, TOKEN_ADVANTAGE, VALUE
 from lowtide.engine.heads.token_value import TokenValue, ValuedTokens, WithValues
+from lowtide.engine.heads.value import TokenValues
 from lowtide.methods.learning import Learned, Learning, Rewarded, Values
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.paper import Paper
@@ -31,6 +32,7 @@ from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.ppo import (
     ESTIMATORS,
     Acted,
+    Expected,
     estimated_advantages,
     policy_losses,
     token_rewards,
@@ -38,7 +40,7 @@ from lowtide.objectives.ppo import (
     whitened,
 )
 from lowtide.ops.float64 import to_float64
-from lowtide.ops.linear_logprobs import Want
+from lowtide.ops.linear_logprobs import TokenStats, Want
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, option
 from lowtide.ragged import RaggedBatch
 
@@ -76,6 +78,11 @@ class PPOOptions(RolloutOptions):
     vf_coef: float = option(0.1, "Weight of the value function's loss.", NOT_NEGATIVE)
     gamma: float = option(1.0, "Discount of rewards a token.", SHARE)
     lam: float = option(0.95, "Weight of longer advantage estimates (GAE).", SHARE)
+    value_adapter: bool = option(
+        False,
+        "Give the value function a LoRA adapter of its own on the frozen base: it shares no trained weight with the "
+        "policy, for a second forward and backward.",
+    )
     whiten_rewards: bool = option(False, "Bring token rewards to a variance of 1.")
     missing_eos_penalty: float | None = option(
         None, "Taken from the reward of a completion that was cut off before its end token.", POSITIVE
@@ -199,55 +206,75 @@ def _moments(
     return mean, squares / max(count - 1, 1)
 
 
-def read_acted(batch: RaggedBatch, stats: ValuedTokens, reference: Tensor | None) -> Acted:
+@dataclass(frozen=True)
+class ActedAndExpected:
+    """Both, from one forward."""
+
+    acted: Acted
+    expected: Expected
+
+
+def read_acted(batch: RaggedBatch, stats: TokenStats, reference: Tensor | None = None) -> Acted:
     """The tokens of a batch whose rows are completions."""
-    known = {name: values.to(stats.values.dtype) for name, values in batch.score_values.items()}
-    return Acted(
-        stats.tokens.logprobs,
-        stats.values,
-        known[OLD],
-        known[VALUE],
-        known[TOKEN_ADVANTAGE],
-        known[RETURN],
-        batch.score_values[KEPT].bool(),
-        stats.tokens.entropies,
-    )
+    old, advantages = (batch.score_values[name].to(stats.logprobs.dtype) for name in (OLD, TOKEN_ADVANTAGE))
+    return Acted(stats.logprobs, old, advantages, batch.score_values[KEPT].bool(), stats.entropies)
 
 
-def loss(acted: Acted, counts: Counts, *, options: PPOOptions) -> Outcome:
-    """The mean over the step's tokens of the policy's loss, and of the value function's at its weight."""
-    policy, policy_clipped = policy_losses(acted, options.cliprange)
-    value, value_clipped = value_losses(acted, options.cliprange_value)
-    taking_part, ratio = acted.kept.to(policy.dtype), acted.ratio.detach()
+def read_expected(batch: RaggedBatch, stats: TokenValues | ValuedTokens, reference: Tensor | None = None) -> Expected:
+    """Likewise, what was expected before them."""
+    old, returns = (batch.score_values[name].to(stats.values.dtype) for name in (VALUE, RETURN))
+    return Expected(stats.values, old, returns, batch.score_values[KEPT].bool())
 
-    def mean(values: Tensor) -> Mean:
-        return Mean(to_float64((values.detach() * taking_part).sum()), acted.kept.sum())
 
+def read_both(batch: RaggedBatch, stats: ValuedTokens, reference: Tensor | None = None) -> ActedAndExpected:
+    return ActedAndExpected(read_acted(batch, stats.tokens), read_expected(batch, stats))
+
+
+def policy_loss(acted: Acted, counts: Counts, *, options: PPOOptions) -> Outcome:
+    """The mean over the step's tokens of the policy's loss."""
+    losses, clipped = policy_losses(acted, options.cliprange)
     means = {
-        "policy/approxkl_avg": mean(((acted.logprobs - acted.old) ** 2) / 2),
-        "policy/clipfrac_avg": mean(policy_clipped.to(policy.dtype)),
-        "loss/policy_avg": mean(policy),
-        "loss/value_avg": mean(value),
-        "val/clipfrac_avg": mean(value_clipped.to(policy.dtype)),
-        "val/ratio": mean(ratio),
+        "policy/approxkl_avg": _mean(((acted.logprobs - acted.old) ** 2) / 2, acted.kept),
+        "policy/clipfrac_avg": _mean(clipped, acted.kept),
+        "loss/policy_avg": _mean(losses, acted.kept),
+        "val/ratio": _mean(acted.ratio, acted.kept),
     }
     if acted.entropies is not None:
-        means["policy/entropy_avg"] = mean(acted.entropies)
-    total = ((policy + options.vf_coef * value) * taking_part).sum() / max(counts["kept"], 1)
-    return Outcome(total, means)
+        means["policy/entropy_avg"] = _mean(acted.entropies, acted.kept)
+    return Outcome((losses * acted.kept).sum() / max(counts["kept"], 1), means)
+
+
+def value_loss(expected: Expected, counts: Counts, *, options: PPOOptions) -> Outcome:
+    """Likewise of the value function, at its weight."""
+    losses, clipped = value_losses(expected, options.cliprange_value)
+    means = {"loss/value_avg": _mean(losses, expected.kept), "val/clipfrac_avg": _mean(clipped, expected.kept)}
+    return Outcome(options.vf_coef * (losses * expected.kept).sum() / max(counts["kept"], 1), means)
+
+
+def both_losses(both: ActedAndExpected, counts: Counts, *, options: PPOOptions) -> Outcome:
+    policy, value = policy_loss(both.acted, counts, options=options), value_loss(both.expected, counts, options=options)
+    return Outcome(policy.loss + value.loss, {**policy.means, **value.means})
+
+
+def _mean(values: Tensor, kept: Bool[Tensor, " scores"]) -> Mean:
+    """Over the tokens that take part."""
+    return Mean(to_float64((values.detach() * kept).sum()), kept.sum())
 
 
 def objective(options: PPOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
     """The losses of the options over the tokens of completions."""
-    return RowObjective(
+    policy = RowObjective(
         read=read_acted,
-        loss=partial(loss, options=options),
+        loss=partial(policy_loss, options=options),
         counts=completion_counts,
         want=Want(entropies=options.token_metrics),
         aux_coefficient=aux_coefficient,
         temperature=options.temperature,
-        head=WithValues,
     )
+    if not options.value_adapter:
+        return replace(policy, read=read_both, loss=partial(both_losses, options=options), head=WithValues)
+    value = partial(value_loss, options=options)
+    return replace(policy, beside=RowObjective(read_expected, value, completion_counts, head=TokenValue))
 
 
 ARGUMENTS = (

@@ -95,19 +95,14 @@ def whitened(
 
 @dataclass(frozen=True)
 class Acted:
-    """What is known of tokens that the policy wrote, [scores] each; all but `logprobs`, `values` and `entropies` are
-    without gradients. Log-probabilities in nats, at the temperature of sampling."""
+    """What is known of tokens that the policy wrote, [scores] each; all but `logprobs` and `entropies` are without
+    gradients. Log-probabilities in nats, at the temperature of sampling."""
 
     logprobs: Float[Tensor, " scores"]
     """Of the policy that is trained."""
-    values: Float[Tensor, " scores"]
-    """What its value function expects before each token."""
     old: Float[Tensor, " scores"]
-    """Log-probabilities of the policy that wrote them; likewise `old_values`."""
-    old_values: Float[Tensor, " scores"]
+    """Of the policy that wrote them."""
     advantages: Float[Tensor, " scores"]
-    returns: Float[Tensor, " scores"]
-    """What should have been expected."""
     kept: Bool[Tensor, " scores"]
     """Whether a token takes part: it does not in a completion that nothing rewarded."""
     entropies: Float[Tensor, " scores"] | None = None
@@ -118,6 +113,20 @@ class Acted:
         return torch.exp(self.logprobs - self.old)
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What was expected before these tokens, [scores] each; all but `values` are without gradients."""
+
+    values: Float[Tensor, " scores"]
+    """Of the value function that is trained."""
+    old: Float[Tensor, " scores"]
+    """Of the value function when they were written."""
+    returns: Float[Tensor, " scores"]
+    """What should have been expected."""
+    kept: Bool[Tensor, " scores"]
+    """As of `Acted`."""
+
+
 def policy_losses(acted: Acted, cliprange: float) -> tuple[Float[Tensor, " scores"], Bool[Tensor, " scores"]]:
     """The larger of the plain and the clipped loss of each token (equation 7), and where that is the clipped one."""
     plain = -acted.advantages * acted.ratio
@@ -125,9 +134,9 @@ def policy_losses(acted: Acted, cliprange: float) -> tuple[Float[Tensor, " score
     return torch.maximum(plain, within), within > plain
 
 
-def value_losses(acted: Acted, cliprange: float) -> tuple[Float[Tensor, " scores"], Bool[Tensor, " scores"]]:
+def value_losses(expected: Expected, cliprange: float) -> tuple[Float[Tensor, " scores"], Bool[Tensor, " scores"]]:
     """Half the squared error of each value, the larger one of the value itself and of one that has moved no further
     than `cliprange`; and where that is the latter."""
-    moved = acted.old_values + (acted.values - acted.old_values).clamp(-cliprange, cliprange)
-    plain, within = (acted.values - acted.returns) ** 2, (moved - acted.returns) ** 2
+    moved = expected.old + (expected.values - expected.old).clamp(-cliprange, cliprange)
+    plain, within = (expected.values - expected.returns) ** 2, (moved - expected.returns) ** 2
     return torch.maximum(plain, within) / 2, within > plain

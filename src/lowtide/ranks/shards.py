@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lowtide.compat.deepspeed import gathered, is_partitioned, shape_of
-from lowtide.compat.torch import fully_sharded_modules
+from lowtide.compat.torch import fully_sharded_modules, subclassed
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -32,14 +32,15 @@ def whole_shape(tensor: Tensor) -> torch.Size:
 
 def local_of(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies on this rank, without a copy; all of one that is not sharded."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_of(tensor: Tensor) -> Tensor:
     """All of a tensor, gathered from the shards; every rank asks for it together."""
     if is_partitioned(tensor):
         return gathered(tensor)
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -107,8 +108,8 @@ class LocalShard(nn.Parameter):
     """The parameter, a `DTensor`."""
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> LocalShard:
-        made = torch.Tensor._make_subclass(cls, local_of(parameter), True)
+    def of(cls, parameter: Any) -> LocalShard:
+        made = subclassed(cls, local_of(parameter), True)
         made.whole = parameter
         return made
 

@@ -197,7 +197,7 @@ def _why_padded(found: Probe) -> str:
 
 
 def _place(model: nn.Module, args: TrainingConfig) -> None:
-    """Moves the model, or its shard, to where it will run, so that it is proved there; one that is placed stays."""
+    """Moves the model, or its shard, to where it will run, to be proved there; one that is placed already stays."""
     inner = causal_model(model)
     if args.sharding.by_deepspeed:
         _take_dtype(model, zero_config(model, args))

@@ -42,7 +42,6 @@ from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.rollout import Rollout
 from lowtide.run.vllm import make_vllm_generator
 from lowtide.step.rank_sync import RankSync
-from lowtide.step.recovery import surviving_scores
 from lowtide.step.runner import StepRunner
 
 logger = logging.getLogger(__name__)
@@ -172,7 +171,8 @@ class RolloutMaker:
 
     def _generate(self, requests: Sequence[Request], conversations: Conversations | None) -> list[list[Completion]]:
         """What a generator writes; again with half as many tokens at a time where memory runs out."""
-        sampling, gather = self.options.sampling(self.stop_ids), self.options.ds3_gather_for_generation
+        sampling = self.options.sampling(self.stop_ids)
+        gather = cast(bool | int, self.options.ds3_gather_for_generation)
         while True:
             try:
                 with weights_for_writing(self.runner.model, gather):
@@ -321,8 +321,7 @@ class RolloutMaker:
             return torch.zeros(0)
         how = {"padding_free": self.runner.padding_free, "temperature": self.options.scored_at, "head": head}
         model = self.runner.model
-        limits, together = self.runner.limits_of(batch), self.runner.together
-        return surviving_scores(batch, limits, lambda part: logprobs(model, part, **how), together=together)
+        return self.runner.scored(batch, lambda part: logprobs(model, part, **how))
 
     def _finish(self, made: Made, group: int, epoch: float) -> None:
         """What is learned, and metrics over all ranks."""

@@ -19,8 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.compat.torch import FakeTensor
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
+from lowtide.engine.adapters import add_adapter_of, check_second_adapter
 from lowtide.engine.forward import causal_model, vocabulary
+from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.token_value import TokenValue
 from lowtide.engine.positions import position_table
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
@@ -62,6 +65,8 @@ class Inputs:
     formatting_func: Callable | None = None
     needs_tokenizer: bool = True
     """False where the rows are token rows already."""
+    adapts: bool = True
+    """False puts no adapter on the model, not even one that an option asks for: it is not trained."""
 
 
 class TrainingRun:
@@ -97,6 +102,9 @@ class TrainingRun:
     def _loaded(self) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
         """The model as it will be trained, and the tokenizer."""
         args, inputs, method = self.args, self.inputs, self.method
+        beside = head_with_adapter(args) if inputs.adapts else None
+        if beside is not None:
+            check_second_adapter(inputs.peft_config)
         model, tokenizer = load_inputs(
             inputs.model,
             args,
@@ -106,9 +114,12 @@ class TrainingRun:
             head=method.head,
             needs_tokenizer=inputs.needs_tokenizer and not self.skips_preparation,
         )
-        self._attach_head(model)
+        if beside is None:
+            self._attach_head(model)
         if inputs.peft_config is not None:
-            model = self._adapted(model, adapters_of(method, inputs.peft_config))
+            model = self._adapted(model, adapters_of(method, args, inputs.peft_config))
+        if beside is not None:
+            add_adapter_of(model, beside)
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
         check_kind(model, head=method.head)
@@ -225,8 +236,16 @@ class TrainingRun:
         )
 
 
-def adapters_of(method: Method, peft_config: Any) -> Any:
-    """The configuration of adapters as a method needs it: a head that is new is trained whole, by nothing else."""
+def head_with_adapter(args: Any) -> type[Head] | None:
+    """The head that has an adapter of its own, beside the policy's."""
+    return TokenValue if getattr(args, "value_adapter", False) else None
+
+
+def adapters_of(method: Method, args: Any, peft_config: Any) -> Any:
+    """The configuration of the policy's adapters as a method needs it: a new head that is read through them is trained
+    whole."""
+    if head_with_adapter(args) is not None:
+        return peft_config
     task = getattr(peft_config, "task_type", None)
     added, known = method.head.added_module, list(getattr(peft_config, "modules_to_save", None) or [])
     if added is not None and added not in known:

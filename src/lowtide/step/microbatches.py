@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide.data.batches.values import REFERENCE
-from lowtide.engine.forward import score_shared
+from lowtide.engine.adapters import adapter_of
+from lowtide.engine.forward import score_shared, sequence_of
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.world import distributed
 from lowtide.step.metrics import Totals
 from lowtide.step.rank_sync import RankSync, random_state, set_random_state
@@ -42,10 +44,34 @@ class Models:
     together: bool = False
     """Each forward is one of all ranks, since it gathers weights that are sharded."""
 
+    @property
+    def sequence(self) -> SequenceParallel | None:
+        """The ranks that hold the same rows and split their tokens; None where each rank has rows of its own."""
+        return sequence_of(self.policy)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same rows."""
+        return 1 if self.sequence is None else self.sequence.size
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether other ranks wait for this one within a forward, so that none can repeat one by itself."""
+        return self.together or self.copies > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank adds to the metrics: of those that hold the same rows, the first does."""
+        return self.sequence is None or self.sequence.rank == 0
+
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
         """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
         with self.around():
             return score_shared(self.policy, batch, scores, padding_free=self.padding_free)
+
+    def adapter_of(self, objective: Objective | OwnLoss) -> AbstractContextManager:
+        """Entered for forward and backward of an objective: the adapter that its head is read through is active."""
+        return adapter_of(self.policy, getattr(objective, "head", None))
 
     def referred(self, batch: RaggedBatch, objective: RowObjective) -> Tensor | None:
         """[scores]: the reference's log-probabilities of one micro-batch, for an objective that wants them."""
@@ -65,6 +91,7 @@ class MicrobatchRun:
     objective: Any
     counts: Counts
     ranks: int
+    """Those with rows of their own; ranks that hold the same rows are one."""
     accumulate: bool
 
     def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
@@ -168,10 +195,10 @@ class WholeRun(MicrobatchRun):
         """
         leaves: list[Tensor] = []
         rows: list[Any] = []
-        with self.sync.local():
+        with self.sync.local(waited_for=self.models.waited_for):
             self._first_pass(leaves, rows)
         self.sync.meet(self.device)
-        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows))))
+        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows), self.models.sequence)))
         self.slopes = iter(torch.autograd.grad(outcome.loss, leaves))
         self.loss = outcome.loss.detach()
         self.totals.take_outcome(outcome)
@@ -230,17 +257,23 @@ def join_rows(rows: Sequence[Any]) -> Any:
     return type(first)(**joined)
 
 
-def gathered_rows(rows: Any) -> list[Any]:
-    """Statistics of this rank's rows, with gradients, and those of the other ranks, in the order of ranks."""
+def gathered_rows(rows: Any, sequence: SequenceParallel | None = None) -> list[Any]:
+    """Statistics of this rank's rows, with gradients, and those of the other ranks, in the order of ranks.
+
+    Args:
+        sequence: the ranks that hold the same rows as this one, which are taken once.
+    """
     if not distributed():
         return [rows]
     detached = {each.name: getattr(rows, each.name) for each in fields(rows)}
     mine = {name: None if value is None else value.detach().cpu() for name, value in detached.items()}
+    leader = dist.get_rank() if sequence is None else sequence.leader
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    dist.all_gather_object(everyones, (leader, mine))
     device = next(value.device for value in detached.values() if value is not None)
-    others = [
-        type(rows)(**{name: None if value is None else value.to(device) for name, value in each.items()})
-        for each in everyones
-    ]
-    return [rows if rank == dist.get_rank() else each for rank, each in enumerate(others)]
+    others = {
+        rank: type(rows)(**{name: None if value is None else value.to(device) for name, value in each.items()})
+        for rank, (first, each) in enumerate(everyones)
+        if rank == first
+    }
+    return [rows if rank == leader else each for rank, each in others.items()]

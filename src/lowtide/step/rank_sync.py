@@ -28,6 +28,11 @@ from lowtide.ranks.world import distributed
 
 HEAD = "linear_logprobs.py"
 """The file whose frames mean that the failure fell into the head."""
+WAITED_FOR = (
+    "Ranks with sharded weights, or that split sequences, wait for one another within a step, which is therefore not "
+    "repeated: lower `tokens_per_microbatch` or `per_device_train_batch_size`, or take more ranks"
+)
+"""What to do where memory runs out on a rank that others wait for."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +109,22 @@ class RankSync:
     """Any other than an exhausted memory, or one that says by itself what to do about it."""
 
     @contextlib.contextmanager
-    def local(self) -> Iterator[None]:
-        """Around what this rank does by itself: an error ends it, and is kept until ranks meet."""
+    def local(self, *, waited_for: bool = False) -> Iterator[None]:
+        """Around what this rank does by itself: an error ends it, and is kept until ranks meet.
+
+        Args:
+            waited_for: other ranks wait inside for what this one computes, as where they split sequences; an error
+                is then raised at once, so that they need not wait for ever. A loss that is no number all of them see.
+
+        Raises:
+            OutOfMemory: this rank ran out of memory while others wait for it.
+        """
         try:
             yield
         except Exception as error:
             if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+                if waited_for and not isinstance(error, NotFinite):
+                    raise
                 self.error = error
                 return
             largest = LargestTensors(torch.device("cpu") if self.part is None else self.part.token_ids.device)
@@ -120,6 +135,9 @@ class RankSync:
             rows = tuple(self.part.row_tokens) if self.part is not None else ()
             self.failure = Failure(phase, self.micro_batch, rows, first_line(error), largest.text())
             self.part = None
+        if waited_for and self.failure is not None:
+            self.remedy = WAITED_FOR
+            raise self._exhausted()
 
     def _phase(self, trace: TracebackType | None) -> str:
         in_head = any(frame.f_code.co_filename.endswith(HEAD) for frame, _ in traceback.walk_tb(trace))
@@ -155,10 +173,14 @@ class RankSync:
         if worst == End.NOT_FINITE:
             raise NotFinite
         if worst == End.OUT_OF_MEMORY:
-            text = str(self.failure or "another rank ran out of memory")
-            if self.remedy:
-                text = f"{'out of memory ' if self.failure else ''}{text}. {self.remedy}"
-            raise OutOfMemory(text, self.failure)
+            raise self._exhausted()
+
+    def _exhausted(self) -> OutOfMemory:
+        """What says that memory ran out, and where it was on this rank."""
+        text = str(self.failure or "another rank ran out of memory")
+        if self.remedy:
+            text = f"{'out of memory ' if self.failure else ''}{text}. {self.remedy}"
+        return OutOfMemory(text, self.failure)
 
 
 def worst_of_ranks(end: int, device: torch.device) -> int:

@@ -48,7 +48,8 @@ def surviving_step(
         the loss, and the limits that it took, for the steps to come.
 
     Raises:
-        OutOfMemory: a micro-batch of one row does not fit; names the row's length, the phase and what to change.
+        OutOfMemory: a micro-batch of one row does not fit; names the row's length, the phase and what to change. Or
+            ranks wait for one another within a forward, so that the step cannot be repeated.
     """
     before = StepSnapshot(objective, batch.token_ids.device)
     while True:
@@ -56,6 +57,8 @@ def surviving_step(
         try:
             loss = train_step(models, batch, objective, limits=limits, totals=attempt, plan=plan)
         except OutOfMemory as error:
+            if models.waited_for:
+                raise
             failed = error.with_traceback(None)  # its frames hold the tensors that did not fit
         else:
             totals.take_over(attempt)
@@ -109,14 +112,17 @@ def _sizes(limits: Limits, batch: RaggedBatch) -> tuple[int, int]:
     return max(map(batch.tokens_of, batch.plan_split(limits.tokens, limits.rows))), max(batch.row_tokens)
 
 
-def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer, *, together: bool = False) -> Tensor:
+def surviving_scores(
+    batch: RaggedBatch, limits: Limits, scorer: Scorer, *, alone: bool = True, together: bool = False
+) -> Tensor:
     """`score_in_parts`, repeated with half the token budget for as long as it runs out of memory.
 
     Each rank repeats by itself: nothing is exchanged in a pass without gradients. The limits of the steps to come are
     left alone, since an update takes more and finds out for itself.
 
     Args:
-        together: the scorer's forwards are of all ranks together, none of which can repeat one by itself.
+        alone: False where others wait for this rank inside of a forward, so nothing is repeated.
+        together: the forwards are of all ranks, which call this equally often.
 
     Raises:
         OutOfMemory: one row does not fit.
@@ -125,7 +131,7 @@ def surviving_scores(batch: RaggedBatch, limits: Limits, scorer: Scorer, *, toge
         try:
             return score_in_parts(batch, limits, scorer)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not (alone and is_out_of_memory(error)):
                 raise
             said = first_line(error)
             drop_frames(error)

@@ -152,6 +152,11 @@ class StepRunner:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether other ranks wait for this one within a forward."""
+        return self.models().waited_for
+
     def models(self, model: nn.Module | None = None) -> Models:
         """What a micro-batch runs through; `model` in place of the policy, a wrapper of it say."""
         policy = self.model if model is None else model
@@ -191,7 +196,7 @@ class StepRunner:
         freed = {} if self.in_backward is None else {"around_last": self.in_backward.steps.norm_pass}
         with self.updater.rehearsing(self.model) as quietly:
             plan = replace(self._plan(), finite=False, **freed, **quietly)
-            models, totals = self.models(), Totals()
+            models, totals = replace(self.models(), together=self.together and not quietly), Totals()
             _, limits = surviving_step(models, batch, self.objective, limits=self.limits, totals=totals, plan=plan)
         if limits != self.limits:
             self.token_budget = limits.tokens
@@ -232,7 +237,12 @@ class StepRunner:
     def reference_logprobs(self, batch: RaggedBatch, limits: Limits) -> Tensor:
         """[scores]: the reference's log-probabilities of a batch, in micro-batches within the limits."""
         assert self.reference is not None, "there is no reference"
-        return surviving_scores(batch, limits, self.reference, together=self.together)
+        return self.scored(batch, self.reference, limits)
+
+    def scored(self, batch: RaggedBatch, scorer: Scorer, limits: Limits | None = None) -> Tensor:
+        """[scores]: what a forward without gradients gives, in micro-batches within the limits of a step, or others."""
+        limits = self.limits_of(batch) if limits is None else limits
+        return surviving_scores(batch, limits, scorer, alone=not self.waited_for, together=self.together)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
-from lowtide.objectives.outcome import Counts
+from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.float64 import float64_device
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
@@ -71,9 +71,13 @@ class BackwardPlan:
     """Puts in order what a step that was left in the middle leaves behind, beside gradients."""
 
 
-def agree(counts: Counts, pieces: int, device: torch.device) -> tuple[Counts, int, int]:
+def agree(counts: Counts, pieces: int, device: torch.device, copies: int = 1) -> tuple[Counts, int, int]:
     """(counts of all ranks added up, micro-batches that each rank runs, ranks), in one exchange; no micro-batches where
-    one rank says that it could not cut its batch."""
+    one rank says that it could not cut its batch.
+
+    Args:
+        copies: so many ranks hold the same rows, and count as one.
+    """
     if not distributed():
         return counts, pieces, 1
     mine = torch.tensor([*counts.values(), pieces], dtype=torch.float64, device=float64_device(device))
@@ -82,7 +86,8 @@ def agree(counts: Counts, pieces: int, device: torch.device) -> tuple[Counts, in
     table = torch.stack(everyones)
     each = table[:, -1]
     pieces = int(each.max()) if each.min() else 0
-    return dict(zip(counts, table[:, :-1].sum(0).tolist(), strict=True)), pieces, len(everyones)
+    totals = (table[:, :-1].sum(0) / copies).tolist()
+    return dict(zip(counts, totals, strict=True)), pieces, len(everyones) // copies
 
 
 def train_step(
@@ -112,29 +117,29 @@ def train_step(
         NotFinite: the loss of this rank or of another is not finite; likewise.
     """
     models = model if isinstance(model, Models) else Models(model)
-    totals = Totals() if totals is None else totals
+    totals = totals if totals is not None and models.leads else Totals()
     sync = RankSync("baseline", part=batch)
     batch, known = _synced_baseline(sync, models, batch, objective, limits)
     pieces = 0
     with sync.local():
         pieces = len(batch.plan_split(limits.tokens, limits.rows))
-    counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device)
+    counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device, models.copies)
     if not pieces:
         sync.meet(batch.token_ids.device)
     parts = batch.split(limits.tokens, limits.rows, pieces=pieces)
+    shared = (counts, ranks, plan.accumulate)
     if isinstance(objective, TokenObjective):
-        run: MicrobatchRun = TokenRun(models, objective, counts, ranks, plan.accumulate, plan.grad_scale)
+        runs: list[MicrobatchRun] = [TokenRun(models, objective, *shared, plan.grad_scale)]
     elif isinstance(objective, OwnLoss):
-        run = OwnRun(models, objective, counts, ranks, plan.accumulate, totals)
+        runs = [OwnRun(models, objective, *shared, totals)]
     elif objective.whole and (len(parts) > 1 or ranks > 1):
-        run = WholeRun(models, objective, counts, ranks, plan.accumulate, totals, parts, sync)
+        runs = [WholeRun(models, objective, *shared, totals, parts, sync)]
     else:
-        run = RowRun(models, objective, counts, ranks, plan.accumulate, totals)
-    run.begin()
+        runs = [RowRun(models, term, *shared, totals) for term in objective.terms]
+    runs[0].begin()
     loss, exchange_gradients = torch.zeros(()), _nothing
-    alone = plan.exchange is not None or ranks == 1
-    with sync.local() if alone else contextlib.nullcontext():
-        loss = _forward_and_backward(run, batch, parts, plan, sync, totals)
+    with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
+        loss = _forward_and_backward(runs, batch, parts, plan, sync, totals)
     with sync.local():
         if plan.finite and not sync.failed:
             check_finite(loss)
@@ -147,32 +152,36 @@ def train_step(
 
 
 def _forward_and_backward(
-    run: MicrobatchRun,
+    runs: Sequence[MicrobatchRun],
     batch: RaggedBatch,
     parts: Sequence[RaggedBatch],
     plan: BackwardPlan,
     sync: RankSync,
     totals: Totals,
 ) -> Tensor:
-    """The loss of a batch, from its micro-batches one after the other.
+    """The loss of a batch, from its micro-batches one after the other, and of each one loss after the other.
 
     A function of its own, so that after a failure its variables, and with them the graph of a micro-batch, can be
     dropped before anything else is done.
     """
     losses: list[Tensor] = []
     for number, part in enumerate(parts):
-        sync.phase, sync.micro_batch, sync.part = "forward", number, part
+        sync.micro_batch, sync.part = number, part
         last = number == len(parts) - 1
         quiet = contextlib.nullcontext() if last and plan.exchange is None else plan.no_sync()
         with quiet, plan.around_last() if last else contextlib.nullcontext():
-            output, loss = run(number, part)
-            if output.aux_loss is not None and part.scores:
-                loss = loss + run.objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)
-            sync.phase = "backward"
-            plan.backward(loss)
-        losses.append(loss.detach())
-        totals.take_in(output, part)
-    return run.reported(torch.stack(losses).sum())
+            for run in runs:
+                sync.phase = "forward"
+                with run.models.adapter_of(run.objective):
+                    output, loss = run(number, part)
+                    if output.aux_loss is not None and part.scores:
+                        loss = loss + run.objective.aux_coefficient * output.aux_loss * (part.tokens / batch.tokens)
+                    sync.phase = "backward"
+                    plan.backward(loss)
+                losses.append(loss.detach())
+                if run is runs[0]:
+                    totals.take_in(output, part)
+    return runs[0].reported(torch.stack(losses).sum())
 
 
 def _nothing() -> None:
@@ -193,22 +202,25 @@ def evaluate_batch(
     Where forwards are of all ranks together, every rank calls this, or `accompany`, equally often.
     """
     models = model if isinstance(model, Models) else Models(model)
+    totals = totals if models.leads else Totals()
     batch, known = _baseline(models, batch, objective, limits)
     counts = {**objective.counts(batch), **known}
-    results, rows = [], []
     parts = batch.split(limits.tokens, limits.rows)
-    for part in parts:
-        output = models.forward(part, scores_of(part, objective, accumulate=False))
+    turns = _turns(models, batch, parts)
+    results = _outputs(models, turns, objective)[: len(parts)]
+    for part, output in results:
         totals.take_in(output, part)
-        results.append((part, output))
         if isinstance(objective, TokenObjective):
             assert output.loss is not None
             totals.add_mean("loss", output.loss, part.scores)
-        else:
-            rows.append(objective.read(part, output.stats, models.referred(part, objective)))
-    accompany(models, batch, objective, len(parts))
     if isinstance(objective, RowObjective):
-        outcomes = [objective.loss(each, counts) for each in ([join_rows(rows)] if objective.whole else rows)]
+        outcomes: list[Outcome] = []
+        for term in objective.terms:
+            outputs = results if term is objective else _outputs(models, turns, term)[: len(parts)]
+            references = _referred(models, turns, term)[: len(parts)]
+            pairs = zip(outputs, references, strict=True)
+            rows = [term.read(part, output.stats, reference) for (part, output), reference in pairs]
+            outcomes += [term.loss(each, counts) for each in ([join_rows(rows)] if term.whole else rows)]
         totals.add_mean("loss", torch.stack([each.loss for each in outcomes]).sum() * batch.rows, batch.rows)
         for outcome in outcomes:
             totals.take_outcome(outcome)
@@ -216,20 +228,39 @@ def evaluate_batch(
 
 
 @torch.no_grad()
-def accompany(models: Models, batch: RaggedBatch, objective: Objective, parts: int = 0) -> None:
-    """Takes part in the forwards of an evaluation that other ranks still run, where forwards are of all together.
+def accompany(models: Models, batch: RaggedBatch, objective: Objective) -> None:
+    """Takes part in the forwards of an evaluation that other ranks run, where forwards are of all together.
 
     Args:
         batch: what a row that is not scored is taken from.
-        parts: forwards that this rank has run of its own.
     """
     if not models.together:
         return
-    idle = batch.idle()
-    for _ in range(worst_of_ranks(parts, batch.token_ids.device) - parts):
-        models.forward(idle, scores_of(idle, objective, accumulate=False))
-        if isinstance(objective, RowObjective):
-            models.referred(idle, objective)
+    _baseline(models, batch.idle(), objective, Limits())
+    turns = _turns(models, batch, [])
+    for term in objective.terms if isinstance(objective, RowObjective) else [objective]:
+        _outputs(models, turns, term)
+        if isinstance(term, RowObjective):
+            _referred(models, turns, term)
+
+
+def _turns(models: Models, batch: RaggedBatch, parts: Sequence[RaggedBatch]) -> list[RaggedBatch]:
+    """The forwards of an evaluation: its micro-batches and, where forwards are of all ranks together, as many more with
+    nothing scored as another rank has more of them."""
+    if not models.together:
+        return [*parts]
+    return [*parts, *[batch.idle()] * (worst_of_ranks(len(parts), batch.token_ids.device) - len(parts))]
+
+
+def _referred(models: Models, turns: Sequence[RaggedBatch], objective: RowObjective) -> list[Tensor | None]:
+    return [models.referred(part, objective) for part in turns]
+
+
+def _outputs(
+    models: Models, parts: Sequence[RaggedBatch], objective: Objective
+) -> list[tuple[RaggedBatch, ScoreOutput]]:
+    with models.adapter_of(objective):
+        return [(part, models.forward(part, scores_of(part, objective, accumulate=False))) for part in parts]
 
 
 def _synced_baseline(
@@ -238,7 +269,7 @@ def _synced_baseline(
     if isinstance(objective, TokenObjective | OwnLoss) or objective.baseline is None:
         return batch, {}
     found: tuple[RaggedBatch, Counts] = (batch, {})
-    with sync.local():
+    with sync.local(waited_for=models.waited_for):
         found = _baseline(models, batch, objective, limits)
     sync.meet(batch.token_ids.device)
     return found

@@ -287,8 +287,8 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
                 continue
             batch = batch if count == batch.rows else batch.select_rows(range(count))
             sync.micro_batch, sync.part = number, batch
-            alone = contextlib.nullcontext() if self.runner.together else sync.local()
-            with alone, self.phases.during("evaluation"), self.compute_loss_context_manager():
+            local = sync.local(waited_for=self.runner.waited_for)
+            with local, self.phases.during("evaluation"), self.compute_loss_context_manager():
                 if isinstance(kept, PaddedPredictions):
                     own = kept if wanted else None
                     self.evaluate_plainly(model, batch, totals, self.runner.evaluation_limits, own)

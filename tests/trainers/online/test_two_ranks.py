@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.online_runs import LOSSES, assert_near, loss_options, trained, weights
+from tests.support.parity_world import lora
 from tests.support.processes import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -17,6 +18,12 @@ METHODS = {
     "GRPO scaled by the batch": {"num_generations": 2, "scale_rewards": "batch", "num_iterations": 2},
     "OnlineDPO": {"num_generations": 2, "missing_eos_penalty": 0.5},
     "PPO": {"num_generations": 1, "num_ppo_epochs": 2, "whiten_rewards": True},
+    "PPO with an adapter of values": {
+        "num_generations": 1,
+        "num_ppo_epochs": 2,
+        "value_adapter": True,
+        "arguments": {"peft_config": lora()},
+    },
     "RLOO": {"num_generations": 2, "normalize_advantages": True},
 }
 

@@ -89,6 +89,8 @@ class Head(ABC):
     """The module that starts from random weights where the saved model has none; None if it has to be saved."""
     added_module: ClassVar[str | None] = None
     """The module that `attach` adds to a model, which PEFT trains whole; None if none."""
+    adapter: ClassVar[str | None] = None
+    """The adapter that it is read through, on a model that has one of this name; None for the policy's."""
     task_type: ClassVar[str]
     """What PEFT calls the task."""
     pipeline: ClassVar[str]

@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import load_balancing_loss
+from lowtide.engine.attention import PLAN
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body
+from lowtide.engine.split_plan import SplitPlan
 
 
 def install_head(model: PreTrainedModel) -> None:
@@ -51,15 +53,18 @@ def _forward_scores(
         kwargs["output_router_logits"] = True
     kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
     outputs = body(model)(*args, **kwargs, use_cache=False)
-    found = head.outputs(model, outputs[0].flatten(0, -2), scores)
+    read, plan = functools.partial(head.outputs, model, outputs[0].flatten(0, -2)), kwargs.get(PLAN)
+    split = plan if isinstance(plan, SplitPlan) else None
+    found = read(scores) if split is None else split.scored(scores, read)
     if scores.aux_loss:
-        found.aux_loss = _load_balancing_loss(model, outputs, kwargs.get("attention_mask"))
+        routed = outputs.router_logits if split is None else split.of_all_tokens(outputs.router_logits)
+        found.aux_loss = _load_balancing_loss(model, routed, kwargs.get("attention_mask"))
     return found
 
 
-def _load_balancing_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
-    """The model family's own auxiliary loss, over the real tokens of this forward."""
+def _load_balancing_loss(model: PreTrainedModel, routed: Any, attention_mask: Tensor | None) -> Tensor:
+    """The model family's own auxiliary loss, over the real tokens of this forward; `routed` [tokens, experts] each."""
     config = model.config.get_text_config()
     experts = getattr(model, "num_experts", None) or getattr(config, "num_experts", None) or config.num_local_experts
     chosen = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
-    return load_balancing_loss(model, outputs.router_logits, experts, chosen, attention_mask)
+    return load_balancing_loss(model, routed, experts, chosen, attention_mask)

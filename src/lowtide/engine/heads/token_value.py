@@ -2,8 +2,9 @@
 states that its log-probability is from.
 
 The value function is a linear layer on the model's trunk, `value_head`, which `attach` adds: it is saved and loaded
-with the model's weights, and PEFT trains it whole beside adapters. These heads are no entries of `engine.heads.HEADS`:
-who asks names them, and to all others the model stays a language model.
+with the model's weights, and PEFT trains it whole beside adapters. The trunk is the policy's. Where the value function
+has an adapter of its own (`engine.adapters`), it is the base with that adapter, and values are read alone. These heads
+are no entries of `engine.heads.HEADS`: who asks names them, and to all others the model stays a language model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from lowtide.ops.linear_logprobs import TokenStats
 
 VALUE_HEAD = "value_head"
 """The module's name in the model."""
+VALUE_ADAPTER = "value_function"
+"""The name of an adapter that the value function has of its own. PEFT finds an adapter's weights by its name anywhere
+in theirs, so that a plain `value` would also find those of layers that are called so."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class WithValues(LanguageModel):
 
 class TokenValue(WithValues):
     """The values alone; nothing meets the vocabulary."""
+
+    adapter = VALUE_ADAPTER
 
     @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ValueOutput:  # type: ignore[override]

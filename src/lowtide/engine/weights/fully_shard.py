@@ -113,7 +113,11 @@ def until_all_end(model: nn.Module) -> Iterator[None]:
     """While it lasts, ranks tell each other before each forward that one follows; at the end, this rank takes part in
     those of the others."""
     device = next(model.parameters()).device
-    hook = model.register_forward_pre_hook(lambda *_: None if _one_goes_on(device, True) else None)
+
+    def goes_on(*_: Any) -> None:
+        _one_goes_on(device, True)
+
+    hook = model.register_forward_pre_hook(goes_on)
     try:
         yield
     finally:

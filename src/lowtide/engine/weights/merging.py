@@ -140,7 +140,8 @@ def effective_weights(
     wrapper: Any = module
     tuners: list[Any] = []
     if isinstance(module, ModulesToSaveWrapper):
-        module = wrapper.modules_to_save[wrapper.active_adapters[0]]
+        active = wrapper.active_adapters  # none where another adapter alone has a copy
+        module = wrapper.modules_to_save[active[0]] if active else wrapper.original_module
     elif isinstance(module, TrainableTokensWrapper):
         module = wrapper.token_adapter
     while isinstance(module, BaseTunerLayer):

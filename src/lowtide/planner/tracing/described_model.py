@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
+from lowtide.engine.adapters import add_adapter_of
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.loading import adapt
@@ -58,6 +59,8 @@ class DescribedModel:
     quantization_config: Any = None
     peft_config: Any = None
     """As the method puts it on the model; None without adapters."""
+    beside: type[Head] | None = None
+    """The head that has an adapter of its own beside these."""
 
     @property
     def layers(self) -> int:
@@ -83,7 +86,10 @@ class DescribedModel:
             model = self._made(layers)
             if self.peft_config is None:
                 return model
-            return adapt(model, copy.deepcopy(self.peft_config), gradient_checkpointing=False)
+            adapted = adapt(model, copy.deepcopy(self.peft_config), gradient_checkpointing=False)
+            if self.beside is not None:
+                add_adapter_of(adapted, self.beside)
+            return adapted
 
     def layers_alike(self) -> bool:
         """Whether a trace of `TRACED_LAYERS` layers has the parameters of all of them.
@@ -92,7 +98,7 @@ class DescribedModel:
             ValueError: the adapters find no place in the model.
         """
         adapters = None if self.peft_config is None else sorted(self.peft_config.to_dict().items())
-        key = repr((self.config.to_json_string(use_diff=False), self.dtype, self.head.__name__, adapters))
+        key = repr((self.config.to_json_string(use_diff=False), self.dtype, self.head.__name__, adapters, self.beside))
         if key not in _known:
             _known[key] = self._found_alike()
         return _known[key]

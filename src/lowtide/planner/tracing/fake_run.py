@@ -46,7 +46,7 @@ from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
 from lowtide.run.optimizers import make_optimizer
-from lowtide.run.training_run import Inputs, TrainingRun, adapters_of
+from lowtide.run.training_run import Inputs, TrainingRun, adapters_of, head_with_adapter
 from lowtide.spelling import check_arguments_known
 from lowtide.step.heaviest import heaviest_rows, rows_in_a_step
 from lowtide.step.metrics import Totals
@@ -164,13 +164,15 @@ class FakeRun:
     @property
     def model(self) -> DescribedModel:
         """What is trained."""
-        adapters = None if self.peft_config is None else adapters_of(self.method, copy.deepcopy(self.peft_config))
-        return DescribedModel(self.described, self._dtype, self.method.head, self.quantization_config, adapters)
+        adapters, beside = copy.deepcopy(self.peft_config), None
+        if adapters is not None:
+            adapters, beside = adapters_of(self.method, self.config, adapters), head_with_adapter(self.config)
+        return DescribedModel(self.described, self._dtype, self.method.head, self.quantization_config, adapters, beside)
 
     def assembled(self) -> TrainingRun:
         """The run with its rows prepared, of one layer, which no adapter is put on."""
         with faked():
-            return self._assembled(self.model.of_layers(1), None)
+            return self._assembled(self.model.of_layers(1), None, adapts=False)
 
     def layout(self) -> Layout:
         """The parameters of the whole model, adapters included."""
@@ -283,7 +285,7 @@ class FakeRun:
             name = getattr(self.described, "dtype", None) or "float32"
         return getattr(torch, str(name).removeprefix("torch."))
 
-    def _assembled(self, model: nn.Module, peft_config: Any) -> TrainingRun:
+    def _assembled(self, model: nn.Module, peft_config: Any, *, adapts: bool = True) -> TrainingRun:
         args = copy.deepcopy(self.config)
         args.model_init_kwargs = None  # the model is there
         inputs = Inputs(
@@ -291,6 +293,7 @@ class FakeRun:
             self.processing_class,
             copy.deepcopy(peft_config),  # PEFT writes into it what it finds in this model
             needs_tokenizer=not self.prepared,
+            adapts=adapts,
         )
         run = TrainingRun(self.method, args, inputs)
         with without_modes():

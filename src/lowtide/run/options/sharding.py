@@ -104,7 +104,7 @@ def _from_fields(fsdp: Any, fsdp_config: Any, ranks: int) -> Sharding | None:
         return None
     words = " ".join(map(str, fsdp)) if isinstance(fsdp, list | tuple) else fsdp
     words = True if str(words).lower() == "true" else words
-    config = loaded(fsdp_config) if isinstance(fsdp_config, str | os.PathLike) else dict(fsdp_config or {})
+    config = loaded(os.fspath(fsdp_config)) if isinstance(fsdp_config, str | os.PathLike) else dict(fsdp_config or {})
     config = {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
     _check_keys(config)
     return _read(words, config, ranks)

@@ -58,11 +58,6 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     without_effect: ClassVar[dict[str, str]] = WITHOUT_EFFECT
     """Options that are accepted and change nothing, and why."""
 
-    sharding: ClassVar[Sharding] = Sharding()
-    """How the run is spread over ranks, from `fsdp` and its like; each config has its own."""
-    zero_config: ClassVar[dict[str, Any] | None] = None
-    """DeepSpeed's config, filled in, where its engine steps; each config has its own."""
-
     model_init_kwargs: dict | str | None = option(
         None, "Arguments of `from_pretrained`, where the model is given by name; `dtype` is float32 if left out."
     )
@@ -148,6 +143,16 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         return None if asked == NAME else asked
 
     @property
+    def sharding(self) -> Sharding:
+        """How the run is spread over ranks, from `fsdp` and its like."""
+        return self.__dict__.get("_sharding", Sharding())
+
+    @property
+    def zero_config(self) -> dict[str, Any] | None:
+        """DeepSpeed's config, filled in, where its engine steps; None elsewhere."""
+        return self.__dict__.get("_zero_config")
+
+    @property
     def requested(self) -> dict[str, Any]:
         """The options that were set by hand. Where all were, by a parser say, those that differ from the defaults."""
         whole = {each.name for each in fields(TrainingArguments) if each.init}
@@ -219,7 +224,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         own = self.optim if self.optim in OPTIMIZERS else None
         if own is not None:
             self.optim = "adamw_torch_fused"  # transformers knows its own names alone
-        self.sharding = sharding_of(self)
+        self.__dict__["_sharding"] = sharding_of(self)
         with engines_hidden(self):
             super().__post_init__()
         self.optim = own or self.optim
@@ -231,7 +236,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             self._n_gpu = 1  # or the Trainer would put a copy of the model on each in each step
         self.check_memory(self.max_grad_norm)
         if self.sharding.by_deepspeed:
-            vars(self).update(zero_config=checked_config(self, launched()), rehearsal=False)
+            self.__dict__.update(_zero_config=checked_config(self, launched()), rehearsal=False)
         if not self.eval_do_concat_batches:
             raise ValueError(
                 f"{type(self).__name__}: eval_do_concat_batches=False is refused: batches are cut anew by their "

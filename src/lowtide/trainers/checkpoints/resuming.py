@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor.experimental import implicit_replication
 
 from lowtide.compat.deepspeed import is_partitioned, replaced_by_first_rank
+from lowtide.compat.peft import same_weights_trained
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.shards import is_sharded
@@ -170,7 +171,8 @@ class ResumableRuns(WholeCheckpoints):
                 super()._load_from_checkpoint(checkpoint, model)
             return
         if hasattr(own, "peft_config") or not is_converted(own):
-            super()._load_from_checkpoint(checkpoint, model)
+            with same_weights_trained(own):
+                super()._load_from_checkpoint(checkpoint, model)
             return
         twin = type(own).from_pretrained(checkpoint, config=own.config, dtype=own.dtype)
         own.load_state_dict(twin.state_dict())
@@ -189,7 +191,7 @@ class ResumableRuns(WholeCheckpoints):
         load_partitioned(model, Path(checkpoint))
 
     def _load_best_model(self) -> None:
-        """As the Trainer's, from a checkpoint that is checked first."""
+        """As the Trainer's, from a checkpoint that is checked first, and with all adapters."""
         best = self.state.best_model_checkpoint
         assert best is not None
         found = {name: reason for name, reason in damage(Path(best)).items() if name.endswith((".safetensors", ".bin"))}
@@ -198,7 +200,7 @@ class ResumableRuns(WholeCheckpoints):
                 f"the best model cannot be loaded, since {best} is damaged: {said(found)}. The weights of the last "
                 f"step are in {self.last_checkpoint}"
             )
-        if hasattr(self.model, "peft_config"):
+        if len(getattr(self.model, "peft_config", ())) == 1:
             super()._load_best_model()
         else:
             self._load_from_checkpoint(best)

@@ -36,7 +36,8 @@ def check_weights(model: Any, folder: Path) -> None:
     """
     adapters, found = hasattr(model, "peft_config"), _file(folder, MODEL)
     if adapters and found is None:
-        _check_adapter(model, folder)
+        for name in model.peft_config:
+            _check_adapter(model, name, folder if name == "default" else folder / name)
         return
     if adapters or found is None:
         here, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
@@ -87,11 +88,9 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
-def _check_adapter(model: Any, folder: Path) -> None:
+def _check_adapter(model: Any, name: str, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
-    name = model.active_adapters[0]
-    folder = folder if name == "default" else folder / name
     found = _file(folder, ADAPTER)
     if found is None:
         raise ValueError(f"{folder} holds no weights of the adapter {name!r} that this run trains")

@@ -16,7 +16,6 @@ from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
 from lowtide.step.rank_sync import RankSync
-from lowtide.step.recovery import surviving_scores
 from lowtide.step.runner import StepRunner
 
 
@@ -49,7 +48,7 @@ def _entropies(runner: StepRunner, batch: RaggedBatch, temperature: float) -> Te
         assert output.entropies is not None
         return output.entropies
 
-    return surviving_scores(batch, runner.limits_of(batch), entropies, together=runner.together)
+    return runner.scored(batch, entropies)
 
 
 def _of_all_ranks(values: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.engine.adapters import adapter_of
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import Head
-from lowtide.engine.heads.token_value import WithValues
+from lowtide.engine.heads.token_value import TokenValue, WithValues
 from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.loading import load_model
 from lowtide.methods.rollouts import RolloutOptions
@@ -79,7 +80,8 @@ def start_value_head(head: type[Head], model: nn.Module, value_model: Any) -> No
         raise ValueError("value_model is the start of a value function, which this method does not have: leave it out")
     if isinstance(value_model, str):
         value_model = load_model(value_model, head=Value)
-    head.begin_from(causal_model(model), value_model)
+    with adapter_of(model, TokenValue):
+        head.begin_from(causal_model(model), value_model)
     logger.warning("value_model: its head is where the policy's value head starts; the rest of it is not used")
 
 

@@ -134,7 +134,7 @@ def _compute(trainer: LowtideTrainer, dataset: Dataset, limits: Limits, training
             batches = [trainer.as_ragged(inputs) for _, inputs in zip(range(size), iterator, strict=False)]
             batch = RaggedBatch.concat(batches)
             sync, mine = RankSync("reference", part=batch, remedy=TO_DO["precomputing the reference"]), []
-            with sync.local():
+            with sync.local(waited_for=trainer.runner.waited_for):
                 mine = _by_row(batch, trainer.runner.reference_logprobs(batch, limits).float().cpu().numpy())
             sync.meet(trainer.args.device)
             for number, value in gather_object(mine) if distributed() else mine:

@@ -110,7 +110,7 @@ def _adapted(name: str, known: Iterable[str]) -> bool:
     module, _, own = name.rpartition(".")
     return any(
         f"{module}.{inner}.{own}" in known
-        for inner in ("base_layer", "modules_to_save.default", "token_adapter.base_layer")
+        for inner in ("base_layer", "modules_to_save.default", "original_module", "token_adapter.base_layer")
     )
 
 

@@ -1,0 +1,114 @@
+"""One rank of one run of `bench.sharded`: trains a few steps and prints what they took."""
+
+import gc
+import importlib
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench.arguments import specification
+from bench.cases import CASES
+from bench.child import clock
+from bench.measure import PeakMeter
+from bench.methods import METHODS
+from bench.processes import MARK
+from bench.shapes import SHAPES, build_model
+from bench.tokenizer import load_tokenizer
+
+ZERO_3 = {
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each timed step, and the peak of the steps above what was held before the model was."""
+    import torch.distributed as dist
+    from datasets import Dataset
+
+    _meet(spec)
+    package = importlib.import_module(spec["contestant"])
+    method, folder = METHODS[spec["method"]], Path(spec["folder"])
+    config_class, trainer_class = getattr(package, method.config), getattr(package, method.trainer)
+    if dist.get_rank() == 0:
+        build_model(SHAPES[spec["shape"]]).save_pretrained(folder / "model")
+    dist.barrier()
+    gc.collect()
+    dataset = Dataset.from_list(CASES[spec["method"]]["gsm8k"].rows())
+    steps, timer = spec["warmup"] + spec["timed"], clock("cpu")
+    loading, training = PeakMeter("cpu"), PeakMeter("cpu")
+    args = config_class(**_options(spec, steps))
+    loading.start()
+    trainer = trainer_class(
+        model=_model(spec, folder / "model"),
+        args=args,
+        train_dataset=dataset,
+        processing_class=load_tokenizer(Path(spec["tokenizer"])),
+        callbacks=[timer],
+        **_reference(spec, folder / "model"),
+    )
+    loaded = loading.stop()["above_start_bytes"]
+    training.start()
+    trainer.train()
+    peak = training.stop()["peak_bytes"] - loading.start_bytes
+    seconds = [after - before for before, after in pairwise(timer.ends)][-spec["timed"] :]
+    return {"step_seconds": seconds, "peak_above_start_bytes": peak, "loading_bytes": loaded}
+
+
+def _meet(spec: dict[str, Any]) -> None:
+    """The ranks find each other, in the way of the engine."""
+    if spec["engine"] == "zero3":
+        import deepspeed
+        import torch._dynamo  # noqa: F401  # deepspeed patches tensors, which it would not be imported after
+
+        deepspeed.init_distributed("gloo")
+    else:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+
+
+def _options(spec: dict[str, Any], steps: int) -> dict[str, Any]:
+    """What both libraries get, and what turns the engine on in each."""
+    common = {
+        "output_dir": spec["folder"],
+        "per_device_train_batch_size": spec["rows"] // spec["ranks"],
+        "train_sampling_strategy": "sequential",
+        "max_steps": steps,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+    }
+    if spec["engine"] == "zero3":
+        common["deepspeed"] = ZERO_3
+    elif spec["contestant"] == "lowtide":
+        common["fsdp"] = True
+    if spec["contestant"] == "lowtide":
+        common["rehearsal"] = False  # the heaviest rows of the whole dataset are no part of the steps
+    return common
+
+
+def _model(spec: dict[str, Any], path: Path) -> Any:
+    """By name; TRL's is sharded by transformers as it is loaded, where the engine is FSDP2."""
+    if spec["contestant"] == "lowtide" or spec["engine"] != "fsdp2":
+        return str(path)
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=spec["ranks"]))
+
+
+def _reference(spec: dict[str, Any], path: Path) -> dict[str, Any]:
+    """TRL is given a reference that is sharded too; lowtide and TRL under DeepSpeed make their own."""
+    if spec["method"] == "dpo" and spec["contestant"] == "trl" and spec["engine"] == "fsdp2":
+        return {"ref_model": _model(spec, path)}
+    return {}
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(measure(specification(__doc__))), flush=True)

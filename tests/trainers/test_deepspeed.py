@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from lowtide.compat import deepspeed
 from lowtide.ranks.shards import whole_of
@@ -47,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "offloading": {"kind": "DPO", "gradient_checkpointing": True, "activation_offloading": True},
     "checkpointing": {"kind": "SFT", "gradient_checkpointing": True, "checkpointing_policy": "matmul"},
     "padded": {"kind": "DPO", "padding_free": False},
+    "compiled": {"kind": "SFT", "torch_compile": True, "torch_compile_backend": "eager"},
+    "planned": {"kind": "SFT", "memory_budget": "8GiB"},
     "SGD": {"kind": "SFT", "optim": "sgd"},
     "tied": {"kind": "SFT", "model": "tied"},
     "windows": {"kind": "DPO", "model": "gemma3"},
@@ -204,6 +206,43 @@ def test_a_rank_holds_its_parts_and_knows_the_norm(tmp_path):
     run_ranks(hold_parts, str(meeting_place(tmp_path)))
 
 
+class Evaluating(TrainerCallback):
+    """Evaluates after each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.losses.append(self.trainer.evaluate(matrix.rows("SFT").select(range(7)))["eval_loss"])
+
+
+def evaluations(rows: int, **options: Any) -> list[float]:
+    """Before, after each step of two trainings of two steps, and after them."""
+    trainer, seen = matrix.make("SFT", max_steps=2, per_device_train_batch_size=rows, **options), Evaluating()
+    seen.trainer = trainer
+    seen.on_step_end(None, None, None)
+    trainer.add_callback(seen)
+    trainer.train()
+    trainer.train()
+    seen.on_step_end(None, None, None)
+    return seen.losses
+
+
+def evaluate_on_ranks(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        found = {stage: evaluations(4, deepspeed=config_of(stage)) for stage in (2, 3)}
+        if rank == 0:
+            torch.save(found, Path(folder, "losses.pt"))
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_evaluations_between_steps_and_a_second_training(tmp_path):
+    run_ranks(evaluate_on_ranks, str(meeting_place(tmp_path)))
+    expected = pytest.approx(evaluations(8), rel=1e-5)
+    assert torch.load(tmp_path / "losses.pt") == {2: expected, 3: expected}
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
@@ -235,6 +274,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no stage": ({"deepspeed": {"bf16": {"enabled": "auto"}}}, "has no `zero_optimization`"),
     "unknown stage": ({"deepspeed": config_of(4)}, "`zero_optimization.stage` is 4"),
+    "states on a disk": (
+        {"deepspeed": config_of(3, offload_optimizer={"device": "nvme"}), "save_strategy": "epoch"},
+        "set save_only_model=True",
+    ),
     "no file": ({"deepspeed": "nowhere.json"}, "is not there"),
     "also by fsdp": ({"fsdp": True}, "leave one of them out"),
 }

@@ -107,6 +107,7 @@ def checked_config(config: Any, ranks: int) -> dict[str, Any]:
     found = given_config(config)
     assert found is not None, "only DeepSpeed's config asks for its stages"
     _check_options(config)
+    _check_saving(found[1], config)
     return _filled(found[1], found[0], config, ranks)
 
 
@@ -141,6 +142,16 @@ def _check_options(config: Any) -> None:
         raise ValueError(
             "rehearsal=True repeats a micro-batch until it fits, which one rank of DeepSpeed cannot do by itself: "
             "leave it out"
+        )
+
+
+def _check_saving(given: Mapping[str, Any], config: Any) -> None:
+    offload = given["zero_optimization"].get("offload_optimizer") or {}
+    saves = str(getattr(config.save_strategy, "value", config.save_strategy)) != "no"
+    if offload.get("device") == "nvme" and saves and not config.save_only_model:
+        raise ValueError(
+            "states that DeepSpeed keeps on NVMe are not saved with a checkpoint: set save_only_model=True, or "
+            'offload to {"device": "cpu"}'
         )
 
 

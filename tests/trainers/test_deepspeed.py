@@ -48,7 +48,6 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"kind": "SFT", "gradient_checkpointing": True, "checkpointing_policy": "matmul"},
     "padded": {"kind": "DPO", "padding_free": False},
     "compiled": {"kind": "SFT", "torch_compile": True, "torch_compile_backend": "eager"},
-    "planned": {"kind": "SFT", "memory_budget": "8GiB"},
     "SGD": {"kind": "SFT", "optim": "sgd"},
     "tied": {"kind": "SFT", "model": "tied"},
     "windows": {"kind": "DPO", "model": "gemma3"},

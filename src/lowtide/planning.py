@@ -27,6 +27,7 @@ from lowtide.planner.tracing.reward_models import DescribedRewards
 from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.ranks.sharding import Sharding
 from lowtide.run.options.configs import ConfigState, method_named, method_of
+from lowtide.run.options.sharding import sharding_of
 from lowtide.run.options.training import TrainingConfig
 from lowtide.spelling import check_arguments_known
 
@@ -61,7 +62,7 @@ def estimate(
         device: "cpu", "cuda" (the one that is there), or a name as "H100-80GB".
         world_size: devices that train together.
         sharding: how they share states: "zero3", "fsdp2", "tp2+fsdp2", a DeepSpeed configuration or its path; None
-            for equal copies.
+            for what the config says (`fsdp`), else equal copies.
 
     Raises:
         ValueError: the config is of no method, the lengths do not fit it, the device is unknown, or the model's step
@@ -82,10 +83,17 @@ def estimate(
         config_of_model(model, **config_init(init)),
         cast(Any, lengths if dataset is None else dataset),
         device_named(device).with_rates(),
-        Sharding.read(sharding or "ddp", devices=world_size) if world_size > 1 else None,
+        _spread(config, sharding, world_size),
         rewards,
         {**inputs, "quantization_config": init.get("quantization_config")},
     )
+
+
+def _spread(config: TrainingConfig, sharding: Any, world_size: int) -> Sharding | None:
+    """How a run is spread, as the caller says it or the config; None for one device."""
+    if world_size == 1:
+        return None
+    return Sharding.read(sharding, devices=world_size) if sharding else sharding_of(config, world_size)
 
 
 def _estimated(

@@ -170,23 +170,14 @@ def _peaks(given: dict[str, Any]) -> dict[str, int]:
     return counted.peaks
 
 
-def _fully_shard(
-    counted: LivingBytes, *, rounds: int, tied: bool = False, policy: dict | None = None, reshard: bool = True, **_: Any
-) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def _fully_shard(counted: LivingBytes, *, rounds: int, tied: bool = False, reshard: bool = True, **_: Any) -> None:
+    """As lowtide's trainers cut a model."""
+    from lowtide.engine.weights.fully_shard import shard_model
+    from lowtide.ranks.sharding import Sharding
 
-    kinds = {name: getattr(torch, dtype) for name, dtype in (policy or {}).items()}
-    more: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(**kinds), "reshard_after_forward": reshard}
     with counted.during("loading"):
         model: Any = AutoModelForCausalLM.from_config(described(tied=tied))
-        inner = model.model
-        for layer in inner.layers:
-            fully_shard(layer, **more)
-        if not tied:
-            fully_shard(inner.embed_tokens, **more)
-        rest = [inner.norm, *([inner.embed_tokens] if tied else []), model.lm_head]
-        fully_shard(rest, **{**more, "reshard_after_forward": False})
-        fully_shard(model, mp_policy=more["mp_policy"])
+        shard_model(model, Sharding(kind="fsdp2", devices=RANKS, reshard=reshard), torch.device("cpu"))
     gc.collect()
     plain(model, counted, rounds)
 

@@ -22,6 +22,7 @@ from lowtide.engine.weights.loading import check_adapters, has_adapters, release
 from lowtide.engine.weights.zero import partition_model
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
+from lowtide.ranks.shards import is_sharded
 from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer, check_sharded
 from lowtide.run.options.deepspeed import sized
 from lowtide.run.options.training import TrainingConfig
@@ -167,7 +168,7 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
         return Engine(ragged, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
     release_file(causal_model(model))
     _place(model, args)
-    settle_heap(model)
+    settle_heap(model, gathers=is_sharded(model))
     inner = causal_model(model)
     implementation = _implementation(inner)
     found = probe(model, ragged=prompt is None)

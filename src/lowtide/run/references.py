@@ -97,6 +97,11 @@ class ReferenceMaker:
         frozen, self._aside = self._aside, None
         if requested is not None:
             frozen = self._loaded(requested, model, tokenizer)
+        elif frozen is None and sharded:
+            raise ValueError(
+                "the model came sharded, so that no copy of it can be the reference: pass a `ref_model` that is sharded "
+                "alike, take adapters (`peft_config`), or give the model by name with fsdp=True"
+            )
         elif frozen is None:
             frozen = copy.deepcopy(model)
         if args.disable_dropout:
@@ -106,9 +111,9 @@ class ReferenceMaker:
                 parameter.data = parameter.data.to(torch.bfloat16)
         reference = FrozenModel.of(frozen, **how)
         compute_in(frozen, engine.computed_in)
-        if sharded:
+        if args.sharding.cuts_weights:
             cut(reference.model, args)
-        else:
+        elif not sharded:
             STORAGES[args.ref_model_storage](reference.model, args.device)
         return Reference(reference, self._text(reference.model, own_model=requested is None))
 

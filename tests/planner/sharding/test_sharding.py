@@ -119,7 +119,8 @@ def test_says_what_the_trainers_cannot_run_yet():
     assert shard(layout, EMPTY, Sharding(kind="ddp", devices=2)).notes == ()
     for kind in ("zero1", "zero2", "zero3", "fsdp2"):
         assert shard(layout, EMPTY, Sharding(kind=kind, devices=2)).notes == ()
-    assert not Sharding(kind="fsdp2", devices=4, tensor_parallel=2).runs
+    split = Sharding(kind="fsdp2", devices=4, tensor_parallel=2)
+    assert not split.runs
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
@@ -300,7 +301,8 @@ def test_fully_shard_on_two_ranks(measured, name):
     case = SHARED[name]
     more = {"reshard": case["reshard"]} if "reshard" in case else {}
     predicted = held(described(tied=case.get("tied", False)), traced_as(case), "fsdp2", **more)
-    assert_close(predicted, measured[name], 0.06, ("loading", *PHASES))
+    # the loop forms its loss outside of the head, which lowtide does inside, where the head is gathered
+    assert_close(predicted, measured[name], 0.06, ("loading", "forward", "backward", "optimizer"))
 
 
 @pytest.mark.slow

@@ -37,11 +37,12 @@ class _MallocInfo(ctypes.Structure):
     )]  # fmt: skip
 
 
-def settle_heap(model: nn.Module) -> bool:
+def settle_heap(model: nn.Module, *, gathers: bool = False) -> bool:
     """Sets the heap of this process up for a model on the CPU, and lets the layers of a large one trim it.
 
     Args:
         model: its lists of layers are found by their type; each looks as its forward and its backward begin.
+        gathers: each layer takes and frees memory for its weights, so that it pays for a small model too.
 
     Returns:
         whether its layers trim: as each begins, and when the last has ended, forward and backward.
@@ -53,7 +54,7 @@ def settle_heap(model: nn.Module) -> bool:
     heap.mallopt(M_MXFAST, 0)  # slivers between tensors are parts of the holes again, see `allocator`
     heap.mallopt(M_MMAP_THRESHOLD, MMAP_ABOVE)
     heap.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    large = sum(p.numel() * p.element_size() for p in parameters) >= LARGE
+    large = gathers or sum(p.numel() * p.element_size() for p in parameters) >= LARGE
     if large:
         trim_in_layers(model, trim_heap)
     return large

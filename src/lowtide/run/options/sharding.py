@@ -51,13 +51,16 @@ OF_FSDP = {
 logger = logging.getLogger(__name__)
 
 
-def sharding_of(config: Any) -> Sharding:
-    """How the run of a config is spread over the processes that a launcher has started.
+def sharding_of(config: Any, ranks: int | None = None) -> Sharding:
+    """How the run of a config is spread over ranks.
+
+    Args:
+        ranks: by default the processes that a launcher has started.
 
     Raises:
         ValueError: it is said twice and differently, or what is said cannot be done; with both values, or the key.
     """
-    ranks = launched()
+    ranks = launched() if ranks is None else ranks
     said = {
         "fsdp": _from_fields(config.fsdp, config.fsdp_config, ranks),
         "parallelism_config": _from_parallelism(config.parallelism_config, ranks),

@@ -62,8 +62,8 @@ def _meet(spec: dict[str, Any]) -> None:
     """The ranks find each other, in the way of the engine."""
     if spec["engine"] == "zero3":
         import deepspeed
-        import torch._dynamo  # noqa: F401  # deepspeed patches tensors, which it would not be imported after
 
+        importlib.import_module("torch._dynamo")  # deepspeed patches tensors, after which it cannot be imported
         deepspeed.init_distributed("gloo")
     else:
         import torch.distributed as dist

@@ -61,13 +61,13 @@ def test_a_config_for_processors_starts_as_many_processes_as_it_says(tmp_path):
         ({"num_processes": "two"}, "num_processes is 'two'; it must be a whole number from 1 on"),
         ({"num_processes": "0"}, "num_processes is '0'"),
         ({"accelerate_config": "absent.yaml"}, "there is no file 'absent.yaml'. `accelerate config` writes one"),
-        ({"accelerate_config": "zero3"}, "'zero3', which shards states"),
-        ({"accelerate_config": "FSDP"}, "is for FSDP, which shards states"),
+        ({"accelerate_config": "zero3"}, "'zero3', which is no file: .* --deepspeed FILE"),
+        ({"accelerate_config": "TP"}, "is for TP, which is not built"),
         ({"accelerate_config": "other"}, "has no `distributed_type`"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(tmp_path, wanted, message):
-    texts = {"FSDP": "distributed_type: FSDP\nnum_processes: 2\n", "other": "a: 1\n"}
+    texts = {"TP": "distributed_type: TP\nnum_processes: 2\n", "other": "a: 1\n"}
     name = wanted.get("accelerate_config")
     if name in texts:
         (tmp_path / "a.yaml").write_text(texts[name])

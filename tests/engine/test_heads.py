@@ -54,8 +54,8 @@ def test_a_value_head_gives_values_and_no_log_probs():
     install(model)
     batch = RaggedBatch.from_segments(ROWS, score_rule=LastToken())
     output = score(model, batch)
-    torch.testing.assert_close(output.values, expected)
-    assert output.scored is output.values
+    torch.testing.assert_close(output.token_values, expected)
+    assert output.scored is output.token_values
     assert not hasattr(output, "logprobs")
     with pytest.raises(ValueError, match="log-probs were asked of a LlamaForSequenceClassification, which has no lang"):
         score(model, batch, Scores(batch.score_index, batch.score_target, head=LanguageModel))

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
 
 from lowtide.data.batches.collate import CompletionCollator
@@ -329,12 +330,31 @@ def gradients(rank: int) -> dict[str, Any]:
     return {"gradients": [p.grad for p in model]}
 
 
+def overlapped(rank: int, reentrant: bool) -> dict[str, Any]:
+    """Three layers, a bucket each, of which the middle one may run in a backward within the backward, twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    x = torch.arange(4.0).requires_grad_() * (rank + 1)
+    with mock.patch.object(replicas, "BUCKET_BYTES", 4 * (16 + 4)):
+        exchange = replicas.Averaging(model)
+    with exchange.overlap():
+        hidden = model[0](x)
+        twice = (
+            [checkpoint(model[1], hidden, use_reentrant=True) for _ in range(2)] if reentrant else [model[1](hidden)]
+        )
+        model[2](sum(twice)).sum().backward()
+        posted = exchange._posted
+    exchange.complete()()
+    return {"posted": posted, "buckets": len(exchange.buckets), "gradients": [p.grad for p in model.parameters()]}
+
+
 def whole(number: int, shape: Any) -> Tensor:
     return torch.arange(shape.numel()).view(shape) + 8.0 * number
 
 
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "gradients": gradients,
+    **{f"overlapped {how}": functools.partial(overlapped, reentrant=how == "within") for how in ("plain", "within")},
     "exhausted in reference": exhausted_in_reference,
     "unwritten": unwritten,
     "precomputed": precomputed,
@@ -388,6 +408,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(rank_main, str(folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("how", ["plain", "within"])
+def test_gradients_are_exchanged_in_backward_once_they_are_complete(how, found):
+    first, second = (each[f"overlapped {how}"] for each in found)
+    assert first["buckets"] == 3
+    # of what may go on growing in a backward within the backward, and what follows it, nothing is sent before the end
+    assert first["posted"] == second["posted"] == (3 if how == "plain" else 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for scale in (1, 2):
+        hidden = model[0](torch.arange(4.0) * scale)
+        middle = model[1](hidden) * (1 if how == "plain" else 2)
+        (model[2](middle).sum() / 2).backward()
+    expected = [p.grad for p in model.parameters()]
+    for each in (first, second):
+        torch.testing.assert_close(each["gradients"], expected)
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -28,6 +28,7 @@ OF_LAUNCHER = {*OF_PROCESSES, ENVIRONMENT}
 PLAIN = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
 """What `accelerate launch` would otherwise warn of having chosen."""
 SHARDED = ("zero1", "zero2", "zero3", "fsdp1", "fsdp2")
+"""What TRL has files of its own for."""
 
 
 def prepare(words: Sequence[str]) -> list[str]:
@@ -97,12 +98,13 @@ def _accelerate_config(file: str) -> dict[str, Any]:
     """The mapping of an accelerate config file.
 
     Raises:
-        UsageError: there is no such file, it is none of accelerate's, or it shards states.
+        UsageError: there is no such file, it is none of accelerate's, or it splits layers.
     """
     import yaml
 
     if file in SHARDED:
-        raise UsageError(f"accelerate_config is {file!r}, which shards states: that is not built yet, {_REMEDY}")
+        option = "--fsdp full_shard" if file.startswith("fsdp") else "--deepspeed FILE, a DeepSpeed config"
+        raise UsageError(f"accelerate_config is {file!r}, which is no file: take --num_processes N with {option}")
     if not Path(file).is_file():
         raise UsageError(f"accelerate_config: there is no file {file!r}. `accelerate config` writes one, or {_REMEDY}")
     try:
@@ -111,13 +113,12 @@ def _accelerate_config(file: str) -> dict[str, Any]:
         raise UsageError(f"accelerate_config: {file} is not YAML: {error}") from error
     if not isinstance(config, dict) or "distributed_type" not in config:
         raise UsageError(f"accelerate_config: {file} has no `distributed_type`, so it is not of `accelerate config`")
-    if config["distributed_type"] in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "TP"):
-        kind = config["distributed_type"]
-        raise UsageError(f"accelerate_config: {file} is for {kind}, which shards states: not built yet, {_REMEDY}")
+    if (kind := config["distributed_type"]) in ("MEGATRON_LM", "TP"):
+        raise UsageError(f"accelerate_config: {file} is for {kind}, which is not built: {_REMEDY}")
     return config
 
 
-_REMEDY = "take --num_processes N, with the whole model on each GPU"
+_REMEDY = "take --num_processes N, with --deepspeed or --fsdp where a model is too large for one GPU"
 
 
 def _config_of(words: Sequence[str]) -> str | None:

@@ -329,6 +329,11 @@ def drop_step_hooks(optimizer: Optimizer) -> None:
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
 
+def mark_stepped(optimizer: Any) -> None:
+    """Tells torch's schedulers that an optimizer was stepped, by a step that is not its own."""
+    optimizer._opt_called = True
+
+
 @contextlib.contextmanager
 def foreach_by_default() -> Iterator[None]:
     """While it lasts, optimizers prefer their `foreach` form, as they do for parameters on CUDA."""

@@ -29,6 +29,7 @@ from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.cached_attention import CachedPlan
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
+from lowtide.ranks.shards import whole_shape
 
 COMPUTED_IN = "_lowtide_computed_in"
 """The attribute of a model that says in which dtype `score` has autocast take its products."""
@@ -61,6 +62,11 @@ def direct_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     head, embedding = (p if isinstance(p, nn.Parameter) and p.requires_grad else None for p in weights)
     first = [] if head is None or head is embedding else [head]
     return first, [] if embedding is None else [embedding]
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Tokens that the input embedding knows, wherever its parts lie."""
+    return whole_shape(embedding_weight(model))[0]
 
 
 def install(model: nn.Module, *, padding_free: bool = True) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engine.attention import PLAN, ragged_inputs
-from lowtide.engine.forward import causal_model, computing, embedding_weight, install, score
+from lowtide.engine.forward import causal_model, computing, embedding_weight, install, score, vocabulary
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.split_plan import SplitPlan
@@ -77,7 +77,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
     keep_trainable(inner)
     weight = embedding_weight(model)
     tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
-    first, second, more = _rows(weight.shape[0])
+    first, second, more = _rows(vocabulary(model))
     head = head_of(inner)
     padding = head.pad_id(inner)
     if padding is not None:
@@ -134,7 +134,7 @@ def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, fl
     """
     weight, inner = embedding_weight(model), causal_model(model)
     rule = head_of(inner).score_rule(inner)
-    batch = RaggedBatch.from_segments(_rows(weight.shape[0])[:2], score_rule=rule).to(weight.device)
+    batch = RaggedBatch.from_segments(_rows(vocabulary(model))[:2], score_rule=rule).to(weight.device)
     scores, found, split = Scores(batch.score_index, batch.score_target), [], None
     with _inference(model):
         for ranks in (None, sequence):
@@ -154,7 +154,7 @@ def attention_backends(model: nn.Module) -> list[str]:
     """
     weight = embedding_weight(model)
     rule = head_of(causal_model(model)).score_rule(causal_model(model))
-    batch = RaggedBatch.from_segments(_rows(weight.shape[0])[:2], score_rule=rule).to(weight.device)
+    batch = RaggedBatch.from_segments(_rows(vocabulary(model))[:2], score_rule=rule).to(weight.device)
     with _inference(model), observed_backends() as names:
         score(model, batch)
     return [backend.title for name, backend in BACKENDS.items() if name in names]

@@ -107,8 +107,8 @@ class Averaging:
             for piece in bucket:
                 self.places[piece.parameter].append(number)
         largest = max((_bytes(bucket) for bucket in self.buckets), default=0)
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self._rooms = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(ROOMS)]
+        self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self._rooms = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(ROOMS)]
         self._begin()
 
     def _begin(self) -> None:
@@ -159,10 +159,6 @@ class Averaging:
     def forgo(self) -> None:
         """Takes part in the exchanges that are left, for a rank that failed: the others wait in them."""
         self._post_rest(counts=False)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._rooms[0].device
 
     def _take(self, *parameters: nn.Parameter) -> None:
         """Notes that gradients are complete, and sends the buckets that are."""

@@ -3,8 +3,8 @@
 
 The options are the ones that change memory or traffic, with the defaults of DeepSpeed 0.19 (`runtime/zero/config.py`),
 of `torch.distributed.fsdp.fully_shard`, and of transformers, which fills in what a DeepSpeed config leaves to `"auto"`.
-What they cost is in `planner.sharded`. lowtide's trainers run `"none"`, `"ddp"` (see `lowtide.ranks.replicas`) and
-`"fsdp2"`; the others are predicted for those who choose machines, and `Sharding.runs` says so.
+What they cost is in `planner.sharded`. lowtide's trainers run all of them; tensor parallelism is predicted for
+those who choose machines, and `Sharding.runs` says so.
 """
 
 from __future__ import annotations
@@ -141,7 +141,17 @@ class Sharding:
     @property
     def runs(self) -> bool:
         """Whether lowtide's own trainers can run it."""
-        return self.kind in ("none", "ddp", "fsdp2") and self.tensor_parallel == 1
+        return self.tensor_parallel == 1
+
+    @property
+    def by_deepspeed(self) -> bool:
+        """Whether DeepSpeed's engine steps."""
+        return self.kind in ("zero1", "zero2", "zero3") and self.devices > 1
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether weights themselves lie in shards, so that each forward is one of all ranks."""
+        return self.kind in ("zero3", "fsdp2") and self.shards > 1
 
     @classmethod
     def read(cls, given: Any, *, devices: int, nodes: int = 1, **more: Any) -> Sharding:

@@ -16,12 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lowtide.compat.deepspeed import gathered, is_partitioned, shape_of
 from lowtide.compat.torch import fully_sharded_modules, subclassed
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether a model's weights lie in shards, so that each of its forwards is one of all ranks together."""
-    return bool(fully_sharded_modules(model))
+    return bool(fully_sharded_modules(model)) or any(is_partitioned(p) for p in model.parameters())
+
+
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """The shape of a whole weight, of which a part may lie here."""
+    return shape_of(tensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -31,6 +37,8 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def whole_of(tensor: Tensor) -> Tensor:
     """All of a tensor, gathered from the shards; every rank asks for it together."""
+    if is_partitioned(tensor):
+        return gathered(tensor)
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,10 +19,12 @@ from lowtide.engine.probe import Probe, attention_backends, probe
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
 from lowtide.engine.weights.fully_shard import shard_model
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
+from lowtide.engine.weights.zero import partition_model
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
 from lowtide.ranks.shards import is_sharded
 from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer, check_sharded
+from lowtide.run.options.deepspeed import sized
 from lowtide.run.options.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -198,12 +200,49 @@ def _why_padded(found: Probe) -> str:
 def _place(model: nn.Module, args: TrainingConfig) -> None:
     """Moves the model, or its shard, to where it will run, to be proved there; one that is placed already stays."""
     inner = causal_model(model)
-    if args.sharding.kind == "fsdp2":
-        shard_model(model, args.sharding, args.device)
+    if args.sharding.by_deepspeed:
+        _take_dtype(model, zero_config(model, args))
+    if args.sharding.cuts_weights:
+        cut(model, args)
         return
     placed = getattr(inner, "hf_device_map", None) is not None or getattr(inner, "is_quantized", False)
     if args.place_model_on_device is not False and not placed:  # None is the Trainer's own word for yes
         model.to(args.device)
+
+
+def _take_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """The weights in the dtype that DeepSpeed computes in, which keeps float32 ones beside bfloat16 ones by itself.
+
+    Raises:
+        ValueError: weights are in bfloat16 and the config computes in float32.
+    """
+    if config.get("bf16", {}).get("enabled"):
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return
+    narrow = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype != torch.float32), None)
+    if narrow is not None:
+        raise ValueError(
+            f"{narrow} is no float32 weight, and the DeepSpeed config trains in float32: set bf16=True and "
+            '"bf16": {"enabled": "auto"} in the config, which keeps float32 weights beside, or load float32 weights'
+        )
+
+
+def cut(model: nn.Module, args: TrainingConfig) -> None:
+    """Leaves on each rank its part of a model's weights."""
+    if not args.sharding.by_deepspeed:
+        shard_model(model, args.sharding, args.device)
+        return
+    config = zero_config(model, args)
+    _take_dtype(model, config)
+    partition_model(model, config, args.device)
+
+
+def zero_config(model: nn.Module, args: TrainingConfig) -> dict[str, Any]:
+    """DeepSpeed's config for a model, whose width some of its sizes go by."""
+    assert args.zero_config is not None
+    return sized(args.zero_config, causal_model(model).config.get_text_config().hidden_size)
 
 
 def check_prefixes(engine: Engine, wanted: bool) -> bool:

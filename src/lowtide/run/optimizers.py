@@ -23,6 +23,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 OF_MATRICES = ("adafactor", "galore", "apollo", "stable_adamw")
 """How the names of those begin that look at more of a weight than one number at a time."""
+BY_NUMBER = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
+    *(torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+)
+"""Those whose step of a number depends on nothing but its own gradients."""
 KNOWN: dict[type, str] = {torch.optim.AdamW: "adamw_torch", torch.optim.Adam: "adamw_torch"}
 """Optimizers that are passed, by the name of one with the same states."""
 
@@ -77,6 +82,20 @@ def check_sharded(model: nn.Module, args: Any) -> None:
         )
     if args.fp16:
         raise ValueError(f"fp16=True scales losses, which is not built for {args.sharding}: take bf16=True")
+
+
+def check_flat(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that is not known to act number by number, as on DeepSpeed's flat parts it has to.
+
+    Raises:
+        ValueError: says what to take instead.
+    """
+    if type(optimizer) not in BY_NUMBER:
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at more of a weight than one number, and DeepSpeed steps flat parts of "
+            "many weights: take optim='adamw_torch_fused', or another that acts number by number "
+            f"({', '.join(sorted(each.__name__ for each in BY_NUMBER))})"
+        )
 
 
 def check_given(kind: type, where: str, args: Any) -> None:

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.torch import FakeTensor
-from lowtide.engine.forward import causal_model, compute_in, embedding_weight
+from lowtide.engine.forward import causal_model, compute_in, embedding_weight, vocabulary
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import AdapterOff, FrozenModel
-from lowtide.engine.weights.fully_shard import shard_model, sharing_weights
+from lowtide.engine.weights.fully_shard import sharing_weights
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.ranks.shards import is_sharded
+from lowtide.ranks.shards import is_sharded, whole_shape
 from lowtide.run.edge import out_of_memory_while
-from lowtide.run.engine import Engine, disable_dropout
+from lowtide.run.engine import Engine, cut, disable_dropout
 from lowtide.run.inputs.arguments import check_kind
 from lowtide.run.inputs.loading import model_name
 from lowtide.run.optimizers import OPTIMIZERS
@@ -111,8 +111,8 @@ class ReferenceMaker:
                 parameter.data = parameter.data.to(torch.bfloat16)
         reference = FrozenModel.of(frozen, **how)
         compute_in(frozen, engine.computed_in)
-        if args.sharding.kind == "fsdp2":
-            shard_model(reference.model, args.sharding, args.device)
+        if args.sharding.cuts_weights:
+            cut(reference.model, args)
         elif not sharded:
             STORAGES[args.ref_model_storage](reference.model, args.device)
         return Reference(reference, self._text(reference.model, own_model=requested is None))
@@ -157,7 +157,7 @@ class ReferenceMaker:
             _check_its_tokenizer(reference, tokenizer, trusts)
             reference = load_model(reference, trust_remote_code=trusts, dtype=embedding_weight(policy).dtype)
         check_kind(reference, head=LanguageModel, name="ref_model")
-        ours, theirs = embedding_weight(policy).shape[0], embedding_weight(reference).shape[0]
+        ours, theirs = vocabulary(policy), vocabulary(reference)
         if ours != theirs:
             raise ValueError(
                 f"ref_model ({model_name(reference) or type(causal_model(reference)).__name__}) has a vocabulary of "
@@ -213,5 +213,5 @@ def _some_of(weight: Tensor) -> Tensor:
 def _size(model: nn.Module) -> str:
     parameters = list(model.parameters())
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
-    count = sum(p.numel() * p.element_size() for p in parameters)
+    count = sum(whole_shape(p).numel() * p.element_size() for p in parameters)
     return f"{bytes_text(count)} in {'/'.join(dtypes)} on {parameters[0].device.type}"

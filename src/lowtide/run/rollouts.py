@@ -24,7 +24,7 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
-from lowtide.engine.weights.fully_shard import weights_for_writing
+from lowtide.engine.weights.zero import weights_for_writing
 from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
 from lowtide.methods.learning import GroupRewards, Learning, Rewarded
 from lowtide.methods.rollouts import RolloutOptions

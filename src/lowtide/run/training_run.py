@@ -16,10 +16,11 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.compat.torch import FakeTensor
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.adapters import add_adapter_of, check_second_adapter
-from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.forward import causal_model, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.token_value import TokenValue
@@ -39,11 +40,13 @@ from lowtide.run.engine import (
     disable_dropout,
     install_engine,
     router_coefficient,
+    zero_config,
 )
 from lowtide.run.inputs.arguments import check_attention, check_dataset, check_kind
 from lowtide.run.inputs.loading import load_inputs, set_padding
 from lowtide.run.inputs.row_checks import check_budget, check_masks
 from lowtide.run.references import ReferenceMaker, check_unchanged, some_of_weights
+from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
 from lowtide.step.runner import StepRunner
 
@@ -91,7 +94,7 @@ class TrainingRun:
         self.model, self.tokenizer = self._loaded()
         check_trained(self.model)
         inputs.model = inputs.ref_model = None  # what holds them decides how long they live
-        self.vocab_size = embedding_weight(self.model).shape[0]
+        self.vocab_size = vocabulary(self.model)
         self.pad_id = method.head.pad_id(cast(Any, causal_model(self.model)))
         """The token that the head passes over at the end of a row; None if none."""
 
@@ -193,7 +196,7 @@ class TrainingRun:
     def install(self) -> None:
         """Installs the engine, proved on the model, and what techniques change in it."""
         args, inputs = self.args, self.inputs
-        if args.sharding.shards > 1 and self._references is not None:
+        if args.sharding.cuts_weights and self._references is not None:
             self._references.set_aside(self.model)
         self.engine = install_engine(self.model, args)
         sharing = check_prefixes(self.engine, bool(getattr(args, "prefix_sharing", False)))
@@ -219,12 +222,16 @@ class TrainingRun:
 
     def runner(self, objective: Objective, reference: Scorer | None = None) -> StepRunner:
         """What takes the run's steps."""
+        updater = None
+        if self.args.zero_config is not None and not isinstance(next(self.model.parameters()), FakeTensor):
+            updater = DeepSpeedUpdater(zero_config(self.model, self.args), self.args.device)
         return StepRunner(
             self.model,
             objective,
             self.args,
             reference=reference,
             padding_free=self.engine.padding_free,
+            updater=updater,
             techniques=self.active,
         )
 

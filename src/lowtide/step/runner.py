@@ -217,9 +217,7 @@ class StepRunner:
 
     def gradient_norm(self) -> Tensor | None:
         """The norm of the gradients; None where they are gone before they were all there."""
-        if any(p.grad is not None for p in self.model.parameters()):
-            return self.updater.norm(self.model)
-        return None
+        return self.updater.norm(self.model) if self.updater.has_gradients(self.model) else None
 
     # -- other forwards ----------------------------------------------------------------------------------------------
 
@@ -285,6 +283,7 @@ class StepRunner:
         found = BackwardPlan(
             backward=self._backward,
             grad_scale=self.updater.grad_scale,
+            no_sync=self.updater.accumulating,
             finite=True,
             abandon=functools.partial(self.updater.abandon, self.model),
         )
@@ -295,8 +294,9 @@ class StepRunner:
 
     def _take(self, batch: RaggedBatch, totals: Totals, **more: Any) -> Tensor:
         requested = self.limits_of(batch)
+        models = self.models(self.updater.policy(self.model))
         loss, limits = surviving_step(
-            self.models(), batch, self.objective, limits=requested, totals=totals, plan=self._plan(**more)
+            models, batch, self.objective, limits=requested, totals=totals, plan=self._plan(**more)
         )
         if limits != requested:
             self.token_budget = limits.tokens

@@ -57,6 +57,17 @@ class Updater:
         """What backward multiplies the loss by."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
+    def adopt(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Once the optimizer of a training is made, before it has states."""
+
+    def policy(self, model: nn.Module) -> nn.Module:
+        """What runs the micro-batches that are trained on: the model, or a wrapper of it."""
+        return model
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Around a micro-batch that others of the same step follow."""
+        return contextlib.nullcontext()
+
     def start(self, model: nn.Module) -> None:
         """Before the first step: ranks have equal weights."""
         if distributed():
@@ -87,6 +98,10 @@ class Updater:
         """Tells schedule-free optimizers that steps follow."""
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
+
+    def has_gradients(self, model: nn.Module) -> bool:
+        """Whether the gradients of a step are there."""
+        return any(p.grad is not None for p in model.parameters())
 
     def norm(self, model: nn.Module, clip_at: float | None = None) -> Tensor:
         """The norm of the gradients as they are before they are clipped to `clip_at`.

@@ -22,6 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.compat.accelerate import leave_models_unwrapped
 from lowtide.data.batches.collate import ragged_from_collated
+from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
 from lowtide.run.edge import TO_DO
@@ -179,6 +180,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the Trainer's; the step knows of it."""
         self.runner.updater.optimizer = optimizer = super().create_optimizer(model)
+        self.runner.updater.adopt(self.runner.model, unwrap_optimizer(optimizer))
         return optimizer
 
     def create_accelerator_and_postprocess(self) -> None:

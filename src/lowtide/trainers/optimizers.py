@@ -16,6 +16,7 @@ from lowtide.ranks.shards import step_local_shards
 from lowtide.run.optimizers import (
     KNOWN,
     OPTIMIZERS,
+    check_flat,
     check_given,
     check_one_by_one,
     check_steps,
@@ -60,6 +61,8 @@ class OwnOptimizers(Trainer):
             made = unwrap_optimizer(self._made_optimizer(None))
         check_steps(made, cast(nn.Module, self.model))
         check_one_by_one(made, self.args)
+        if self.args.zero_config is not None:
+            check_flat(made)
         self.optimizer_kind, self.group_settings = type(made), frozenset(made.param_groups[0])
         self.states_layout = optimizer_layout(made)
         self.optimizer = given
@@ -67,7 +70,10 @@ class OwnOptimizers(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; accelerate would move states to the device that belong elsewhere."""
         super().create_accelerator_and_postprocess()
-        leave_states_in_place(self.accelerator, lambda optimizer: hasattr(unwrap_optimizer(optimizer), "host_states"))
+        leave_states_in_place(
+            self.accelerator,
+            lambda optimizer: self.args.zero_config or hasattr(unwrap_optimizer(optimizer), "host_states"),
+        )
 
     def _made_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """As the Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""

@@ -117,7 +117,8 @@ def test_says_what_is_wrong(given, more, message):
 def test_says_what_the_trainers_cannot_run_yet():
     layout = layers_of(2, 64)
     assert shard(layout, EMPTY, Sharding(kind="ddp", devices=2)).notes == ()
-    assert shard(layout, EMPTY, Sharding(kind="fsdp2", devices=2)).notes == ()
+    for kind in ("zero1", "zero2", "zero3", "fsdp2"):
+        assert shard(layout, EMPTY, Sharding(kind=kind, devices=2)).notes == ()
     split = Sharding(kind="fsdp2", devices=4, tensor_parallel=2)
     assert not split.runs
 

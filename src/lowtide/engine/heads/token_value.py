@@ -43,13 +43,13 @@ class ValuedTokens:
 class ValuedOutput(TokenOutput):
     """What both heads together give."""
 
-    values: Tensor | None = None
+    token_values: Tensor | None = None
     """[scores]"""
 
     @property
     def stats(self) -> ValuedTokens:  # type: ignore[override]
-        assert self.values is not None
-        return ValuedTokens(super().stats, self.values)
+        assert self.token_values is not None
+        return ValuedTokens(super().stats, self.token_values)
 
 
 class WithValues(LanguageModel):
@@ -93,7 +93,7 @@ class WithValues(LanguageModel):
     @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ValuedOutput:
         found = super().outputs(model, hidden, scores)
-        return ValuedOutput(**{**found}, values=values_at(model, hidden, scores))
+        return ValuedOutput(**{**found}, token_values=values_at(model, hidden, scores))
 
 
 class TokenValue(WithValues):

@@ -26,8 +26,8 @@ class TokenValues:
 class ValueOutput(ScoreOutput):
     """What a value head gives."""
 
-    values: Tensor
-    """[scores]"""
+    token_values: Tensor
+    """[scores]; outputs are dicts, whose method `values` others call."""
     loss: Tensor | None = None
     entropies: Tensor | None = None
     top1: Tensor | None = None
@@ -35,11 +35,11 @@ class ValueOutput(ScoreOutput):
 
     @property
     def scored(self) -> Tensor:
-        return self.values
+        return self.token_values
 
     @property
     def stats(self) -> TokenValues:
-        return TokenValues(self.values)
+        return TokenValues(self.token_values)
 
 
 class Value(Head):

@@ -93,7 +93,7 @@ def weights_for_writing(model: nn.Module, gather: bool | int) -> Iterator[None]:
         return
     most = math.inf if gather is True else int(gather)
     held = _within(modules, most)
-    with staying_gathered(held), nullcontext() if len(held) == len(modules) else _until_all_end(model):
+    with staying_gathered(held), nullcontext() if len(held) == len(modules) else until_all_end(model):
         yield
 
 
@@ -109,7 +109,7 @@ def _within(modules: Sequence[FSDPModule], most: float) -> list[FSDPModule]:
 
 
 @contextlib.contextmanager
-def _until_all_end(model: nn.Module) -> Iterator[None]:
+def until_all_end(model: nn.Module) -> Iterator[None]:
     """While it lasts, ranks tell each other before each forward that one follows; at the end, this rank takes part in
     those of the others."""
     device = next(model.parameters()).device

@@ -68,7 +68,7 @@ def _most(moments: Iterable[PeakMoment], sharding: Sharding, buffers: int) -> di
 
 
 def _notes(sharding: Sharding) -> tuple[str, ...]:
-    return () if sharding.runs else (f"lowtide's trainers cannot run {sharding} yet: they keep whole copies",)
+    return () if sharding.runs else (f"lowtide's trainers cannot run {sharding} yet: they do not split layers",)
 
 
 def whole(layout: Layout, traced: OneDevice, sharding: Sharding) -> tuple[Moments, int]:

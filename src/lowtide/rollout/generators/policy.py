@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.forward import causal_model, vocabulary
 from lowtide.engine.positions import position_table
 from lowtide.rollout.generators.generator import Request, Sampling
 
@@ -38,7 +38,7 @@ def check_requests(model: nn.Module, requests: Sequence[Request], sampling: Samp
         ValueError: names the request, and what is wrong with it.
     """
     known = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
-    vocab = embedding_weight(model).shape[0]
+    vocab = vocabulary(model)
     for number, request in enumerate(requests):
         prompt, where = request.prompt_ids, f"request {number}"
         if len(prompt) == 0:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowtide.compat.transformers import attention_implementation
 from lowtide.engine import convolution
 from lowtide.engine.attention import NAME
-from lowtide.engine.forward import COMPUTED_IN, causal_model, embedding_weight, read_next
+from lowtide.engine.forward import COMPUTED_IN, causal_model, embedding_weight, read_next, vocabulary
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.probe import TOLERANCE
@@ -96,7 +96,7 @@ def _disproof(model: nn.Module) -> str | None:
 
 
 def _rows(model: nn.Module) -> list[list[int]]:
-    vocab = embedding_weight(model).shape[0]
+    vocab = vocabulary(model)
     generator = torch.Generator().manual_seed(0)
     lengths = [sum(parts) for parts in ROWS]
     return [torch.randint(min(3, vocab - 1), vocab, (n,), generator=generator).tolist() for n in lengths]

@@ -1,5 +1,5 @@
 """How a run is spread over ranks, from where users say it: transformers' `fsdp` and `fsdp_config`, accelerate's
-`ParallelismConfig`, and the environment that `accelerate launch` makes of its config file.
+`ParallelismConfig`, `deepspeed`, and the environment that `accelerate launch` makes of its config file.
 
 The engines are started by lowtide, so that ragged batches, recovery and checkpoints hold on them: transformers and
 accelerate see ranks with whole copies (`engines_hidden`).
@@ -15,13 +15,14 @@ from typing import Any
 
 from lowtide.ranks.sharding import Sharding, loaded, read_config, read_words
 from lowtide.ranks.world import launched
+from lowtide.run.options.deepspeed import SWITCH, given_config
 from lowtide.spelling import nearest
 
-OF_ENGINES = ("fsdp", "parallelism_config")
+OF_ENGINES = ("fsdp", "parallelism_config", "deepspeed")
 """The options of `TrainingArguments` that turn an engine on, whose values are of many kinds."""
 FIELDS = (*OF_ENGINES, "fsdp_config")
 """All that say how a run is spread."""
-SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", SWITCH)
 """The variables by which `accelerate launch` turns an engine on."""
 OF_FSDP = {
     "version": "",
@@ -65,6 +66,8 @@ def sharding_of(config: Any, ranks: int | None = None) -> Sharding:
         "parallelism_config": _from_parallelism(config.parallelism_config, ranks),
         "accelerate's config": _from_environment(ranks),
     }
+    if (zero := given_config(config)) is not None:
+        said[zero[0]] = Sharding.read(zero[1], devices=ranks)
     found = {name: sharding for name, sharding in said.items() if sharding is not None}
     if len({*found.values()}) > 1:
         (first, one), (second, other), *_ = found.items()
@@ -76,6 +79,7 @@ def sharding_of(config: Any, ranks: int | None = None) -> Sharding:
         logger.warning(
             f"{next(iter(found))} shards over 1 process, which is the whole model: start several, "
             "`torchrun --nproc_per_node N` say"
+            + ("; optimizer_states_on_host=True offloads without sharding" if sharding.offload_optimizer else "")
         )
         return Sharding.read(None, devices=1)
     return sharding

@@ -22,8 +22,10 @@ from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 from lowtide.option_values import take_values
 from lowtide.ranks.failures import meeting
 from lowtide.ranks.sharding import Sharding
+from lowtide.ranks.world import launched
 from lowtide.renamed import replaced
 from lowtide.run.optimizers import OPTIMIZERS, check_optimizer_name
+from lowtide.run.options.deepspeed import asked_bf16, checked_config
 from lowtide.run.options.inherited_checks import check_inherited
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
 from lowtide.run.options.secrets import without_secrets
@@ -34,7 +36,6 @@ from lowtide.spelling import nearest
 REFUSED: dict[str, str] = {
     "include_for_metrics": "`compute_metrics` gets token ids and log-probs; there are no inputs or losses to include",
     "batch_eval_metrics": "`compute_metrics` is called once, over the whole evaluation set",
-    "deepspeed": "sharded states are not built yet; several GPUs train with equal weights on each (torchrun)",
 }
 """Options that would train something else than was asked for, and why; refused when they are set."""
 
@@ -147,6 +148,11 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         return self.__dict__.get("_sharding", Sharding())
 
     @property
+    def zero_config(self) -> dict[str, Any] | None:
+        """DeepSpeed's config, filled in, where its engine steps; None elsewhere."""
+        return self.__dict__.get("_zero_config")
+
+    @property
     def requested(self) -> dict[str, Any]:
         """The options that were set by hand. Where all were, by a parser say, those that differ from the defaults."""
         whole = {each.name for each in fields(TrainingArguments) if each.init}
@@ -205,7 +211,8 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             setattr(self, name, default)  # what is empty asks for nothing
         check_optimizer_name(str(getattr(self.optim, "value", self.optim)))
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and has_bf16(self.use_cpu)
+            asked = asked_bf16(self)
+            self.bf16 = not self.fp16 and has_bf16(self.use_cpu) if asked is None else asked
         if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
             self.gradient_checkpointing_kwargs = {"use_reentrant": False}
         # Newer versions of transformers call these activation_checkpointing*, and warn of the names that TRL has.
@@ -228,6 +235,8 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             )
             self._n_gpu = 1  # or the Trainer would put a copy of the model on each in each step
         self.check_memory(self.max_grad_norm)
+        if self.sharding.by_deepspeed:
+            self.__dict__.update(_zero_config=checked_config(self, launched()), rehearsal=False)
         if not self.eval_do_concat_batches:
             raise ValueError(
                 f"{type(self).__name__}: eval_do_concat_batches=False is refused: batches are cut anew by their "

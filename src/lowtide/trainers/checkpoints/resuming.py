@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.distributed.tensor.experimental import implicit_replication
 
+from lowtide.compat.deepspeed import is_partitioned, replaced_by_first_rank
 from lowtide.compat.peft import same_weights_trained
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
@@ -26,7 +27,7 @@ from lowtide.trainers.checkpoints.choosing import last_whole, named, said
 from lowtide.trainers.checkpoints.durable import remove
 from lowtide.trainers.checkpoints.lock import only_run_in
 from lowtide.trainers.checkpoints.run_record import OF_METRICS, differences, run_record, scheduler_name, unfit_states
-from lowtide.trainers.checkpoints.shards import load_optimizer_states, optimizer_files
+from lowtide.trainers.checkpoints.shards import load_optimizer_states, load_partitioned, optimizer_files, states_are_cut
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, OPTIMIZERS, RANDOM, SCHEDULER, damage, load_states
 from lowtide.trainers.checkpoints.states import check_states
 from lowtide.trainers.checkpoints.weights import check_weights, is_converted
@@ -162,6 +163,9 @@ class ResumableRuns(WholeCheckpoints):
     def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
         """As the Trainer's, which loads nothing that has another name in checkpoints than in the model."""
         own: Any = self.model if model is None else model
+        if any(is_partitioned(p) for p in own.parameters()):
+            self._load_partitioned(own, checkpoint)
+            return
         if is_sharded(own):
             with implicit_replication():  # each rank copies its rows of what the file holds
                 super()._load_from_checkpoint(checkpoint, model)
@@ -172,6 +176,19 @@ class ResumableRuns(WholeCheckpoints):
             return
         twin = type(own).from_pretrained(checkpoint, config=own.config, dtype=own.dtype)
         own.load_state_dict(twin.state_dict())
+
+    def _load_partitioned(self, model: Any, checkpoint: str) -> None:
+        """Into parameters of ZeRO-3: those that are trained are gathered for it, all of adapters and one at a time."""
+        if hasattr(model, "peft_config"):
+            with replaced_by_first_rank([p for p in model.parameters() if p.requires_grad]):
+                super()._load_from_checkpoint(checkpoint, model)
+            return
+        if is_converted(model):
+            raise ValueError(
+                f"checkpoints of model type {model.config.model_type} name weights otherwise than the model, which "
+                "ZeRO-3 cannot load yet: resume with stage 2, or FSDP2"
+            )
+        load_partitioned(model, Path(checkpoint))
 
     def _load_best_model(self) -> None:
         """As the Trainer's, from a checkpoint that is checked first, and with all adapters."""
@@ -200,7 +217,8 @@ class ResumableRuns(WholeCheckpoints):
 
     def _cut_states(self, checkpoint: str) -> bool:
         """Whether optimizer states lie in shards, here or in a checkpoint."""
-        return is_sharded(cast(nn.Module, self.model)) or len(optimizer_files(Path(checkpoint))) > 1
+        cut = states_are_cut(cast(nn.Module, self.model), self.optimizer)
+        return cut or len(optimizer_files(Path(checkpoint))) > 1
 
     def _load_some(self, checkpoint: Path, left_out: tuple[str, ...]) -> None:
         """The states of optimizer and scheduler but for those that are left out."""

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.trainer_utils import has_length
 
 from lowtide.compat.transformers import made_own_schedule
+from lowtide.ranks.shards import whole_shape
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, SCHEDULER
 
 LAYOUT = ("amsgrad", "momentum", "centered", "rank", "proj_type", "remainder", "moment_bits", "block_size")
@@ -65,7 +66,7 @@ def scheduler_name(trainer: Any) -> str:
 
 def digest(model: nn.Module) -> dict[str, Any]:
     """The parameters that are trained: how many, and a digest of their names and shapes in the optimizer's order."""
-    trained = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters() if p.requires_grad]
+    trained = [f"{name} {tuple(whole_shape(p))}" for name, p in model.named_parameters() if p.requires_grad]
     return {"parameters": len(trained), "digest": hashlib.sha256("\n".join(trained).encode()).hexdigest()[:16]}
 
 

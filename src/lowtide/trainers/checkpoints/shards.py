@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowtide.compat.deepspeed import is_partitioned, put_in
 from lowtide.compat.torch import let_go
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
-from lowtide.ranks.shards import Place, place_of, rows_of, whole_of
+from lowtide.ranks.shards import Place, is_sharded, place_of, rows_of, whole_of
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, Damage, load_states
+from lowtide.trainers.checkpoints.weights import weights_in
 
 SHARD = re.compile(r"optimizer-(\d+)-of-(\d+)\.pt")
 """The name of a rank's file."""
@@ -54,6 +57,26 @@ def _saved(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if id(value) in wanted}
 
 
+def load_partitioned(model: nn.Module, folder: Path) -> None:
+    """Puts the weights of a checkpoint into a model of ZeRO-3, one after the other; the first rank reads them.
+
+    Args:
+        model: without adapters.
+    """
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(value), (value, []))[1].append(name)
+    saved = weights_in(folder) if dist.get_rank() == 0 else {}
+    for value, names in found.values():
+        if is_partitioned(value):
+            put_in(value, next((saved[name] for name in names if name in saved), None))
+
+
+def states_are_cut(model: nn.Module, optimizer: Any) -> bool:
+    """Whether each rank has states of its own."""
+    return is_sharded(model) or hasattr(unwrap_optimizer(optimizer), "place")
+
+
 def save_optimizer_shard(optimizer: Any, folder: Path) -> None:
     """Writes the states of the shards that lie here."""
     place = _place(optimizer)
@@ -79,11 +102,16 @@ def load_optimizer_states(optimizer: Any, folder: Path) -> Any:
         Damage: states that are not a row for each row of their weight, and were written by another number of ranks.
     """
     files = optimizer_files(folder)
-    saved = [load_states(path) for path in files]
-    parameters = _parameters(optimizer)
     here = _place(optimizer)
     if here.ranks == len(files):
-        return saved[here.rank]
+        return load_states(files[here.rank])
+    if hasattr(unwrap_optimizer(optimizer), "place"):
+        raise Damage(
+            f"optimizer states of {len(files)} rank(s) cannot be cut anew into the flat parts that DeepSpeed steps on "
+            f"{here.ranks}: resume on {len(files)}, or with resume_without_states=True"
+        )
+    saved = [load_states(path) for path in files]
+    parameters = _parameters(optimizer)
     state = {}
     for number, parameter in enumerate(parameters):
         of_ranks = [each["state"].get(number, {}) for each in saved]
@@ -117,4 +145,6 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _place(optimizer: Any) -> Place:
-    return place_of(_parameters(optimizer)[0])
+    """DeepSpeed's optimizers say it themselves."""
+    own: Place | None = getattr(unwrap_optimizer(optimizer), "place", None)
+    return place_of(_parameters(optimizer)[0]) if own is None else own

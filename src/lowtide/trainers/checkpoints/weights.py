@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import names_not_saved
+from lowtide.ranks.shards import whole_shape
 from lowtide.trainers.checkpoints.soundness import load_states
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -54,8 +56,8 @@ def saved_form(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
     unsaved = names_not_saved(model)
     own = {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta")  # which a shard says without being gathered
-        for name, value in model.state_dict().items()
+        name: torch.empty(whole_shape(value), dtype=value.dtype, device="meta")  # known without being gathered
+        for name, value in model.state_dict(keep_vars=True).items()
         if name not in unsaved
     }
     saved = revert_weight_conversion(model, own) if isinstance(model, PreTrainedModel) else own
@@ -65,6 +67,14 @@ def saved_form(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def is_converted(model: nn.Module) -> bool:
     """Whether checkpoints of a model name its weights otherwise than the model does (mixtures of experts)."""
     return not saved_form(model).keys() <= model.state_dict().keys()
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """The weights in the files of a model's checkpoint."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        found |= load_file(path)
+    return found
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
@@ -92,8 +102,9 @@ def _check_adapter(model: Any, name: str, folder: Path) -> None:
                 f"{folder / 'adapter_config.json'}: {setting} is {was!r}, and this run's adapter has {value!r}: resume "
                 "with the adapter that the run began with"
             )
-    own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    _compare(found, shapes_in(found), {}, {key: tuple(value.shape) for key, value in own.items()})
+    state: Any = model.state_dict(keep_vars=True)
+    own = get_peft_model_state_dict(model, state, adapter_name=name, save_embedding_layers=False)
+    _compare(found, shapes_in(found), {}, {key: tuple(whole_shape(value)) for key, value in own.items()})
 
 
 def _compare(path: Path, there: Shapes, aliases: Mapping[str, set[str]], wanted: Shapes) -> None:

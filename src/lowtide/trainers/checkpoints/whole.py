@@ -23,7 +23,7 @@ from lowtide.step.rank_sync import worst_of_ranks
 from lowtide.trainers.checkpoints.durable import flush, remove
 from lowtide.trainers.checkpoints.manifest import seal
 from lowtide.trainers.checkpoints.run_record import run_record
-from lowtide.trainers.checkpoints.shards import save_optimizer_shard, whole_state
+from lowtide.trainers.checkpoints.shards import save_optimizer_shard, states_are_cut, whole_state
 from lowtide.trainers.checkpoints.soundness import RUN_STATE, SCHEDULER
 from lowtide.trainers.checkpoints.write_errors import WRITE_ERRORS, bytes_of, space, write_reason
 
@@ -167,7 +167,7 @@ class WholeCheckpoints(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not is_sharded(cast(nn.Module, self.model)):
+        if not states_are_cut(cast(nn.Module, self.model), self.optimizer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         save_optimizer_shard(self.optimizer, Path(output_dir))

@@ -17,6 +17,7 @@ from lowtide.compat.torch import cpu_has_bf16
 from lowtide.engine.forward import causal_model
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
+from lowtide.ranks.shards import whole_shape
 from lowtide.run.engine import Engine
 from lowtide.run.options.without_effect import without_effect
 from lowtide.trainers.reports.reported import Reported
@@ -64,8 +65,8 @@ class StartReport(TrainerCallback):
         """What will happen, as (name, text)."""
         args, model = self.trainer.args, causal_model(self.trainer.model)
         trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
-        total = sum(p.numel() for p in self.trainer.model.parameters())
-        share = sum(p.numel() for p in trained) / max(total, 1)
+        total = sum(whole_shape(p).numel() for p in self.trainer.model.parameters())
+        share = sum(whole_shape(p).numel() for p in trained) / max(total, 1)
         optimizer = "" if self.states.optimizer is None else f" + optimizer {bytes_text(self.states.optimizer)}"
         budget = f", at most {args.tokens_per_microbatch:,} tokens" if args.tokens_per_microbatch else ""
         planned = self.trainer.planned.text

@@ -61,9 +61,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 def _meet(spec: dict[str, Any]) -> None:
     """The ranks find each other, in the way of the engine."""
     if spec["engine"] == "zero3":
+        importlib.import_module("torch._dynamo")  # deepspeed patches tensors, after which it cannot be imported
         import deepspeed
 
-        importlib.import_module("torch._dynamo")  # deepspeed patches tensors, after which it cannot be imported
         deepspeed.init_distributed("gloo")
     else:
         import torch.distributed as dist

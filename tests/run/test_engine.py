@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowtide.engine import forward
+from lowtide.ranks.sharding import Sharding
 from lowtide.run import engine as setup
 from lowtide.run.engine import install_engine
 from tests.support.matrix import build
@@ -16,7 +17,7 @@ from tests.support.matrix import build
 def arguments(**given) -> Any:
     """Of a run without padding in float32, as far as an engine reads them."""
     usual = {"padding_free": True, "fp16": False, "bf16": False, "optim": "adamw_torch", "asked_attention": None}
-    return SimpleNamespace(**{**usual, **given})
+    return SimpleNamespace(sharding=Sharding(), **{**usual, **given})
 
 
 @pytest.mark.parametrize("said", [None, True, False])
@@ -25,7 +26,7 @@ def test_a_model_is_placed_before_it_is_proved(said, monkeypatch):
     seen = []
     monkeypatch.setattr(setup, "release_file", lambda model: None)
     monkeypatch.setattr(setup, "settle_heap", lambda model: seen.append(model.device.type))
-    found = SimpleNamespace(isolated=True)
+    found = SimpleNamespace(sharding=Sharding(), isolated=True)
     monkeypatch.setattr(setup, "probe", lambda model, ragged: seen.append(model.device.type) or found)
     args = arguments(place_model_on_device=said, device=torch.device("meta"))
     install_engine(build("SFT", 64), args)

@@ -132,8 +132,9 @@ def train_step(
         sync.meet(batch.token_ids.device)
     parts = batch.split(limits.tokens, limits.rows, pieces=pieces)
     shared = (counts, ranks, plan.accumulate)
+    runs: Sequence[MicrobatchRun]
     if isinstance(objective, TokenObjective):
-        runs: list[MicrobatchRun] = [TokenRun(models, objective, *shared, plan.grad_scale)]
+        runs = [TokenRun(models, objective, *shared, plan.grad_scale)]
     elif isinstance(objective, OwnLoss):
         runs = [OwnRun(models, objective, *shared, totals)]
     elif objective.whole and (len(parts) > 1 or ranks > 1):
@@ -141,20 +142,26 @@ def train_step(
     else:
         runs = [RowRun(models, term, *shared, totals) for term in objective.terms]
     runs[0].begin()
-    loss, exchange_gradients = torch.zeros(()), _nothing
+    loss = torch.zeros(())
     with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
         loss = _forward_and_backward(runs, batch, parts, plan, sync, totals)
+    _exchange(loss, plan, sync, batch.token_ids.device)
+    return loss
+
+
+def _exchange(loss: Tensor, plan: BackwardPlan, sync: RankSync, device: torch.device) -> None:
+    """Brings the gradients of all ranks together, if all of them came through."""
+    end = _nothing
     with sync.local():
         if plan.finite and not sync.failed:
             check_finite(loss)
         if plan.exchange is not None and not sync.failed:
             sync.phase = "exchange"
-            exchange_gradients = plan.exchange()
+            end = plan.exchange()
     if sync.failed:
         plan.forgo()
-    sync.meet(batch.token_ids.device)
-    exchange_gradients()
-    return loss
+    sync.meet(device)
+    end()
 
 
 def _forward_and_backward(

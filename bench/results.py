@@ -12,7 +12,7 @@ from typing import Any
 from bench.processes import ROOT
 
 FOLDER = Path(__file__).parent / "results"
-COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING, GENERATION, ONLINE, SHARDED = (
+COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING, GENERATION, ONLINE, SHARDED, EXCHANGE = (
     "comparison",
     "memory",
     "vocabulary",
@@ -23,6 +23,7 @@ COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING, GENER
     "generation",
     "online",
     "sharded",
+    "exchange",
 )
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""

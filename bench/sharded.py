@@ -37,7 +37,7 @@ class Case:
 
     method: str
     engine: str
-    """"fsdp2" or "zero3"."""
+    """"fsdp2", "zero3" or "replicas"."""
     ranks: int = 2
     shape: str = "llama-22m"
     rows: int = 8
@@ -72,10 +72,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if reached else 1
 
 
-def run_ranks(case: Case, contestant: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What the ranks of one run measured: the slowest, and the one that held most."""
+def run_ranks(case: Case, contestant: str, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What the ranks of one run measured: the slowest, and the one that held most.
+
+    Args:
+        more: for the child, see `bench.sharded_child`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        spec = {**asdict(case), "contestant": contestant, "folder": folder}
+        spec = {**asdict(case), "contestant": contestant, "folder": folder, **more}
         spec["tokenizer"] = str(tokenizer_for(METHOD_CASES[case.method][ROWS].rows()))
         spec |= {"warmup": options.warmup, "timed": options.timed}
         ranks = [_start(spec, rank, options.port) for rank in range(case.ranks)]
@@ -130,15 +134,21 @@ def report(name: str, found: dict[str, dict[str, Any]], console: Console) -> boo
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of_ranks(__doc__)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
+    return parser.parse_args(argv)
+
+
+def parser_of_ranks(doc: str | None) -> argparse.ArgumentParser:
+    """With the options of every benchmark over ranks."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=2, help="of each contestant [%(default)s]")
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed [%(default)s]")
     parser.add_argument("--timed", type=int, default=4, help="steps that are [%(default)s]")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of a run [%(default)s]")
     parser.add_argument("--port", type=int, default=29517, help="at which ranks meet [%(default)s]")
     parser.add_argument("--no-record", dest="record", action="store_false", help="record nothing")
-    return parser.parse_args(argv)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,8 +1,14 @@
-"""One rank of one run of `bench.sharded`: trains a few steps and prints what they took."""
+"""One rank of one run of `bench.sharded` or `bench.exchange`: trains a few steps and prints what they took.
 
+A `gigabits` in what it is given slows the exchange of gradients down to a link of so many a second; without `overlap`
+it follows backward.
+"""
+
+import contextlib
 import gc
 import importlib
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +36,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     from datasets import Dataset
 
     _meet(spec)
+    if "gigabits" in spec:
+        _slow_down(spec["gigabits"], spec["overlap"])
     package = importlib.import_module(spec["contestant"])
     method, folder = METHODS[spec["method"]], Path(spec["folder"])
     config_class, trainer_class = getattr(package, method.config), getattr(package, method.trainer)
@@ -71,6 +79,38 @@ def _meet(spec: dict[str, Any]) -> None:
         dist.init_process_group("gloo")
 
 
+class SlowWork:
+    """A collective that is over no sooner than a link of that speed lets it."""
+
+    free = 0.0
+    """When the link is free again, by `time.monotonic`."""
+
+    def __init__(self, work: Any, seconds: float) -> None:
+        self.work = work
+        self.until = SlowWork.free = max(SlowWork.free, time.monotonic()) + seconds
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(max(self.until - time.monotonic(), 0.0))
+
+
+def _slow_down(gigabits: float, overlap: bool) -> None:
+    import torch.distributed as dist
+
+    from lowtide.ranks import replicas
+
+    exchange, ranks = dist.all_reduce, dist.get_world_size()
+
+    def slow(tensor: Any, *args: Any, async_op: bool = False, **more: Any) -> Any:
+        work = exchange(tensor, *args, async_op=async_op, **more)
+        sent = 2 * (ranks - 1) / ranks * tensor.nbytes  # of each rank, around a ring
+        return SlowWork(work, sent * 8 / (gigabits * 1e9)) if async_op else work
+
+    dist.all_reduce = slow
+    if not overlap:
+        replicas.Averaging.overlap = lambda self: contextlib.nullcontext()
+
+
 def _options(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     """What both libraries get, and what turns the engine on in each."""
     common = {
@@ -86,7 +126,7 @@ def _options(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     }
     if spec["engine"] == "zero3":
         common["deepspeed"] = ZERO_3
-    elif spec["contestant"] == "lowtide":
+    elif spec["engine"] == "fsdp2" and spec["contestant"] == "lowtide":
         common["fsdp"] = True
     if spec["contestant"] == "lowtide":
         common["rehearsal"] = False  # the heaviest rows of the whole dataset are no part of the steps

@@ -1,0 +1,20 @@
+"""Every memory technique on two ranks trains what it trains on one, and docs/matrix-ranks.md says so."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.support.matrix_page import OF_RANKS, written
+from tests.support.ranks_matrix import NEEDS, WAYS, cells_of, techniques
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_every_technique_over_ranks(way):
+    if find_spec(NEEDS.get(way, "torch")) is None:
+        pytest.skip(f"needs {NEEDS[way]}")
+    page = written(OF_RANKS)
+    stale = "docs/matrix-ranks.md is stale: `python -m tests.exactness --ranks` writes it anew"
+    assert {name: page[name, way] for name in techniques()} == {n: c.word for n, c in cells_of(way).items()}, stale

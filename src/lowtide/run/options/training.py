@@ -147,6 +147,16 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         return self.__dict__.get("_sharding", Sharding())
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks that see different rows; those that split sequences count as one."""
+        return self.world_size // self.sharding.sequence_parallel
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank, or of its group, among these."""
+        return self.process_index // self.sharding.sequence_parallel
+
+    @property
     def requested(self) -> dict[str, Any]:
         """The options that were set by hand. Where all were, by a parser say, those that differ from the defaults."""
         whole = {each.name for each in fields(TrainingArguments) if each.init}

@@ -212,6 +212,7 @@ def read(monkeypatch, tmp_path):
         ({"sp_size": 2, "dp_replicate_size": 4}, "dp_replicate_size=4 times dp_shard_size=1 times sp_size=2 is 8"),
         ({"sp_size": 2, "cp_size": 2}, "sp_size=2 and cp_size=2 both split sequences: leave one of them out"),
         ({"sp_size": 2, "tp_size": 2}, "tp_size=2 is not built yet"),
+        ("two", "parallelism_config='two' is no ParallelismConfig: give its sizes"),
         ({"sq_size": 2}, "no key 'sq_size'; did you mean 'sp_size'"),
     ],
     ids=str,
@@ -225,13 +226,14 @@ def test_sizes_that_do_not_fit_are_said(sizes, said, read):
     ("options", "expected"),
     [
         ({"parallelism_config": {"sp_size": 4}}, ("ddp", 1, 1)),
+        ({"parallelism_config": '{"sp_size": 4}'}, ("ddp", 1, 1)),
         ({"parallelism_config": ParallelismConfig(cp_size=2)}, ("ddp", 1, 2)),
         ({"parallelism_config": ParallelismConfig(sp_size=2, dp_replicate_size=2)}, ("ddp", 1, 2)),
         ({"parallelism_config": ParallelismConfig(sp_size=2, dp_shard_size=2)}, ("fsdp2", 4, 2)),
         ({"parallelism_config": ParallelismConfig(sp_size=2), "fsdp": True}, ("fsdp2", 4, 2)),
         ({"parallelism_config": {"sp_size": 2, "dp_replicate_size": 2}, "fsdp": True}, ("fsdp2", 4, 2)),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_sizes_are_read(options, expected, read):
     found = read(4, **options)

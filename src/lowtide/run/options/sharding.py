@@ -8,6 +8,7 @@ accelerate see ranks with whole copies (`engines_hidden`).
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -142,6 +143,11 @@ def _check_keys(config: Mapping[str, Any]) -> None:
 
 def _sizes(given: Any) -> dict[str, dict[str, int]]:
     """The sizes of accelerate's `ParallelismConfig`, by where they are said; empty where they are not."""
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            given = json.loads(given)
+    if isinstance(given, str | int | list | bool):
+        raise ValueError(f"parallelism_config={given!r} is no ParallelismConfig: give its sizes, {{'sp_size': 2}} say")
     known = given if isinstance(given, Mapping) else {} if given is None else vars(given)
     for key in known:
         if isinstance(given, Mapping) and key not in OF_PARALLELISM:

@@ -82,6 +82,10 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     )
     memory_report: str | None = option(None, "JSON file to write peak, states, speed and ledger to after training.")
 
+    parallelism_config: dict | None = option(
+        None, "accelerate's ParallelismConfig, or its sizes: dp_replicate_size, dp_shard_size, sp_size or cp_size."
+    )
+
     # other defaults than TrainingArguments'
     learning_rate: float = option(2e-5, "The initial learning rate.")
     logging_steps: float = option(10, "Log every so many steps; below 1 it is a share of all steps.")

@@ -3,10 +3,14 @@
 import contextlib
 import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DynamoBackend
+from torch.utils.data import DataLoader
 
 from lowtide.compat.accelerate import SHARED, leave_models_unwrapped, leave_states_in_place, shared_state_kept
 
@@ -54,3 +58,31 @@ def test_states_are_left_where_they_are():
         accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
         assert asked == [False], "Accelerator.prepare places an optimizer past prepare_optimizer"
         assert "device_placement" in inspect.signature(plain).parameters, "prepare_optimizer takes no device_placement"
+
+
+class TwoByTwo(dict):
+    """As a `DeviceMesh` of four ranks, two of which split sequences."""
+
+    mesh_dim_names = ("dp_replicate", "cp")
+
+    def __missing__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: 2)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_ranks_of_a_group_get_the_same_batches():
+    given = {}
+    with fresh_state():
+        accelerator = Accelerator(cpu=True)
+        for rank in range(4):
+            asked: list[DataLoader] = []
+            rows = DataLoader(cast(Any, torch.arange(8)), batch_size=2)
+            accelerator._prepare_device_mesh = lambda asked=asked, rows=rows: asked.append(rows)
+            accelerator.prepare(rows)
+            assert asked == [rows], "Accelerator.prepare makes data loaders without _prepare_device_mesh"
+            share = prepare_data_loader(rows, num_processes=4, process_index=rank, torch_device_mesh=TwoByTwo())
+            given[rank] = [batch.tolist() for batch in share]
+    assert given[0] == given[1] == [[0, 1], [4, 5]], "a data loader gives ranks of a line called `cp` other batches"
+    assert given[2] == given[3] == [[2, 3], [6, 7]]

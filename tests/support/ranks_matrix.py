@@ -1,7 +1,7 @@
 """Every memory technique on two ranks, in each way to spread a run: what is trained is what one rank trains with it.
 
-`cells_of` starts two ranks for each way and trains SFT with every technique there; `docs/matrix-ranks.md` is written from
-it by `python -m tests.exactness --ranks`, and `test_matrix_ranks.py` holds the page against it.
+`cells_of` starts two ranks for each way and trains SFT with every technique there; `docs/matrix-ranks.md` is written
+from it by `python -m tests.exactness --ranks`, and `test_matrix_ranks.py` holds the page against it.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ from tests.support.processes import run_ranks
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
 
 
+EVALUATED = ("eval_loss", "eval_scores", "eval_weighed")
+
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -64,17 +66,22 @@ def trained(
     unscored: bool = False,
     checkpoint: str | None = None,
     save_to: Path | None = None,
+    sequence: int = 1,
     **options: Any,
 ) -> Any:
     """(losses, weights by name, evaluation) of a training of the tiny Llama of `matrix`.
 
     Args:
         ranks: that train, each on its share of the rows of a step.
+        sequence: so many of them have the same rows.
     """
+    if sequence > 1:
+        options["parallelism_config"] = {"sp_size": sequence, **options.get("parallelism_config", {})}
     base = matrix.COMMON["per_device_train_batch_size"] if kind not in matrix.ONLINE else matrix.ROWS
     evaluated = options.pop("evaluated", False)
     rows = options.pop("rows", options.get("per_device_train_batch_size", base))
-    options = {"output_dir": str(folder), "max_steps": 3, **options, "per_device_train_batch_size": rows // ranks}
+    options = {"output_dir": str(folder), "max_steps": 3, **options}
+    options["per_device_train_batch_size"] = rows * sequence // ranks
     adapters = LoraConfig(**LORA, task_type="SEQ_CLS" if kind == "Reward" else "CAUSAL_LM") if lora else None
     given = None if model is None else build(model)
     if unscored:
@@ -82,13 +89,21 @@ def trained(
         trainer = SFTTrainer(matrix.build(kind, 64), config, train_dataset=unscored_half(matrix.ROWS))
     else:
         trainer = matrix.make(kind, model=given, peft_config=adapters, **options)
+    if evaluated:
+        trainer.compute_metrics = scored
     trainer.train(resume_from_checkpoint=checkpoint)
     if save_to is not None:
         trainer.save_model(str(save_to))
     evaluation = trainer.evaluate(matrix.rows(kind).select(range(7))) if evaluated else {}
     weights = {name: whole_of(p).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, weights, {name: value for name, value in evaluation.items() if name == "eval_loss"}
+    seen = {"epoch": trainer.state.epoch, "tokens": trainer.state.num_input_tokens_seen}
+    return losses, weights, seen | {name: value for name, value in evaluation.items() if name in EVALUATED}
+
+
+def scored(evaluated: Any) -> dict[str, float]:
+    """Metrics of an evaluation: all scored targets with their log-probabilities, each once."""
+    return {"scores": len(evaluated.label_ids), "weighed": float((evaluated.predictions * evaluated.label_ids).sum())}
 
 
 def rank_main(rank: int, folder: str, ranks: int) -> None:

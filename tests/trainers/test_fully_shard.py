@@ -238,7 +238,6 @@ def test_what_cannot_be_done_on_shards_is_refused(tmp_path):
         ({"fsdp": True, "parallelism_config": {"dp_shard_size": 3}}, "dp_shard_size=3 is 3, and there are 2 processes"),
         ({"fsdp": "full_shard", "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 1}}, None),
         ({"fsdp": "shard_grad_op", "parallelism_config": {"dp_shard_size": 2}}, "leave one of them out"),
-        ({"parallelism_config": {"cp_size": 2}}, "cp_size=2 is not built yet"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DynamoBackend
+from torch.distributed.device_mesh import init_device_mesh
 
 SHARED = (PartialState, AcceleratorState, GradientState)
 """The classes whose instances all share one state, which is that of the last trainer that was made."""
@@ -56,3 +57,14 @@ def leave_states_in_place(accelerator: Any, at_home: Callable[[Any], bool]) -> N
         return prepare(optimizer, device_placement=False if at_home(optimizer) else device_placement)
 
     accelerator.prepare_optimizer = prepared
+
+
+def share_batches(accelerator: Any, ranks: int) -> None:
+    """Has the data loaders of one accelerator give the same batches to so many neighbouring ranks, as accelerate does
+    for context parallelism; its own option would also cut the batches.
+
+    Replaces `_prepare_device_mesh`: the mesh in the state, which that reads, is the last trainer's.
+    """
+    groups = (accelerator.num_processes // ranks, ranks)
+    mesh = init_device_mesh(accelerator.device.type, groups, mesh_dim_names=("dp_replicate", "cp"))
+    accelerator._prepare_device_mesh = lambda: mesh

@@ -85,6 +85,12 @@ def _compiled_or_tiled(name: str) -> Callable[[Site], str | None]:
     return others
 
 
+def _compile_refused(site: Site) -> str | None:
+    if site.options.sharding.sequence_parallel > 1:
+        return "compiled layers cannot exchange heads between ranks that split sequences: leave one of them off"
+    return _compiled_or_tiled("torch_compile")(site)
+
+
 def _compiled(site: Site) -> Callable[[], None]:
     options, backend = site.options, site.options.torch_compile_backend
     layers = compile_layers(site.model, backend=backend, mode=options.torch_compile_mode)
@@ -292,7 +298,7 @@ TECHNIQUES: dict[str, Technique] = {
             {"torch_compile": True},
             option_is("torch_compile"),
             lowers=("activations",),
-            refused=_compiled_or_tiled("torch_compile"),
+            refused=_compile_refused,
             begin=_compiled,
         ),
         Technique(

@@ -1,4 +1,5 @@
-"""Ranks read the same rows, and each takes its share of every batch; ranks with different rows are refused.
+"""Ranks read the same rows, and each takes its share of every batch; ranks with different rows are refused. So are
+ranks that split the tokens of a batch and hold different ones.
 
 With different lengths they would run different numbers of steps, and wait for each other in the end; with different
 rows of one length some would be trained on twice and others never.
@@ -7,13 +8,17 @@ rows of one length some would be trained on twice and others never.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from datasets import Dataset
+from jaxtyping import Int
+from torch import Tensor
 
+from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.world import distributed
 
 
@@ -42,6 +47,29 @@ def check_same_rows(dataset: Any, lengths_of: Callable[[Any], np.ndarray | None]
         raise ValueError(
             f"{title} differs among ranks: {_text(first)} on rank 0, {_text(everyones[other])} on rank "
             f"{other}{same}. Each rank takes its share of the same rows: give all of them the whole dataset"
+        )
+
+
+def check_same_batch(batch: Sequence[Int[Tensor, " _"]], sequence: SequenceParallel | None) -> None:
+    """Refuses a batch that is another one on another rank of a group; all ranks of it ask together.
+
+    Args:
+        batch: its tokens and the like.
+        sequence: the ranks that split it; None where each rank has its own.
+
+    Raises:
+        ValueError: with what to look at.
+    """
+    if sequence is None:
+        return
+    sums = [((torch.arange(len(each), device=each.device) % 8191 + 1) * each).sum() for each in batch]
+    mine = torch.stack([*sums, torch.tensor(sum(map(len, batch)), device=sums[0].device)])
+    most = torch.cat([mine, -mine])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=sequence.group)
+    if not torch.equal(*most.abs().chunk(2)):
+        raise ValueError(
+            f"the {sequence.size} ranks that split the tokens of a batch have different ones: a data collator, a "
+            "sampler or a stream that draws random numbers has to draw the same on all of them, so seed it alike"
         )
 
 

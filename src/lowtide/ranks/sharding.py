@@ -1,5 +1,5 @@
-"""How a run is spread over devices, in words: `"zero3"`, `"fsdp2"`, `"tp2+fsdp2"`, a DeepSpeed config, transformers'
-`fsdp` and its config.
+"""How a run is spread over devices, in words: `"zero3"`, `"fsdp2"`, `"tp2+fsdp2"`, `"sp2+ddp"`, a DeepSpeed config,
+transformers' `fsdp` and its config.
 
 The options are the ones that change memory or traffic, with the defaults of DeepSpeed 0.19 (`runtime/zero/config.py`),
 of `torch.distributed.fsdp.fully_shard`, and of transformers, which fills in what a DeepSpeed config leaves to `"auto"`.
@@ -65,6 +65,8 @@ class Sharding:
     """Machines that they are in, equally many in each."""
     tensor_parallel: int = 1
     """Devices that each layer's matrices are split between; the rest of the run is `kind` over groups of them."""
+    sequence_parallel: int = 1
+    """Devices that hold the same rows, of which each computes a slice of the tokens (see `ranks.sequence`)."""
     hybrid: bool = False
     """Shards inside a node and whole copies across nodes (HSDP)."""
     reshard: bool = True
@@ -102,7 +104,7 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"sharding {self.kind!r} is none of {', '.join(KINDS)}{nearest(self.kind, KINDS)}")
-        for name in ("devices", "nodes", "tensor_parallel"):
+        for name in ("devices", "nodes", "tensor_parallel", "sequence_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"sharding: `{name}` is {getattr(self, name)}; give at least 1")
         if self.devices % self.nodes:
@@ -111,6 +113,11 @@ class Sharding:
             raise ValueError(
                 f"sharding: tensor parallelism over {self.tensor_parallel} does not divide the "
                 f"{self.devices // self.nodes} devices of a node; give a divisor, tp{self._divisor()} say"
+            )
+        if self.replicas % self.sequence_parallel:
+            raise ValueError(
+                f"sharding: sequences cannot be split over {self.sequence_parallel} of {self.replicas} devices: give a "
+                f"divisor of {self.replicas}"
             )
         if self.kind == "none" and self.replicas > 1:
             raise ValueError(f"sharding 'none' is of one device, not {self.devices}; 'ddp' keeps a whole copy on each")
@@ -128,8 +135,13 @@ class Sharding:
 
     @property
     def replicas(self) -> int:
-        """Ranks that see different rows."""
+        """Ranks whose gradients are averaged."""
         return self.devices // self.tensor_parallel
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different rows; those that split sequences count as one."""
+        return self.replicas // self.sequence_parallel
 
     @property
     def shards(self) -> int:
@@ -158,9 +170,9 @@ class Sharding:
         """From what people write.
 
         Args:
-            given: a short text, its words joined by `+` or blanks: those of `ALIASES`, and `tp2` for tensor
-                parallelism over 2; a DeepSpeed config, transformers' `fsdp_config`, or the path of either;
-                True as `fsdp=True`; None for whole copies.
+            given: a short text, its words joined by `+` or blanks: those of `ALIASES`, `tp2` for tensor parallelism
+                over 2, and `sp2` for sequences that are split over 2; a DeepSpeed config, transformers' `fsdp_config`,
+                or the path of either; True as `fsdp=True`; None for whole copies.
             devices: of the whole run.
             nodes: machines.
             more: fields that are known otherwise.
@@ -186,26 +198,27 @@ class Sharding:
         return replace(self, **{name: size for name, size in filled.items() if getattr(self, name) == AUTO})
 
     def __str__(self) -> str:
-        tensors = f"tp{self.tensor_parallel}+" if self.tensor_parallel > 1 else ""
+        split = {"tp": self.tensor_parallel, "sp": self.sequence_parallel}
+        groups = "".join(f"{name}{size}+" for name, size in split.items() if size > 1)
         words = "".join(
             f", {word}" for word in ("hybrid", "offload_optimizer", "offload_weights") if getattr(self, word)
         )
         nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{tensors}{self.kind} on {self.devices} devices{nodes}{words}"
+        return f"{groups}{self.kind} on {self.devices} devices{nodes}{words}"
 
 
 def read_words(text: str) -> dict[str, Any]:
     """The fields of `Sharding` that a short text sets."""
     found: dict[str, Any] = {}
     for word in re.split(r"[+\s,]+", text.strip().lower().replace("-", "")):
-        if match := re.fullmatch(r"tp(\d+)", word):
-            found["tensor_parallel"] = int(match[1])
+        if match := re.fullmatch(r"(tp|sp)(\d+)", word):
+            found["tensor_parallel" if match[1] == "tp" else "sequence_parallel"] = int(match[2])
         elif word in ALIASES:
             found |= ALIASES[word]
         else:
             raise ValueError(
-                f"sharding {text!r}: {word!r} is none of {', '.join(KINDS)}, hsdp, offload, and tp2 or another number"
-                f"{nearest(word, (*ALIASES, 'tp2'))}"
+                f"sharding {text!r}: {word!r} is none of {', '.join(KINDS)}, hsdp, offload, and tp2 or sp2, or another "
+                f"number{nearest(word, (*ALIASES, 'tp2', 'sp2'))}"
             )
     return found
 

@@ -16,12 +16,14 @@ from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.forward import causal_model, compute_in, install
 from lowtide.engine.heads import head_of
 from lowtide.engine.probe import Probe, attention_backends, probe
+from lowtide.engine.splitting import split_over
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
 from lowtide.engine.weights.fully_shard import shard_model
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
 from lowtide.engine.weights.zero import partition_model
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
+from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import is_sharded
 from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer, check_sharded
 from lowtide.run.options.deepspeed import sized
@@ -41,6 +43,8 @@ class Engine:
     """What autocast takes products in; None for the dtype of the weights."""
     attention: str = ""
     """What attention runs on, where another implementation was asked for and is not used."""
+    sequences: str = ""
+    """How sequences are split over ranks; empty where they are not."""
 
 
 def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
@@ -48,7 +52,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
 
     Raises:
         ValueError: the model's head is not understood, its adapters are virtual tokens or need padded rows, or its
-            gradients would be of a dtype that cannot be trained so.
+            gradients would be of a dtype that cannot be trained so; or its sequences cannot be split over ranks.
     """
     _check_precision(model, args)
     if args.optim in OPTIMIZERS:
@@ -63,7 +67,17 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     mixed = computed_in(args)
     engine = replace(_proved(model, args), computed_in=mixed)
     compute_in(model, mixed)
-    return replace(engine, attention=_other_attention(model, args, engine))
+    split = _split_sequences(model, args.sharding.sequence_parallel)
+    return replace(engine, attention=_other_attention(model, args, engine), sequences=split)
+
+
+def _split_sequences(model: nn.Module, ranks: int) -> str:
+    """Has so many ranks split the tokens of batches; says so, for a report."""
+    if ranks == 1:
+        return ""
+    copied = split_over(model, SequenceParallel.of_size(ranks))
+    text = f"the tokens of a batch over {ranks} ranks, which exchange attention heads (Ulysses)"
+    return f"{text}; {copied}" if copied else text
 
 
 def _check_prompts(model: nn.Module, args: TrainingConfig) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.torch import FakeTensor
-from lowtide.engine.forward import causal_model, compute_in, embedding_weight, vocabulary
+from lowtide.engine.forward import causal_model, compute_in, embedding_weight, sequence_of, vocabulary
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.splitting import split_over
 from lowtide.engine.weights.fully_shard import sharing_weights
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.engine.weights.model_init import model_init
@@ -115,6 +116,7 @@ class ReferenceMaker:
             cut(reference.model, args)
         elif not sharded:
             STORAGES[args.ref_model_storage](reference.model, args.device)
+        split_over(reference.model, sequence_of(model))
         return Reference(reference, self._text(reference.model, own_model=requested is None))
 
     def _text(self, reference: nn.Module, *, own_model: bool) -> str:

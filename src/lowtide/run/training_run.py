@@ -89,6 +89,11 @@ class TrainingRun:
         """Of the training set."""
         self.skips_preparation = bool(getattr(args, "skips_preparation", False))
         self._references = None
+        if method.writes and args.sharding.sequence_parallel > 1:
+            raise ValueError(
+                f"{type(args).__name__}: sequences cannot be split over {args.sharding.sequence_parallel} ranks yet, "
+                "which would have to write the same completions: leave sp_size and cp_size out"
+            )
         if method.compares and args.compares:
             self._references = ReferenceMaker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
         self.model, self.tokenizer = self._loaded()

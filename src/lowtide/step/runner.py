@@ -318,8 +318,8 @@ class StepRunner:
         """What stops a run: this rank says where it comes from, unless it is another's."""
         self.updater.zero_grad(self.model)
         found = "That rank says where it comes from"
-        if self.together:  # a forward of this rank alone would wait for the others
-            found = "Train without sharding, or on one rank, to hear where it comes from"
+        if self.waited_for:  # a forward of this rank alone would wait for the others
+            found = "Train with whole weights and sequences on each rank, or on one rank, to hear where it comes from"
         elif own:
             found = self._find_nonfinite(batch)
         return NotFiniteStep(f"{what}. {found}. {REMEDIES}")

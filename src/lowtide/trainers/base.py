@@ -20,10 +20,12 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
-from lowtide.compat.accelerate import leave_models_unwrapped
+from lowtide.compat.accelerate import leave_models_unwrapped, share_batches
 from lowtide.data.batches.collate import ragged_from_collated
+from lowtide.engine.forward import sequence_of
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.same_rows import check_same_batch
 from lowtide.ranks.world import distributed
 from lowtide.run.edge import TO_DO
 from lowtide.run.options.sharding import engines_hidden
@@ -132,7 +134,9 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
 
     def as_ragged(self, inputs: Any) -> RaggedBatch:
         batch = inputs if isinstance(inputs, RaggedBatch) else ragged_from_collated(inputs)
-        return batch.to(self.args.device, non_blocking=True)
+        batch = batch.to(self.args.device, non_blocking=True)
+        check_same_batch((batch.token_ids, batch.score_index), sequence_of(self.model))
+        return batch
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
@@ -174,7 +178,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         if every and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.seconds_in_steps += time.perf_counter() - start
-        self.tokens_in_steps += inputs.tokens
+        self.tokens_in_steps += inputs.tokens // self.args.sharding.sequence_parallel
         return loss
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -188,6 +192,12 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         model's forward stays its own: `engine.forward` has autocast around it."""
         super().create_accelerator_and_postprocess()
         leave_models_unwrapped(self.accelerator)
+        if self.args.sharding.sequence_parallel > 1:
+            share_batches(self.accelerator, self.args.sharding.sequence_parallel)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """As the Trainer's, which does not know of ranks that hold the same rows."""
+        return super().get_total_train_batch_size(args) // args.sharding.sequence_parallel
 
     def _begin_steps(self, model: nn.Module) -> None:
         """What precedes the first step, and a rehearsal of the heaviest micro-batch."""
@@ -222,13 +232,17 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
             raise ValueError(f"step {self.state.global_step + 1}: {error}") from None
 
     def floating_point_ops(self, inputs: RaggedBatch | None) -> int:
-        """6 FLOPs a parameter a real token."""
-        return 0 if inputs is None else 6 * inputs.tokens * self.model.num_parameters(exclude_embeddings=True)
+        """6 FLOPs a parameter a real token that this rank computes."""
+        if inputs is None:
+            return 0
+        own = inputs.tokens // self.args.sharding.sequence_parallel
+        return 6 * own * self.model.num_parameters(exclude_embeddings=True)
 
     def _track_num_input_tokens(self, inputs: RaggedBatch | None) -> None:
         if inputs is not None and self.args.include_num_input_tokens_seen != "no":
             tokens = torch.tensor(inputs.tokens, device=self.args.device)
-            self.state.num_input_tokens_seen += int(cast(Tensor, self.accelerator.reduce(tokens, "sum")).item())
+            seen = int(cast(Tensor, self.accelerator.reduce(tokens, "sum")).item())
+            self.state.num_input_tokens_seen += seen // self.args.sharding.sequence_parallel
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
@@ -274,13 +288,14 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
         model = self._evaluation_model()
+        leads = self.runner.models(model).leads
         totals, rows, sync = Totals(), 0, RankSync("evaluation", remedy=TO_DO["evaluating"])
         wanted = self.compute_metrics is not None or description == "Prediction"
         kept = PaddedPredictions() if self.evaluates_plainly(wanted) else Predictions()
         for number, inputs in enumerate(dataloader):
             self.leave_evaluation_if_stopped()
             batch = self.as_ragged(inputs)
-            count = real_rows(self.accelerator, batch.rows, self.args.eval_batch_size)
+            count = real_rows(self.accelerator, batch.rows, self.args)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last
                 self.runner.accompany(batch, model)
@@ -290,13 +305,13 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
             local = sync.local(waited_for=self.runner.waited_for)
             with local, self.phases.during("evaluation"), self.compute_loss_context_manager():
                 if isinstance(kept, PaddedPredictions):
-                    own = kept if wanted else None
-                    self.evaluate_plainly(model, batch, totals, self.runner.evaluation_limits, own)
+                    own, seen = kept if wanted and leads else None, totals if leads else Totals()
+                    self.evaluate_plainly(model, batch, seen, self.runner.evaluation_limits, own)
                 else:
                     results = self.runner.evaluate(batch, totals, model)
-                    if wanted:
+                    if wanted and leads:
                         kept.take_in(results)
-                rows += batch.rows
+                rows += batch.rows if leads else 0
             if not distributed():
                 sync.meet(self.args.device)
         sync.meet(self.args.device)

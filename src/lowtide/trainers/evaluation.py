@@ -15,12 +15,12 @@ from lowtide.ragged import IGNORE, RaggedBatch
 from lowtide.ranks.world import distributed
 
 
-def real_rows(accelerator: Accelerator, rows: int, batch_size: int) -> int:
+def real_rows(accelerator: Accelerator, rows: int, args: Any) -> int:
     """How many rows of this rank's batch are its own; the last batch is filled up so that ranks have equally many."""
     state = accelerator.gradient_state
     if not distributed() or not state.end_of_dataloader or state.remainder <= 0:
         return rows
-    return max(0, min(rows, state.remainder - accelerator.process_index * batch_size))
+    return max(0, min(rows, state.remainder - args.data_rank * args.eval_batch_size))
 
 
 class Predictions:

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers import Trainer
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 from lowtide.trainers.checkpoints.whole import saved_run_state
@@ -46,7 +46,7 @@ class RepeatableOrder(Trainer):
         raise NotImplementedError
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        """As the Trainer's, which looks for the lengths of rows in a column."""
+        """As the Trainer's, which looks for the lengths of rows in a column, and for whom each rank has its own."""
         args = self.args
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
         column = args.length_column_name
@@ -54,6 +54,12 @@ class RepeatableOrder(Trainer):
             lengths = None if column in getattr(rows, "column_names", ()) else self.row_lengths(rows)
             rows = rows if lengths is None else Dataset.from_dict({column: lengths})
         sampler = super()._get_train_sampler(rows)
+        if isinstance(sampler, BatchRebalanceSampler):
+            rows_in_all = args.train_batch_size * args.gradient_accumulation_steps * args.data_ranks
+            ours = {"dp_size": args.data_ranks, "rank": args.data_rank, "effective_batch_size": rows_in_all}
+            return BatchRebalanceSampler(
+                sampler.lengths, grad_accum=sampler.grad_accum, drop_last=sampler.drop_last, **ours
+            )
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
         seed = args.seed if args.data_seed is None else args.data_seed

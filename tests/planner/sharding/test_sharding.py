@@ -47,6 +47,7 @@ def described(layers: int = sharded_run.LAYERS, tied: bool = False) -> Layout:
         ("ZeRO-3", {"kind": "zero3"}),
         ("tp2+fsdp2", {"kind": "fsdp2", "tensor_parallel": 2}),
         ("tp4", {"kind": "ddp", "tensor_parallel": 4}),
+        ("sp2+fsdp2", {"kind": "fsdp2", "sequence_parallel": 2}),
         ("full_shard auto_wrap offload", {"kind": "fsdp2", "offload_weights": True, "offload_optimizer": True}),
         ("shard_grad_op", {"kind": "fsdp2", "reshard": False}),
         ("hsdp", {"kind": "fsdp2", "hybrid": True}),
@@ -121,6 +122,15 @@ def test_says_what_the_trainers_cannot_run_yet():
         assert shard(layout, EMPTY, Sharding(kind=kind, devices=2)).notes == ()
     split = Sharding(kind="fsdp2", devices=4, tensor_parallel=2)
     assert not split.runs
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ranks_that_split_sequences_divide_activations(kind):
+    layout, most = layers_of(2, 64), {"activations": 1001, "head": 40, "weights": 256}
+    traced = replace(EMPTY, phases={**EMPTY.phases, "forward": most})
+    found, plain = (shard(layout, traced, Sharding(kind=kind, devices=2, sequence_parallel=ranks)) for ranks in (2, 1))
+    assert found.phases["forward"] == {**plain.phases["forward"], "activations": 501}
+    assert "activations are divided by 2" in found.notes[0]
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------

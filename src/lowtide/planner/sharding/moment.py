@@ -109,6 +109,21 @@ class OneDevice:
             return found * largest // self.largest
         return found * together // self.together
 
+    def of_slices(self, ranks: int) -> OneDevice:
+        """The step where so many ranks each compute a slice of the tokens: around attention a rank holds all tokens of
+        its share of the heads, which are as many bytes."""
+
+        def sliced(held: Mapping[str, int]) -> dict[str, int]:
+            return {name: -(-size // ranks) if name == "activations" else size for name, size in held.items()}
+
+        return replace(
+            self,
+            phases={phase: sliced(held) for phase, held in self.phases.items()},
+            in_layers=sliced(self.in_layers),
+            saved=sliced(self.saved),
+            saved_per_layer=self.saved_per_layer // ranks,
+        )
+
     def on(self, layout: Layout) -> OneDevice:
         """The trace of a model, of which it then knows what is stepped."""
         return replace(

@@ -53,7 +53,7 @@ def shard(layout: Layout, traced: OneDevice, sharding: Sharding) -> Sharded:
     """
     sharding = sharding.resolved(layout.hidden_size)
     local = local_layout(layout, sharding.tensor_parallel) if sharding.tensor_parallel > 1 else layout
-    local, traced = traced.with_states(local), traced.on(layout)
+    local, traced = traced.with_states(local), traced.of_slices(sharding.sequence_parallel).on(layout)
     moments, host = SCHEMES[sharding.kind](local, traced, sharding)
     phases = {phase: _most(moments[phase], sharding, layout.buffers) for phase in traced.phases}
     return Sharded(phases, host, traffic_of(local, traced, sharding), _notes(sharding))
@@ -68,7 +68,14 @@ def _most(moments: Iterable[PeakMoment], sharding: Sharding, buffers: int) -> di
 
 
 def _notes(sharding: Sharding) -> tuple[str, ...]:
-    return () if sharding.runs else (f"lowtide's trainers cannot run {sharding} yet: they do not split layers",)
+    notes = () if sharding.runs else (f"lowtide's trainers cannot run {sharding} yet: they do not split layers",)
+    if sharding.sequence_parallel == 1:
+        return notes
+    return (
+        *notes,
+        f"activations are divided by {sharding.sequence_parallel}, since so many ranks split the tokens of a batch; "
+        "the exchange of attention heads is in neither bytes nor speed",
+    )
 
 
 def whole(layout: Layout, traced: OneDevice, sharding: Sharding) -> tuple[Moments, int]:

@@ -8,10 +8,15 @@ accelerate see ranks with whole copies (`engines_hidden`).
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from typing import Any
+
+from accelerate import ParallelismConfig
 
 from lowtide.ranks.sharding import Sharding, loaded, read_config, read_words
 from lowtide.ranks.world import launched
@@ -24,6 +29,10 @@ FIELDS = (*OF_ENGINES, "fsdp_config")
 """All that say how a run is spread."""
 SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", SWITCH)
 """The variables by which `accelerate launch` turns an engine on."""
+OF_ENVIRONMENT = "accelerate's parallelism_config"
+"""What messages call the sizes that `accelerate launch` says."""
+SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+OF_PARALLELISM = tuple(each.name for each in fields(ParallelismConfig) if each.init)
 OF_FSDP = {
     "version": "",
     "reshard_after_forward": "",
@@ -60,11 +69,11 @@ def sharding_of(config: Any, ranks: int | None = None) -> Sharding:
     Raises:
         ValueError: it is said twice and differently, or what is said cannot be done; with both values, or the key.
     """
-    ranks = launched() if ranks is None else ranks
+    ranks, sizes = launched() if ranks is None else ranks, _sizes(config.parallelism_config)
     said = {
         "fsdp": _from_fields(config.fsdp, config.fsdp_config, ranks),
-        "parallelism_config": _from_parallelism(config.parallelism_config, ranks),
-        "accelerate's config": _from_environment(ranks),
+        "parallelism_config": _of_sizes(sizes["parallelism_config"], "parallelism_config", ranks),
+        "accelerate's config": _from_environment(sizes[OF_ENVIRONMENT], ranks),
     }
     if (zero := given_config(config)) is not None:
         said[zero[0]] = Sharding.read(zero[1], devices=ranks)
@@ -72,17 +81,16 @@ def sharding_of(config: Any, ranks: int | None = None) -> Sharding:
     if len({*found.values()}) > 1:
         (first, one), (second, other), *_ = found.items()
         raise ValueError(f"{first} says {one}, and {second} says {other}: leave one of them out")
-    sharding = next(iter(found.values()), None)
-    if sharding is None:
-        return Sharding.read(None, devices=ranks)
-    if ranks == 1 and sharding.kind != "none":
+    sequence = _sequence_of(sizes)
+    sharding = next(iter(found.values()), Sharding.read(None, devices=ranks))
+    if ranks == 1 and (sharding.kind != "none" or sequence > 1):
+        what = f"{next(iter(found))} shards" if found else f"sequences are to be split over {sequence} processes, not"
         logger.warning(
-            f"{next(iter(found))} shards over 1 process, which is the whole model: start several, "
-            "`torchrun --nproc_per_node N` say"
+            f"{what} over 1 process, which has all of them: start several, `torchrun --nproc_per_node N` say"
             + ("; optimizer_states_on_host=True offloads without sharding" if sharding.offload_optimizer else "")
         )
         return Sharding.read(None, devices=1)
-    return sharding
+    return replace(sharding, sequence_parallel=sequence)
 
 
 @contextlib.contextmanager
@@ -140,37 +148,66 @@ def _check_keys(config: Mapping[str, Any]) -> None:
             logger.info(f"fsdp_config: {key} changes nothing: {OF_FSDP[key]}")
 
 
-def _from_parallelism(given: Any, ranks: int) -> Sharding | None:
-    if given is None:
-        return None
-    known = given if isinstance(given, Mapping) else vars(given)
-    sizes = {name: int(known.get(f"{name}_size") or 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
-    return _of_sizes(sizes, "parallelism_config", ranks)
+def _sizes(given: Any) -> dict[str, dict[str, int]]:
+    """The sizes of accelerate's `ParallelismConfig`, by where they are said; empty where they are not."""
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            given = json.loads(given)
+    if isinstance(given, str | int | list | bool):
+        raise ValueError(f"parallelism_config={given!r} is no ParallelismConfig: give its sizes, {{'sp_size': 2}} say")
+    known = given if isinstance(given, Mapping) else {} if given is None else vars(given)
+    for key in known:
+        if isinstance(given, Mapping) and key not in OF_PARALLELISM:
+            raise ValueError(f"parallelism_config has no key {key!r}{nearest(key, OF_PARALLELISM)}")
+    found = {"parallelism_config": {name: int(known.get(f"{name}_size") or 1) for name in SIZES if known}}
+    is_on = _is_on("ACCELERATE_USE_PARALLELISM_CONFIG")
+    variables = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in SIZES if is_on}
+    return {**found, OF_ENVIRONMENT: {name: int(size or 1) for name, size in variables.items()}}
 
 
 def _of_sizes(sizes: Mapping[str, int], where: str, ranks: int) -> Sharding | None:
-    for name in ("tp", "cp", "sp"):
-        if sizes[name] > 1:
-            raise ValueError(f"{where}: {name}_size={sizes[name]} is not built yet: take dp_shard_size for all ranks")
-    replicas, shards = sizes["dp_replicate"], sizes["dp_shard"]
+    """How weights are spread where some sizes shard them; sequences are split within their ranks."""
+    if not sizes:
+        return None
+    if sizes["tp"] > 1:
+        raise ValueError(f"{where}: tp_size={sizes['tp']} is not built yet: take dp_shard_size for all ranks")
+    if sizes["sp"] > 1 and sizes["cp"] > 1:
+        raise ValueError(
+            f"{where}: sp_size={sizes['sp']} and cp_size={sizes['cp']} both split sequences: leave one of them out"
+        )
+    named = {f"{name}_size": size for name, size in sizes.items() if size > 1 or name.startswith("dp_")}
+    replicas, shards, total = sizes["dp_replicate"], sizes["dp_shard"], math.prod(sizes.values())
+    if replicas == total:
+        return None
+    if ranks not in (1, total) and (replicas * shards > 1 or ranks % total):
+        product = " times ".join(f"{name}={size}" for name, size in named.items())
+        raise ValueError(
+            f"{where}: {product} is {total}, and there are {ranks} processes: make the sizes multiply to it, or start "
+            f"{total}"
+        )
     if shards == 1:
         return None
-    if ranks not in (1, replicas * shards):
-        raise ValueError(
-            f"{where}: dp_replicate_size={replicas} times dp_shard_size={shards} is {replicas * shards}, and there "
-            f"are {ranks} processes: make the sizes multiply to it, or start {replicas * shards}"
-        )
     return Sharding(kind="fsdp2", devices=ranks, nodes=replicas if ranks > 1 else 1, hybrid=replicas > 1)
 
 
-def _from_environment(ranks: int) -> Sharding | None:
-    if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        sizes = {
-            name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1") or 1)
-            for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-        }
-        if (found := _of_sizes(sizes, "accelerate's parallelism_config", ranks)) is not None:
-            return found
+def _sequence_of(sizes: Mapping[str, Mapping[str, int]]) -> int:
+    """Over how many ranks sequences are split."""
+    said = {f"{where}: {name}_size": size[name] for where, size in sizes.items() for name in ("sp", "cp") if size}
+    found = {name: size for name, size in said.items() if size > 1}
+    if len({*found.values()}) > 1:
+        (first, one), (second, other), *_ = found.items()
+        raise ValueError(f"{first}={one}, and {second}={other}: leave one of them out")
+    for name, size in found.items():
+        if name.endswith("cp_size"):
+            logger.info(
+                f"{name}={size}: attention heads are exchanged (Ulysses) in place of ring attention; same numbers"
+            )
+    return max(found.values(), default=1)
+
+
+def _from_environment(sizes: Mapping[str, int], ranks: int) -> Sharding | None:
+    if (found := _of_sizes(sizes, OF_ENVIRONMENT, ranks)) is not None:
+        return found
     if not _is_on("ACCELERATE_USE_FSDP"):
         return None
     names = ("reshard_after_forward", "offload_params", "state_dict_type", "version")

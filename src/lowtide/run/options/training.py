@@ -83,6 +83,10 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     )
     memory_report: str | None = option(None, "JSON file to write peak, states, speed and ledger to after training.")
 
+    parallelism_config: dict | None = option(
+        None, "accelerate's ParallelismConfig, or its sizes: dp_replicate_size, dp_shard_size, sp_size or cp_size."
+    )
+
     # other defaults than TrainingArguments'
     learning_rate: float = option(2e-5, "The initial learning rate.")
     logging_steps: float = option(10, "Log every so many steps; below 1 it is a share of all steps.")
@@ -151,6 +155,16 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     def zero_config(self) -> dict[str, Any] | None:
         """DeepSpeed's config, filled in, where its engine steps; None elsewhere."""
         return self.__dict__.get("_zero_config")
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different rows; those that split sequences count as one."""
+        return self.world_size // self.sharding.sequence_parallel
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank, or of its group, among these."""
+        return self.process_index // self.sharding.sequence_parallel
 
     @property
     def requested(self) -> dict[str, Any]:

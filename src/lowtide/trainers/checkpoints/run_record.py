@@ -39,7 +39,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
         "adapters": hasattr(trainer.model, "peft_config"),
         "trained": digest(trainer.model),
         "rows": len(rows) if has_length(rows) else None,
-        "rows_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "rows_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.data_ranks,
         "ranks": args.world_size,
     }
 

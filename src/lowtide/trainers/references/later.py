@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lowtide.data.batches.collate import REFERENCE_COLUMN
-from lowtide.engine.forward import compute_in, embedding_weight
+from lowtide.engine.forward import compute_in, embedding_weight, sequence_of
 from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.splitting import split_over
 from lowtide.engine.weights.loading import load_model
 from lowtide.methods.method import Scorer
 from lowtide.run.inputs.loading import model_name
@@ -86,6 +87,7 @@ class LaterReference:
             )
         reference = FrozenModel.of(cast(Any, loaded).to(trainer.args.device), padding_free=padding_free)
         compute_in(loaded, self.computed_in)
+        split_over(loaded, sequence_of(trainer.model))
         return reference
 
 

@@ -68,6 +68,7 @@ class StartReport(TrainerCallback):
         total = sum(whole_shape(p).numel() for p in self.trainer.model.parameters())
         share = sum(whole_shape(p).numel() for p in trained) / max(total, 1)
         optimizer = "" if self.states.optimizer is None else f" + optimizer {bytes_text(self.states.optimizer)}"
+        ranks = "rank(s)" if args.data_ranks == args.world_size else "group(s) of ranks"
         budget = f", at most {args.tokens_per_microbatch:,} tokens" if args.tokens_per_microbatch else ""
         planned = self.trainer.planned.text
         return [
@@ -80,8 +81,9 @@ class StartReport(TrainerCallback):
             (
                 "step",
                 f"{args.per_device_train_batch_size} rows x {args.gradient_accumulation_steps} accumulated x "
-                f"{args.world_size} rank(s); micro-batches of {args.per_device_train_batch_size} rows{budget}",
+                f"{args.data_ranks} {ranks}; micro-batches of {args.per_device_train_batch_size} rows{budget}",
             ),
+            *([("sequences split", self.engine.sequences)] if self.engine.sequences else []),
             ("checkpointing", "on: activations are recomputed in backward" if args.gradient_checkpointing else "off"),
             (
                 "states",

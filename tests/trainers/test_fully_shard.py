@@ -19,7 +19,7 @@ from tests.support.marks import slow_but
 from tests.support.online_runs import online
 from tests.support.parity_world import build_model
 from tests.support.processes import run_ranks
-from tests.support.sabotage import out_of_memory
+from tests.support.sabotage import OPTIMIZER, out_of_memory
 from tests.support.sharded_training import assert_near, meeting_place, on_ranks, rank_of, trained
 
 CASES: dict[str, dict[str, Any]] = {
@@ -205,6 +205,25 @@ def rehearse_without_room(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_a_rehearsal_without_room_on_one_rank_lowers_the_budget_of_all(tmp_path):
     run_ranks(rehearse_without_room, str(meeting_place(tmp_path)))
+    _, expected, _ = trained("SFT", 1, tmp_path, max_steps=2, rows=16)
+    assert_near(torch.load(tmp_path / "weights.pt"), expected, 2e-5)
+
+
+def make_states_without_room(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        trainer = matrix.make("SFT", fsdp=True, per_device_train_batch_size=8, max_steps=2)
+        failing = out_of_memory(trainer.model, OPTIMIZER, 3) if rank == 1 else contextlib.nullcontext([])
+        with failing as fired:
+            trainer.train()
+        assert len(fired or []) == rank
+        weights = {name: whole_of(p).clone() for name, p in trainer.model.named_parameters()}
+        if rank == 0:
+            torch.save(weights, Path(folder, "weights.pt"))
+
+
+@pytest.mark.slow
+def test_a_step_of_the_optimizer_without_room_on_one_rank_is_taken_again_there(tmp_path):
+    run_ranks(make_states_without_room, str(meeting_place(tmp_path)))
     _, expected, _ = trained("SFT", 1, tmp_path, max_steps=2, rows=16)
     assert_near(torch.load(tmp_path / "weights.pt"), expected, 2e-5)
 

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from lowtide.engine.weights.quantized import check_shardable
+from lowtide.memory.allocators.measure import bytes_text
+from lowtide.memory.optimizers.states import predict_states
 from lowtide.ranks.shards import place_of, whole_of
 from lowtide.run.options.sharding import engines_hidden, sharding_of
+from lowtide.trainers.reports.start import StartReport
 from tests.support import matrix
 from tests.support.marks import slow_but
 from tests.support.online_runs import online
@@ -170,6 +174,12 @@ def hold_shards(rank: int, folder: str) -> None:
         held = sum(p.to_local().nbytes for p in trainer.model.parameters())
         whole = sum(p.nbytes for p in matrix.build("SFT", 64).parameters())
         assert held <= 0.55 * whole
+        states = predict_states(trainer.model, "adamw_torch")
+        assert (states.gradients, states.optimizer) == (held, 2 * held)
+        [report] = [each for each in trainer.callback_handler.callbacks if isinstance(each, StartReport)]
+        assert dict(report.lines())["weights"] == (
+            f"sharded over 2 ranks (FSDP2), {bytes_text(states.weights)} a rank"  # with the buffers
+        )
         trainer.train()
         states = trainer.optimizer.optimizer.state
         assert len(states) == len(list(trainer.model.parameters()))
@@ -243,6 +253,15 @@ def refuse(rank: int, folder: str) -> None:
         for options, said in REFUSALS.values():
             with pytest.raises(ValueError, match=said):
                 matrix.make(**{"kind": "SFT", "fsdp": True, **options})
+        with pytest.raises(ValueError, match="torchao's form: take load_in_4bit=True"):
+            check_shardable(of_torchao())
+
+
+def of_torchao() -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = nn.ModuleDict({"layer": nn.Linear(32, 32, bias=False)})
+    quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
+    return layer
 
 
 def test_what_cannot_be_done_on_shards_is_refused(tmp_path):

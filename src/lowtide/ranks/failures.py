@@ -106,10 +106,21 @@ def meeting(seconds: float) -> Iterator[None]:
 
 def tell(error: BaseException) -> None:
     """Leaves a line for the other ranks on what stopped this one."""
-    line = f"{type(error).__name__}: {error}".split("\n")[0][:LINE]
-    _within_patience(lambda: _store().set(_key(dist.get_rank()), line))
+    _within_patience(lambda: _store().set(_key(dist.get_rank()), _line(error)))
     if dist.get_rank() == 0:
         _keep_store_at_exit()
+
+
+def first_says_the_same(error: BaseException) -> bool:
+    """Whether the first rank, which is not this one, stopped at the same error: printing it once is enough."""
+    if not distributed() or dist.get_rank() == 0:
+        return False
+    deadline = time.monotonic() + PATIENCE / 5
+    found = None
+    while found is None and time.monotonic() < deadline:
+        found = _within_patience(lambda: _store().get(_key(0)).decode() if _store().check([_key(0)]) else None)
+        time.sleep(0.02)
+    return found == _line(error)
 
 
 def who_stopped(said: str = "") -> str:
@@ -128,6 +139,10 @@ def who_stopped(said: str = "") -> str:
         return f"the ranks lost each other ({said})"
     which = f"rank {silent[0]} of {ranks} does" if len(silent) == 1 else f"ranks {', '.join(silent)} of {ranks} do"
     return f"{which} not answer any more: killed, stopped or cut off ({said})"
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:LINE]
 
 
 def _plain(error: BaseException) -> str:

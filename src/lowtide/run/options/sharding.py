@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lowtide.ranks.sharding import Sharding, loaded, read_config, read_words
-from lowtide.ranks.world import launched
+from lowtide.ranks.world import is_first, launched
 from lowtide.spelling import nearest
 
 OF_ENGINES = ("fsdp", "parallelism_config")
@@ -70,7 +70,7 @@ def sharding_of(config: Any) -> Sharding:
     if sharding is None:
         return Sharding.read(None, devices=ranks)
     if ranks == 1 and sharding.kind != "none":
-        logger.warning(
+        _warn(
             f"{next(iter(found))} shards over 1 process, which is the whole model: start several, "
             "`torchrun --nproc_per_node N` say"
         )
@@ -96,7 +96,7 @@ def engines_hidden(config: Any) -> Iterator[None]:
 def _from_fields(fsdp: Any, fsdp_config: Any, ranks: int) -> Sharding | None:
     if not fsdp or str(fsdp).lower() == "false":
         if fsdp_config:
-            logger.warning("fsdp_config has no effect without fsdp=True")
+            _warn("fsdp_config has no effect without fsdp=True")
         return None
     words = " ".join(map(str, fsdp)) if isinstance(fsdp, list | tuple) else fsdp
     words = True if str(words).lower() == "true" else words
@@ -109,7 +109,7 @@ def _from_fields(fsdp: Any, fsdp_config: Any, ranks: int) -> Sharding | None:
 def _read(words: Any, config: Mapping[str, Any], ranks: int) -> Sharding:
     """Of the words of `fsdp` and the keys of its config; the keys have the last word."""
     if int(config.get("version") or 2) == 1:
-        logger.warning("FSDP 1 was asked for, and FSDP 2 runs in its place: the shards are the same")
+        _warn("FSDP 1 was asked for, and FSDP 2 runs in its place: the shards are the same")
     named = read_words("fsdp2" if words is True else str(words))
     if named.get("kind") not in (None, "fsdp2"):
         return Sharding.read(str(words), devices=ranks)
@@ -169,6 +169,12 @@ def _from_environment(ranks: int) -> Sharding | None:
     names = ("reshard_after_forward", "offload_params", "state_dict_type", "version")
     config = {name: os.environ[key] for name in names if (key := f"FSDP_{name.upper()}") in os.environ}
     return _read(True, config, ranks)
+
+
+def _warn(text: str) -> None:
+    """Once, whatever the number of ranks."""
+    if is_first():
+        logger.warning(text)
 
 
 def _is_on(switch: str) -> bool:

@@ -19,7 +19,8 @@ CPUS = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_pro
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch):
-    for name in ("LOCAL_RANK", "ACCELERATE_USE_CPU", "LOWTIDE_TEST"):
+    fsdp = ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "FSDP_RESHARD_AFTER_FORWARD")
+    for name in ("LOCAL_RANK", "ACCELERATE_USE_CPU", "LOWTIDE_TEST", "LOWTIDE_ACCELERATE_CONFIG", *fsdp):
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
 
@@ -55,6 +56,31 @@ def test_a_config_for_processors_starts_as_many_processes_as_it_says(tmp_path):
     assert os.environ["ACCELERATE_USE_CPU"] == "true"
 
 
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
+def test_a_short_name_shards_over_so_many_processes(name):
+    command = launch_command(["sft"], {"accelerate_config": name, "num_processes": 4})
+    assert command is not None
+    assert "--config_file" not in command
+    assert command[command.index("--num_processes") + 1] == "4"
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    assert os.environ["FSDP_VERSION"] == name[-1]
+
+
+def test_a_config_for_fsdp_shards_on_processors_too(tmp_path):
+    file = tmp_path / "fsdp.yaml"
+    text = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
+    file.write_text(text + "  fsdp_reshard_after_forward: false\nuse_cpu: true\n")
+    command = launch_command(["sft"], {"accelerate_config": str(file)})
+    assert command is not None
+    assert command[command.index("--num_processes") + 1] == "2"
+    wanted = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_RESHARD_AFTER_FORWARD": "false"}
+    assert wanted.items() <= os.environ.items()
+    file.write_text(text)
+    command = launch_command(["sft"], {"accelerate_config": str(file)})
+    assert command is not None
+    assert command[3:5] == ["--config_file", str(file)]
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
@@ -63,6 +89,7 @@ def test_a_config_for_processors_starts_as_many_processes_as_it_says(tmp_path):
         ({"accelerate_config": "absent.yaml"}, "there is no file 'absent.yaml'. `accelerate config` writes one"),
         ({"accelerate_config": "zero3"}, "'zero3', which is no file: .* --deepspeed FILE"),
         ({"accelerate_config": "TP"}, "is for TP, which is not built"),
+        ({"accelerate_config": "fsdp2"}, "needs the number of processes to shard over: add --num_processes N"),
         ({"accelerate_config": "other"}, "has no `distributed_type`"),
     ],
 )

@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from lowtide.engine.weights.quantized import check_shardable
+from lowtide.memory.allocators.measure import bytes_text
+from lowtide.memory.optimizers.states import predict_states
 from lowtide.ranks.shards import place_of, whole_of
 from lowtide.run.options.sharding import engines_hidden, sharding_of
+from lowtide.trainers.reports.start import StartReport
 from tests.support import matrix
 from tests.support.marks import slow_but
 from tests.support.online_runs import online
 from tests.support.parity_world import build_model
 from tests.support.processes import run_ranks
-from tests.support.sabotage import out_of_memory
+from tests.support.sabotage import OPTIMIZER, out_of_memory
 from tests.support.sharded_training import assert_near, meeting_place, on_ranks, rank_of, trained
 
 CASES: dict[str, dict[str, Any]] = {
@@ -170,6 +174,12 @@ def hold_shards(rank: int, folder: str) -> None:
         held = sum(p.to_local().nbytes for p in trainer.model.parameters())
         whole = sum(p.nbytes for p in matrix.build("SFT", 64).parameters())
         assert held <= 0.55 * whole
+        states = predict_states(trainer.model, "adamw_torch")
+        assert (states.gradients, states.optimizer) == (held, 2 * held)
+        [report] = [each for each in trainer.callback_handler.callbacks if isinstance(each, StartReport)]
+        assert dict(report.lines())["weights"] == (
+            f"sharded over 2 ranks (FSDP2), {bytes_text(states.weights)} a rank"  # with the buffers
+        )
         trainer.train()
         states = trainer.optimizer.optimizer.state
         assert len(states) == len(list(trainer.model.parameters()))
@@ -209,6 +219,25 @@ def test_a_rehearsal_without_room_on_one_rank_lowers_the_budget_of_all(tmp_path)
     assert_near(torch.load(tmp_path / "weights.pt"), expected, 2e-5)
 
 
+def make_states_without_room(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        trainer = matrix.make("SFT", fsdp=True, per_device_train_batch_size=8, max_steps=2)
+        failing = out_of_memory(trainer.model, OPTIMIZER, 3) if rank == 1 else contextlib.nullcontext([])
+        with failing as fired:
+            trainer.train()
+        assert len(fired or []) == rank
+        weights = {name: whole_of(p).clone() for name, p in trainer.model.named_parameters()}
+        if rank == 0:
+            torch.save(weights, Path(folder, "weights.pt"))
+
+
+@pytest.mark.slow
+def test_a_step_of_the_optimizer_without_room_on_one_rank_is_taken_again_there(tmp_path):
+    run_ranks(make_states_without_room, str(meeting_place(tmp_path)))
+    _, expected, _ = trained("SFT", 1, tmp_path, max_steps=2, rows=16)
+    assert_near(torch.load(tmp_path / "weights.pt"), expected, 2e-5)
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 REFUSALS = {
@@ -224,6 +253,15 @@ def refuse(rank: int, folder: str) -> None:
         for options, said in REFUSALS.values():
             with pytest.raises(ValueError, match=said):
                 matrix.make(**{"kind": "SFT", "fsdp": True, **options})
+        with pytest.raises(ValueError, match="torchao's form: take load_in_4bit=True"):
+            check_shardable(of_torchao())
+
+
+def of_torchao() -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = nn.ModuleDict({"layer": nn.Linear(32, 32, bias=False)})
+    quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
+    return layer
 
 
 def test_what_cannot_be_done_on_shards_is_refused(tmp_path):

@@ -445,7 +445,7 @@ def test_a_rank_that_ran_out_of_memory_leaves_the_bits_of_a_smaller_budget(kind,
 def test_a_rank_that_cannot_make_its_states_stops_both(found):
     kinds, texts = zip(*(each["exhausted"]["error"] for each in found), strict=True)
     assert kinds == (OutOfMemory.__name__,) * RANKS
-    assert texts[0].startswith("another rank ran out of memory in the optimizer's step")
+    assert texts[0].startswith("rank 1 ran out of memory in the optimizer's step")
     assert "do not fit together" in texts[1]
 
 
@@ -453,7 +453,7 @@ def test_a_rank_that_cannot_make_its_states_stops_both(found):
 def test_a_loss_that_is_nan_on_one_rank_stops_both_before_the_step(kind, found):
     first, second = (each[f"{kind} not finite"] for each in found)
     assert first["error"][0] == second["error"][0] == "ValueError"
-    assert first["error"][1].startswith("step 2: another rank's loss is not finite. That rank says")
+    assert first["error"][1].startswith("step 2: rank 1's loss is not finite. That rank says")
     assert second["error"][1].startswith("step 2: the loss is nan. Micro-batch 0: ")
     assert f"first module with a non-finite output is {CULPRIT}" in second["error"][1]
     assert first["step"] == second["step"] == 1
@@ -538,14 +538,14 @@ def test_evaluation_of_few_rows_is_that_of_one_process(kind, found):
 def test_evaluation_that_runs_out_of_memory_on_one_rank_stops_both(found):
     (first, text), (second, its_text) = (each["exhausted in evaluation"]["error"] for each in found)
     assert first == second == OutOfMemory.__name__
-    assert text.startswith("another rank ran out of memory. Lower `per_device_eval_batch_size`")
+    assert text.startswith("rank 1 ran out of memory. Lower `per_device_eval_batch_size`")
     assert its_text.startswith("out of memory in evaluation of micro-batch 1 (2 row(s) of ")
 
 
 def test_precomputing_that_runs_out_of_memory_on_one_rank_stops_both(found):
     (first, text), (second, its_text) = (each["exhausted in reference"]["error"] for each in found)
     assert first == second == OutOfMemory.__name__
-    assert text.startswith("another rank ran out of memory. Lower `precompute_ref_batch_size`")
+    assert text.startswith("rank 1 ran out of memory. Lower `precompute_ref_batch_size`")
     assert its_text.startswith("out of memory in reference of micro-batch 0 ")
 
 

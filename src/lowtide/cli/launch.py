@@ -18,7 +18,11 @@ from lowtide.environment import set_environment
 
 OF_PROCESSES = {
     "num_processes": ("N", "run on so many processes: one for each GPU, or several on a CPU"),
-    "accelerate_config": ("FILE", "an `accelerate config` file that says how many processes there are, and where"),
+    "accelerate_config": (
+        "FILE",
+        "an `accelerate config` file that says how many processes there are, and where; or `fsdp2`, which shards "
+        "weights, gradients and states over --num_processes",
+    ),
 }
 """The launcher's options, on the command line and in a run file, with their help."""
 ENVIRONMENT = "env"
@@ -27,8 +31,11 @@ OF_LAUNCHER = {*OF_PROCESSES, ENVIRONMENT}
 """The keys of a run file that are no options of a run."""
 PLAIN = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
 """What `accelerate launch` would otherwise warn of having chosen."""
-SHARDED = ("zero1", "zero2", "zero3", "fsdp1", "fsdp2")
-"""What TRL has files of its own for."""
+FSDP = ("fsdp1", "fsdp2")
+ZERO = ("zero1", "zero2", "zero3")
+"""TRL's names of config files."""
+CHOSEN = "LOWTIDE_ACCELERATE_CONFIG"
+"""The variable by which the processes know which config started them."""
 
 
 def prepare(words: Sequence[str]) -> list[str]:
@@ -80,14 +87,20 @@ def launch_command(words: Sequence[str], wanted: Mapping[str, Any]) -> list[str]
     """
     file = wanted.get("accelerate_config")
     config = {} if file is None else _accelerate_config(str(file))
+    if config:
+        os.environ[CHOSEN] = str(file)
     count = wanted.get("num_processes", config.get("num_processes"))
     if count is not None and (not str(count).isdecimal() or int(count) < 1):
         raise UsageError(f"num_processes is {count!r}; it must be a whole number from 1 on")
     start = [sys.executable, "-m", "accelerate.commands.launch"]
     number = [] if count is None else ["--num_processes", str(count)]
+    if file in FSDP and count is None:
+        raise UsageError(f"accelerate_config={file} needs the number of processes to shard over: add --num_processes N")
+    if config.get("distributed_type") == "FSDP":
+        _set_fsdp(config)
     if config.get("use_cpu"):  # accelerate would start one process and say nothing
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    elif config:
+    elif config and file not in FSDP:
         return [*start, "--config_file", str(file), *number, "-m", "lowtide", *words]
     if count is None or int(count) == 1:
         return None
@@ -95,16 +108,20 @@ def launch_command(words: Sequence[str], wanted: Mapping[str, Any]) -> list[str]
 
 
 def _accelerate_config(file: str) -> dict[str, Any]:
-    """The mapping of an accelerate config file.
+    """The mapping of an accelerate config file, or of one of TRL's names.
 
     Raises:
         UsageError: there is no such file, it is none of accelerate's, or it splits layers.
     """
     import yaml
 
-    if file in SHARDED:
-        option = "--fsdp full_shard" if file.startswith("fsdp") else "--deepspeed FILE, a DeepSpeed config"
-        raise UsageError(f"accelerate_config is {file!r}, which is no file: take --num_processes N with {option}")
+    if file in FSDP:
+        return {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": int(file[-1])}}
+    if file in ZERO:
+        raise UsageError(
+            f"accelerate_config is {file!r}, which is no file: take --num_processes N with --deepspeed FILE, a "
+            "DeepSpeed config"
+        )
     if not Path(file).is_file():
         raise UsageError(f"accelerate_config: there is no file {file!r}. `accelerate config` writes one, or {_REMEDY}")
     try:
@@ -116,6 +133,15 @@ def _accelerate_config(file: str) -> dict[str, Any]:
     if (kind := config["distributed_type"]) in ("MEGATRON_LM", "TP"):
         raise UsageError(f"accelerate_config: {file} is for {kind}, which is not built: {_REMEDY}")
     return config
+
+
+def _set_fsdp(config: Mapping[str, Any]) -> None:
+    """Sets what `accelerate launch` would set of an FSDP config, which is read in `lowtide.run.options.sharding`."""
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    given = {str(key).removeprefix("fsdp_"): value for key, value in (config.get("fsdp_config") or {}).items()}
+    for key, value in {"version": 2, **given}.items():
+        if value is not None:
+            os.environ[f"FSDP_{key.upper()}"] = str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _REMEDY = "take --num_processes N, with --deepspeed or --fsdp where a model is too large for one GPU"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import shlex
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lowtide.cli.adapters import AdapterOptions
 from lowtide.cli.commands import commands
 from lowtide.cli.endings import UsageError
-from lowtide.cli.launch import OF_PROCESSES
+from lowtide.cli.launch import CHOSEN, OF_PROCESSES
 from lowtide.cli.layout import LAYOUT
 from lowtide.cli.options import add_options, read_options
 from lowtide.cli.run_file import read_run_file, write_run_file
@@ -334,6 +335,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option], checkpoint: str | bool | None) -> int:
+    from transformers.utils.logging import disable_progress_bar
+
+    if config.process_index > 0:  # the first rank shows what all of them do
+        disable_progress_bar()
     output, run_file = given.output, given.output / RUN_FILE
     again = ["lowtide", given.method, "--config", str(run_file), *_on_processes(config)]
     trainer = given.trainer(config)
@@ -404,7 +409,10 @@ def _only(config: type[T], values: Mapping[str, Any]) -> T:
 
 def _on_processes(config: TrainingArguments) -> list[str]:
     """The words that run a command on as many processes as these."""
-    return ["--num_processes", str(config.world_size)] if config.world_size > 1 else []
+    if config.world_size == 1:
+        return []
+    chosen = ["--accelerate_config", os.environ[CHOSEN]] if CHOSEN in os.environ else []
+    return ["--num_processes", str(config.world_size), *chosen]
 
 
 def _say(text: str, config: TrainingArguments) -> None:

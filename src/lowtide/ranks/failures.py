@@ -3,12 +3,15 @@
 A rank that stops in the middle of something leaves the others in a collective that fails, at once where its process is
 gone, else after `ddp_timeout`. What the collective says names neither the rank nor the reason. So a rank that stops at
 an error leaves a line in the store of the process group, and the others look there: who left a line stopped by itself,
-and who leaves none any more was killed, stopped or cut off.
+and who leaves none any more was killed, stopped or cut off. Where the first rank has the store, it keeps it for some
+seconds when its process ends at an error.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import re
 import threading
@@ -103,8 +106,21 @@ def meeting(seconds: float) -> Iterator[None]:
 
 def tell(error: BaseException) -> None:
     """Leaves a line for the other ranks on what stopped this one."""
-    line = f"{type(error).__name__}: {error}".split("\n")[0][:LINE]
-    _within_patience(lambda: _store().set(_key(dist.get_rank()), line))
+    _within_patience(lambda: _store().set(_key(dist.get_rank()), _line(error)))
+    if dist.get_rank() == 0:
+        _keep_store_at_exit()
+
+
+def first_says_the_same(error: BaseException) -> bool:
+    """Whether the first rank, which is not this one, stopped at the same error: printing it once is enough."""
+    if not distributed() or dist.get_rank() == 0:
+        return False
+    deadline = time.monotonic() + PATIENCE / 5
+    found = None
+    while found is None and time.monotonic() < deadline:
+        found = _within_patience(lambda: _store().get(_key(0)).decode() if _store().check([_key(0)]) else None)
+        time.sleep(0.02)
+    return found == _line(error)
 
 
 def who_stopped(said: str = "") -> str:
@@ -113,8 +129,7 @@ def who_stopped(said: str = "") -> str:
     Args:
         said: what this rank's collective said of it.
     """
-    if said:
-        _within_patience(lambda: _store().set(_key(dist.get_rank()), LEFT))
+    _within_patience(_leave)
     lines, ranks = _within_patience(_lines) or {}, dist.get_world_size()
     own = [f"rank {rank} stopped at {line}" for rank, line in lines.items() if line != LEFT]
     if own:
@@ -126,9 +141,40 @@ def who_stopped(said: str = "") -> str:
     return f"{which} not answer any more: killed, stopped or cut off ({said})"
 
 
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:LINE]
+
+
 def _plain(error: BaseException) -> str:
     """What a collective says, without the place in its source and the address."""
-    return re.sub(r"\[[^]]*\](:\d+)?", "", str(error).strip().split("\n")[0]).strip(" .")
+    text = re.sub(r"\[[^]]*\](:\d+)?", "", str(error).strip().split("\n")[0])
+    return text.partition("This is typically")[0].strip(" .")
+
+
+def _leave() -> None:
+    """Leaves the line of a rank that stopped because of another, unless it has said why it stopped itself."""
+    store, key = _store(), _key(dist.get_rank())
+    if not store.check([key]):
+        store.set(key, LEFT)
+
+
+@functools.cache
+def _keep_store_at_exit() -> None:
+    """Once in a process."""
+    atexit.register(_keep_store)
+
+
+def _keep_store() -> None:
+    """Closes the connections, at which the other ranks look into the store, and waits until they have."""
+    if not distributed() or dist.get_backend() != "gloo":
+        return
+    keys, store = [_key(rank) for rank in _others()], _store()
+    if not _within_patience(lambda: store.check([_key(dist.get_rank())])):
+        return  # it went on after that error
+    _within_patience(dist.destroy_process_group)
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and not _within_patience(lambda: all(store.check([key]) for key in keys)):
+        time.sleep(0.05)
 
 
 def _others() -> list[int]:

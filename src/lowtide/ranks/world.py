@@ -19,6 +19,11 @@ def launched() -> int:
     return max(int(os.environ.get("WORLD_SIZE", "1") or 1), 1)
 
 
+def is_first() -> bool:
+    """Whether this is the process that speaks for all that a launcher has started, before they have met."""
+    return int(os.environ.get("RANK", "0") or 0) == 0
+
+
 def gathered(values: Tensor) -> Tensor:
     """The values of all ranks, one after the other; all have as many."""
     if not distributed():

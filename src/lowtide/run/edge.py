@@ -29,6 +29,8 @@ TO_DO = {
 }
 """What is done, and what to do where memory runs out in it."""
 RESUME = "Look at what that rank printed, and resume from the last checkpoint (resume_from_checkpoint)"
+RESUMED = ("training", "evaluating", "saving the model")
+"""After what `RESUME` is said."""
 START_AGAIN = "Look at what that rank printed, and start again"
 
 
@@ -62,5 +64,5 @@ def edge(doing: str) -> Iterator[None]:
         OutOfMemory: memory ran out.
         RankFailed: another rank stopped.
     """
-    with stopping_together(doing, RESUME if doing == "training" else START_AGAIN), out_of_memory_while(doing):
+    with stopping_together(doing, RESUME if doing in RESUMED else START_AGAIN), out_of_memory_while(doing):
         yield

@@ -107,7 +107,7 @@ class RolloutMaker:
         extra: dict[str, list] = {}
         made: Made | None = None
         found: Correction | None = None
-        with sync.local():
+        with sync.local(waited_for=self.runner.waited_for):
             with self.runner.phases.during("generate"):
                 if isinstance(self.generator, HoldsWeights):
                     self.generator.sync(self.runner.model, version)
@@ -173,17 +173,17 @@ class RolloutMaker:
         """What a generator writes; again with half as many tokens at a time where memory runs out."""
         sampling = self.options.sampling(self.stop_ids)
         gather = cast(bool | int, self.options.ds3_gather_for_generation)
-        while True:
-            try:
-                with weights_for_writing(self.runner.model, gather):
+        with weights_for_writing(self.runner.model, gather):
+            while True:
+                try:
                     return self.generator.generate(self.runner.model, requests, sampling, conversations)
-            except Exception as error:
-                waits = self.runner.together and gather is not True  # for it the other ranks wait
-                is_last = waits or conversations is not None
-                if not is_out_of_memory(error) or is_last or not self._writes_less(requests):
-                    raise
-                drop_frames(error)
-            free_caches()
+                except Exception as error:
+                    waits = self.runner.together and gather is not True  # for it the other ranks wait
+                    is_last = waits or conversations is not None
+                    if not is_out_of_memory(error) or is_last or not self._writes_less(requests):
+                        raise
+                    drop_frames(error)
+                free_caches()
 
     def _writes_less(self, requests: Sequence[Request]) -> bool:
         """Halves what is written at a time; False where that is one completion already."""

@@ -52,6 +52,8 @@ class Failure:
         rows = ", ".join(f"{tokens:,}" for tokens in self.row_tokens[:8]) + (
             ", ..." if len(self.row_tokens) > 8 else ""
         )
+        if not rows:
+            return f"in {self.phase}: {self.error}"
         return (
             f"in {self.phase} of micro-batch {self.micro_batch} "
             f"({len(self.row_tokens)} row(s) of {rows} tokens): {self.error}"
@@ -70,8 +72,9 @@ class OutOfMemory(RuntimeError):
 class NotFinite(ValueError):
     """The loss of a step is not finite, on this rank or on another; raised on all of them."""
 
-    def __init__(self, loss: float | None = None) -> None:
-        super().__init__("another rank's loss is not finite" if loss is None else f"the loss is {loss}")
+    def __init__(self, loss: float | None = None, rank: int | None = None) -> None:
+        whose = "another rank" if rank is None else f"rank {rank}"
+        super().__init__(f"{whose}'s loss is not finite" if loss is None else f"the loss is {loss}")
         self.loss = loss
         """None where it was another rank's."""
 
@@ -136,7 +139,7 @@ class RankSync:
             self.failure = Failure(phase, self.micro_batch, rows, first_line(error), largest.text())
             self.part = None
         if waited_for and self.failure is not None:
-            self.remedy = WAITED_FOR
+            self.remedy = self.remedy or WAITED_FOR
             raise self._exhausted()
 
     def _phase(self, trace: TracebackType | None) -> str:
@@ -165,19 +168,24 @@ class RankSync:
         """
         if self.error is not None and distributed():
             tell(self.error)
-        worst = worst_of_ranks(self.end, device)
+        try:
+            worst, rank = worst_rank(self.end, device)
+        except Exception:
+            if self.error is None:
+                raise
+            worst, rank = self.end, 0
         if self.error is not None:
             raise self.error
         if worst == End.ERROR:
             raise RankFailed(who_stopped())
         if worst == End.NOT_FINITE:
-            raise NotFinite
+            raise NotFinite(rank=rank)
         if worst == End.OUT_OF_MEMORY:
-            raise self._exhausted()
+            raise self._exhausted(rank)
 
-    def _exhausted(self) -> OutOfMemory:
-        """What says that memory ran out, and where it was on this rank."""
-        text = str(self.failure or "another rank ran out of memory")
+    def _exhausted(self, rank: int = 0) -> OutOfMemory:
+        """What says that memory ran out, on which rank, and where it was on this one."""
+        text = str(self.failure or f"rank {rank} ran out of memory")
         if self.remedy:
             text = f"{'out of memory ' if self.failure else ''}{text}. {self.remedy}"
         return OutOfMemory(text, self.failure)
@@ -190,6 +198,18 @@ def worst_of_ranks(end: int, device: torch.device) -> int:
     flag = torch.tensor([float(end)], device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return int(flag.item())
+
+
+RANKS = 1 << 20
+"""More than there are ranks."""
+
+
+def worst_rank(end: End, device: torch.device) -> tuple[End, int]:
+    """(how the ranks came through that did worst, the last of them); all ranks ask at the same place."""
+    if not distributed():
+        return end, 0
+    worst = worst_of_ranks(end * RANKS + dist.get_rank(), device)
+    return End(worst // RANKS), worst % RANKS
 
 
 def random_state(device: torch.device) -> list[Tensor]:

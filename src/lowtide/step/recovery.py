@@ -21,10 +21,11 @@ from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, fre
 from lowtide.methods.method import Objective, Scorer
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.failures import RankFailed, tell, who_stopped
+from lowtide.ranks.shards import LocalShard
 from lowtide.ranks.world import distributed
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models, OwnLoss
-from lowtide.step.rank_sync import End, OutOfMemory, random_state, set_random_state, worst_of_ranks
+from lowtide.step.rank_sync import End, OutOfMemory, random_state, set_random_state, worst_rank
 from lowtide.step.train_step import BackwardPlan, Limits, score_in_parts, train_step
 
 logger = logging.getLogger(__name__)
@@ -171,13 +172,21 @@ def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..
         if end == End.ERROR and distributed():
             tell(error)
     device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    worst = worst_of_ranks(end, device)
+    try:
+        worst, rank = worst_rank(end, device)
+    except Exception:
+        if failed is None:
+            raise
+        worst, rank = end, 0
     if failed is not None:
         raise failed
     if worst == End.ERROR:
         raise RankFailed(who_stopped())
     if worst == End.OUT_OF_MEMORY:
-        raise OutOfMemory("another rank ran out of memory in the optimizer's step; this one has taken it")
+        raise OutOfMemory(
+            f"rank {rank} ran out of memory in the optimizer's step, which this one has taken: what that rank printed "
+            "says what to change, and a run resumes from the last checkpoint"
+        )
     return result
 
 
@@ -206,8 +215,14 @@ def _step_or_repeat(optimizer: torch.optim.Optimizer, step: Callable[..., Any], 
             raise
         raise OutOfMemory(
             f"out of memory in the optimizer's step: weights, gradients and moments do not fit together: {text}. Train "
-            "adapters, take an optimizer that keeps less (optim='adamw_8bit'), or optimizer_in_backward=True"
+            f"adapters, take an optimizer that keeps less (optim='adamw_8bit'), or {_further(optimizer)}"
         ) from None
+
+
+def _further(optimizer: torch.optim.Optimizer) -> str:
+    """What else lets weights, gradients and moments fit."""
+    cut = any(isinstance(parameter, LocalShard) for group in optimizer.param_groups for parameter in group["params"])
+    return "more ranks" if cut else "optimizer_in_backward=True"
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar, cast
 
 from datasets import Dataset, concatenate_datasets
@@ -239,6 +240,11 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._handed_in(eval_dataset)
         return super().evaluate(cast(Any, eval_dataset), *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's."""
+        with nullcontext() if _internal_call else edge("saving the model"):
+            super().save_model(output_dir, _internal_call)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; the dataset may be unprepared. `predictions` are log-probs of targets and `label_ids` the

@@ -24,6 +24,7 @@ from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit, stay
 from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model, install, score
 from lowtide.engine.heads.head import body
+from lowtide.engine.weights.quantized import check_shardable
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import equal_weights
@@ -38,8 +39,9 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device) -> N
         sharding: of kind "fsdp2".
 
     Raises:
-        ValueError: trained parameters of a unit are of several dtypes.
+        ValueError: trained parameters of a unit are of several dtypes, or quantized weights cannot be cut.
     """
+    check_shardable(model)
     install(model, padding_free=False)
     _check_dtypes(model)
     equal_weights(model, device)

@@ -56,6 +56,22 @@ def keep_trainable(model: nn.Module) -> None:
             layer.forward = types.MethodType(_forward, layer)
 
 
+def check_shardable(model: nn.Module) -> None:
+    """Refuses quantized weights that cannot be cut into shards; those of bitsandbytes in 4 bits can.
+
+    Raises:
+        ValueError: the weights are of bitsandbytes in 8 bits, or of torchao.
+    """
+    for name, module in model.named_modules():
+        layer: Any = module
+        if isinstance(layer, nn.Linear) and (_is_8_bit(layer) or _is_torchao(layer.weight)):
+            kind = "8 bits of bitsandbytes" if _is_8_bit(layer) else "torchao's form"
+            raise ValueError(
+                f"fsdp cannot shard the weight of {name}, which is in {kind}: take load_in_4bit=True, whose weights "
+                "are sharded, or leave `fsdp` out, and each rank holds all of the quantized weights"
+            )
+
+
 def check_torchao(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Quantizes a small layer as a `TorchAoConfig` says, before a whole model is loaded so.
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide.ranks.shards import local_of
+
 BYTES_PER_PARAMETER: dict[str, float] = {
     "adamw_torch": 8,
     "adamw_torch_fused": 8,
@@ -55,7 +57,7 @@ class States:
 
 
 def predict_states(model: nn.Module, optimizer: str) -> States:
-    """What a model will hold while it trains.
+    """What a model will hold on this rank while it trains; of sharded weights, their part.
 
     Args:
         model: each storage is counted once, so tied weights are.
@@ -64,19 +66,21 @@ def predict_states(model: nn.Module, optimizer: str) -> States:
     weights = gradients = 0
     for parameter in _unique(model):
         stored = 2 if parameter.requires_grad and optimizer in IN_BFLOAT16 else parameter.element_size()
-        weights += parameter.numel() * stored
-        gradients += parameter.numel() * stored if parameter.requires_grad else 0
+        here = local_of(parameter).numel() * stored
+        weights += here
+        gradients += here if parameter.requires_grad else 0
     states = sum(sum(sizes) for _, sizes in states_of(model, optimizer))
     return States(weights, gradients, states if optimizer in BYTES_PER_PARAMETER else None)
 
 
 def states_of(model: nn.Module, optimizer: str) -> Iterator[tuple[Tensor, list[int]]]:
-    """Each trained parameter of a model with its `state_sizes`. In 8 bits, transformers leaves embeddings' in 32."""
+    """Each trained parameter of a model, or the part of it that lies here, with its `state_sizes`. In 8 bits,
+    transformers leaves embeddings' in 32."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for parameter in model.parameters():
         if parameter.requires_grad:
             name = OF_EMBEDDINGS.get(optimizer, optimizer) if parameter in embeddings else optimizer
-            yield parameter, state_sizes(parameter, name)
+            yield (here := local_of(parameter)), state_sizes(here, name)
 
 
 def state_sizes(parameter: Tensor, optimizer: str) -> list[int]:

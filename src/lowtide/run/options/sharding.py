@@ -19,7 +19,7 @@ from typing import Any
 from accelerate import ParallelismConfig
 
 from lowtide.ranks.sharding import Sharding, loaded, read_config, read_words
-from lowtide.ranks.world import launched
+from lowtide.ranks.world import is_first, launched
 from lowtide.run.options.deepspeed import SWITCH, given_config
 from lowtide.spelling import nearest
 
@@ -85,7 +85,7 @@ def sharding_of(config: Any, ranks: int | None = None) -> Sharding:
     sharding = next(iter(found.values()), Sharding.read(None, devices=ranks))
     if ranks == 1 and (sharding.kind != "none" or sequence > 1):
         what = f"{next(iter(found))} shards" if found else f"sequences are to be split over {sequence} processes, not"
-        logger.warning(
+        _warn(
             f"{what} over 1 process, which has all of them: start several, `torchrun --nproc_per_node N` say"
             + ("; optimizer_states_on_host=True offloads without sharding" if sharding.offload_optimizer else "")
         )
@@ -111,7 +111,7 @@ def engines_hidden(config: Any) -> Iterator[None]:
 def _from_fields(fsdp: Any, fsdp_config: Any, ranks: int) -> Sharding | None:
     if not fsdp or str(fsdp).lower() == "false":
         if fsdp_config:
-            logger.warning("fsdp_config has no effect without fsdp=True")
+            _warn("fsdp_config has no effect without fsdp=True")
         return None
     words = " ".join(map(str, fsdp)) if isinstance(fsdp, list | tuple) else fsdp
     words = True if str(words).lower() == "true" else words
@@ -124,7 +124,7 @@ def _from_fields(fsdp: Any, fsdp_config: Any, ranks: int) -> Sharding | None:
 def _read(words: Any, config: Mapping[str, Any], ranks: int) -> Sharding:
     """Of the words of `fsdp` and the keys of its config; the keys have the last word."""
     if int(config.get("version") or 2) == 1:
-        logger.warning("FSDP 1 was asked for, and FSDP 2 runs in its place: the shards are the same")
+        _warn("FSDP 1 was asked for, and FSDP 2 runs in its place: the shards are the same")
     named = read_words("fsdp2" if words is True else str(words))
     if named.get("kind") not in (None, "fsdp2"):
         return Sharding.read(str(words), devices=ranks)
@@ -213,6 +213,12 @@ def _from_environment(sizes: Mapping[str, int], ranks: int) -> Sharding | None:
     names = ("reshard_after_forward", "offload_params", "state_dict_type", "version")
     config = {name: os.environ[key] for name in names if (key := f"FSDP_{name.upper()}") in os.environ}
     return _read(True, config, ranks)
+
+
+def _warn(text: str) -> None:
+    """Once, whatever the number of ranks."""
+    if is_first():
+        logger.warning(text)
 
 
 def _is_on(switch: str) -> bool:

@@ -17,6 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.ranks.failures import is_left_by_another
 from lowtide.ranks.shards import is_sharded
 from lowtide.step.phases import Phases
 from lowtide.step.rank_sync import worst_of_ranks
@@ -86,6 +87,8 @@ class WholeCheckpoints(Trainer):
         try:
             part()
         except WRITE_ERRORS as error:
+            if is_left_by_another(error):
+                raise
             reason, failure = write_reason(error, staging), error
         if not worst_of_ranks(failure is not None, self.args.device):
             return
@@ -117,8 +120,9 @@ class WholeCheckpoints(Trainer):
             if self.args.should_save:
                 folder = staging / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
                 (folder / RUN_STATE).write_text(json.dumps({**state, "run": run_record(self)}))
-        except WRITE_ERRORS:
-            if not errors:  # else it follows from the model that could not be written, and that says why
+        except WRITE_ERRORS as error:
+            # else it follows from the model that could not be written, and that says why
+            if not errors or is_left_by_another(error):
                 raise
         finally:
             self._unwritten = None
@@ -145,6 +149,8 @@ class WholeCheckpoints(Trainer):
         try:
             self._save_whole(output_dir, _internal_call)
         except WRITE_ERRORS as error:
+            if is_left_by_another(error):
+                raise
             if self._unwritten is not None:
                 self._unwritten.append(error)
                 return

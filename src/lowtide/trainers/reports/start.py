@@ -75,6 +75,7 @@ class StartReport(TrainerCallback):
             *([("resuming", str(resumption))] if (resumption := self.trainer.resumption) else []),
             *([("memory budget", planned)] if planned else []),
             ("model", f"{model.config.model_type}, {total:,} parameters, {share:.1%} trained"),
+            *self._sharding_line(),
             ("precision", self._precision(trained)),
             ("path", f"{'ragged' if self.engine.padding_free else 'padded'} ({self.engine.reason})"),
             *([("attention", self.engine.attention)] if self.engine.attention else []),
@@ -101,6 +102,17 @@ class StartReport(TrainerCallback):
             *without_effect(args),
             *self.trainer.report_lines(),
         ]
+
+    def _sharding_line(self) -> list[tuple[str, str]]:
+        """Where the weights of a run of several ranks lie."""
+        sharding = self.trainer.args.sharding
+        if sharding.shards == 1:
+            return [("weights", f"whole on each of {sharding.replicas} ranks")] if sharding.replicas > 1 else []
+        copies = f", {sharding.replicas // sharding.shards} copies" if sharding.hybrid else ""
+        where = " in host memory" if sharding.offload_weights else ""
+        kept = "" if sharding.reshard else "; kept whole from forward to backward"
+        held = f"{bytes_text(self.states.weights)} a rank{where}"
+        return [("weights", f"sharded over {sharding.shards} ranks (FSDP2){copies}, {held}{kept}")]
 
     def _technique_lines(self) -> list[tuple[str, str]]:
         """The techniques that a user switched on, and what they change."""

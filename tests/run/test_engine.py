@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowtide.engine import forward
+from lowtide.ranks.sharding import Sharding
 from lowtide.run import engine as setup
 from lowtide.run.engine import install_engine
 from tests.support.matrix import build
@@ -16,7 +17,7 @@ from tests.support.matrix import build
 def arguments(**given) -> Any:
     """Of a run without padding in float32, as far as an engine reads them."""
     usual = {"padding_free": True, "fp16": False, "bf16": False, "optim": "adamw_torch", "asked_attention": None}
-    return SimpleNamespace(**{**usual, **given})
+    return SimpleNamespace(**{**usual, "sharding": Sharding(), **given})
 
 
 @pytest.mark.parametrize("said", [None, True, False])

@@ -17,7 +17,7 @@ from tests.support.matrix import build
 def arguments(**given) -> Any:
     """Of a run without padding in float32, as far as an engine reads them."""
     usual = {"padding_free": True, "fp16": False, "bf16": False, "optim": "adamw_torch", "asked_attention": None}
-    return SimpleNamespace(sharding=Sharding(), **{**usual, **given})
+    return SimpleNamespace(**{**usual, "sharding": Sharding(), **given})
 
 
 @pytest.mark.parametrize("said", [None, True, False])
@@ -25,7 +25,7 @@ def test_a_model_is_placed_before_it_is_proved(said, monkeypatch):
     """None is what the arguments of transformers say where nobody says anything."""
     seen = []
     monkeypatch.setattr(setup, "release_file", lambda model: None)
-    monkeypatch.setattr(setup, "settle_heap", lambda model, **_: seen.append(model.device.type))
+    monkeypatch.setattr(setup, "settle_heap", lambda model: seen.append(model.device.type))
     found = SimpleNamespace(isolated=True)
     monkeypatch.setattr(setup, "probe", lambda model, ragged: seen.append(model.device.type) or found)
     args = arguments(place_model_on_device=said, device=torch.device("meta"))

@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -255,6 +256,31 @@ def refuse(rank: int, folder: str) -> None:
                 matrix.make(**{"kind": "SFT", "fsdp": True, **options})
         with pytest.raises(ValueError, match="torchao's form: take load_in_4bit=True"):
             check_shardable(of_torchao())
+
+
+def differ(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        for fsdp in (None, True):
+            for options, said in DIFFERENCES:
+                own = {"kind": "SFT", "fsdp": fsdp, "output_dir": f"{folder}/{rank}", **(options if rank else {})}
+                with pytest.raises(ValueError, match=said):
+                    matrix.make(**own)
+            versions = mock.patch("importlib.metadata.version", lambda name: f"2.{rank}")
+            with versions, pytest.raises(ValueError, match=r"version of .* is 2.0 on rank 0, and 2.1 on rank 1"):
+                matrix.make("SFT", fsdp=fsdp)
+            matrix.make("SFT", fsdp=fsdp, output_dir=f"{folder}/{rank}")
+
+
+DIFFERENCES = [
+    ({"learning_rate": 0.25}, "learning_rate is .* on rank 0, and 0.25 on rank 1. Start all ranks"),
+    ({"max_steps": 77}, "max_steps is .* on rank 0, and 77 on rank 1"),
+    ({"seed": 5}, "seed is .* on rank 0, and 5 on rank 1"),
+]
+
+
+@pytest.mark.slow
+def test_ranks_with_other_options_or_versions_are_refused(tmp_path):
+    run_ranks(differ, str(meeting_place(tmp_path)))
 
 
 def of_torchao() -> nn.Module:

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any, ClassVar, cast
 
 from datasets import Dataset, concatenate_datasets
@@ -17,6 +18,7 @@ from lowtide.engine.heads.head import Head
 from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import Method, Objective
 from lowtide.methods.rows import Prepared
+from lowtide.ranks.same_run import check_same_run
 from lowtide.run.edge import edge
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
 from lowtide.run.inputs.loading import config_of
@@ -77,6 +79,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
                 given[name] = os.fspath(given[name])
         args = config_of(self.config, given["args"], given["model"], self.method.name.upper())
         self.args = args = with_older(args, older, type(self).__name__)
+        check_same_run({each.name: getattr(args, each.name) for each in fields(args) if each.init})
         self.planned = self._plan(given)
         set_seed(args.seed)
         if getattr(given.get("data_collator"), "is_default", False):

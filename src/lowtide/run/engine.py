@@ -198,7 +198,7 @@ def _place(model: nn.Module, args: TrainingConfig) -> None:
     """Moves the model, or its shard, to where it will run, to be proved there; one that is placed already stays."""
     inner = causal_model(model)
     if args.sharding.kind == "fsdp2":
-        shard_model(model, args.sharding, args.device)
+        shard_model(model, args.sharding, args.device, split_vocabulary=args.fsdp_split_vocabulary)
         return
     placed = getattr(inner, "hf_device_map", None) is not None or getattr(inner, "is_quantized", False)
     if args.place_model_on_device is not False and not placed:  # None is the Trainer's own word for yes

@@ -107,7 +107,8 @@ class ReferenceMaker:
         reference = FrozenModel.of(frozen, **how)
         compute_in(frozen, engine.computed_in)
         if sharded:
-            shard_model(reference.model, args.sharding, args.device)
+            split = args.fsdp_split_vocabulary
+            shard_model(reference.model, args.sharding, args.device, split_vocabulary=split)
         else:
             STORAGES[args.ref_model_storage](reference.model, args.device)
         return Reference(reference, self._text(reference.model, own_model=requested is None))

@@ -10,8 +10,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 
@@ -19,9 +17,11 @@ from lowtide.engine.forward import install, score, sequence_of
 from lowtide.engine.heads.head import Scores
 from lowtide.engine.noise import set_noise
 from lowtide.engine.splitting import split_over
+from lowtide.engine.weights.fully_shard import shard_model
 from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import IGNORE, LastToken, RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
+from lowtide.ranks.sharding import Sharding
 from tests.support import architectures, preference_models
 from tests.support.live_bytes import LivingBytes
 from tests.support.processes import run_ranks
@@ -177,15 +177,13 @@ def test_four_ranks_repeat_key_heads_and_may_have_no_tokens(tmp_path):
 
 
 def sharded(rank: int, rendezvous: str) -> None:
-    together, mesh = meet(rank, 2, rendezvous), init_device_mesh("cpu", (2,))
-    for tied, in_forward in itertools.product((False, True), repeat=2):
+    together, sharding = meet(rank, 2, rendezvous), Sharding(kind="fsdp2", devices=2)
+    for tied, in_forward, split in itertools.product((False, True), repeat=3):
         alone, model = (build(tie_word_embeddings=tied) for _ in range(2))
         for each in (alone, model):
             install(each)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard([model.model.embed_tokens, model.lm_head] if tied else model.lm_head, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_model(model, sharding, torch.device("cpu"), split_vocabulary=split)
+        install(model)
         split_over(model, together)
         wanted, found = (found_in(each, shared(), in_forward=in_forward, mixture=False) for each in (alone, model))
         for name, value in wanted.items():

@@ -25,7 +25,7 @@ def test_a_model_is_placed_before_it_is_proved(said, monkeypatch):
     """None is what the arguments of transformers say where nobody says anything."""
     seen = []
     monkeypatch.setattr(setup, "release_file", lambda model: None)
-    monkeypatch.setattr(setup, "settle_heap", lambda model: seen.append(model.device.type))
+    monkeypatch.setattr(setup, "settle_heap", lambda model, **_: seen.append(model.device.type))
     found = SimpleNamespace(isolated=True)
     monkeypatch.setattr(setup, "probe", lambda model, ragged: seen.append(model.device.type) or found)
     args = arguments(place_model_on_device=said, device=torch.device("meta"))

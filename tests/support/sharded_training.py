@@ -28,6 +28,7 @@ EVALUATED = ("eval_loss", "eval_scores", "eval_weighed")
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 5.0},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8},
 }
 SIZES = {
@@ -40,10 +41,11 @@ SIZES = {
 }
 
 
-def build(name: str) -> Any:
-    """One of `MODELS`, of seeded weights."""
+def build(name: str, vocab_size: int | None = None) -> Any:
+    """One of `MODELS`, of seeded weights; by default with a row for each token."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**SIZES, **MODELS[name], vocab_size=len(matrix.tokenizer()), eos_token_id=0)
+    vocab_size = vocab_size or len(matrix.tokenizer())
+    config = AutoConfig.for_model(**SIZES, **MODELS[name], vocab_size=vocab_size, eos_token_id=0)
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -61,7 +63,7 @@ def trained(
     ranks: int,
     folder: Path,
     *,
-    lora: bool = False,
+    lora: bool | Mapping[str, Any] = False,
     model: str | None = None,
     unscored: bool = False,
     checkpoint: str | None = None,
@@ -73,6 +75,7 @@ def trained(
 
     Args:
         ranks: that train, each on its share of the rows of a step.
+        lora: whether adapters are trained; with what differs from `LORA`.
         sequence: so many of them have the same rows.
     """
     if sequence > 1:
@@ -82,7 +85,8 @@ def trained(
     rows = options.pop("rows", options.get("per_device_train_batch_size", base))
     options = {"output_dir": str(folder), "max_steps": 3, **options}
     options["per_device_train_batch_size"] = rows * sequence // ranks
-    adapters = LoraConfig(**LORA, task_type="SEQ_CLS" if kind == "Reward" else "CAUSAL_LM") if lora else None
+    task = "SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
+    adapters = LoraConfig(**{**LORA, **(lora if isinstance(lora, Mapping) else {})}, task_type=task) if lora else None
     given = None if model is None else build(model)
     if unscored:
         config = SFTConfig(**{**matrix.COMMON, **options}, dataset_kwargs={"skip_prepare_dataset": True})

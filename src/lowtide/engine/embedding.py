@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowtide.compat.torch import FakeTensor
+from lowtide.engine.weights.split_vocabulary import split_of
 from lowtide.ops.embedding import embed_tokens
 
 
@@ -24,7 +25,7 @@ def install_embedding(model: PreTrainedModel) -> None:
         return
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        out = embed_tokens(input, self.weight, self.padding_idx)
+        out = embed_tokens(input, self.weight, self.padding_idx, split_of(self.weight))
         return out if plain else out * self.embed_scale.to(self.weight.dtype)
 
     module.forward = types.MethodType(forward, module)

@@ -24,6 +24,7 @@ from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.split_plan import SplitPlan
 from lowtide.engine.weights.quantized import keep_trainable
+from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.ops.varlen_attention import BACKENDS, observed_backends
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
@@ -89,7 +90,8 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
     shared = shared.to(weight.device)
     changed = lay([other, second, [*second, *more]]).to(weight.device)
     with _inference(model):
-        expected = _dense(model, head, plain)
+        with whole_vocabulary(model):
+            expected = _dense(model, head, plain)
         install(model, padding_free=False)
         padded = score(model, plain, padding_free=False).scored
         head_error = _difference(padded, expected)

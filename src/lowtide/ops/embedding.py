@@ -11,19 +11,26 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowtide.ops.in_place import takes_gradient_in_place
+from lowtide.ops.in_place import gradient_in_place, lies_here, lying_as, takes_gradient_in_place
+from lowtide.ops.split_vocabulary import Lookup, SplitVocabulary
 from lowtide.ops.target import target_of
 
 
 def embed_tokens(
-    token_ids: Int[Tensor, "*batch"], weight: Float[Tensor, "vocab hidden"], padding_idx: int | None = None
+    token_ids: Int[Tensor, "*batch"],
+    weight: Float[Tensor, "vocab hidden"],
+    padding_idx: int | None = None,
+    split: SplitVocabulary | None = None,
 ) -> Float[Tensor, "*batch hidden"]:
     """`F.embedding`, with the same values and the same gradient, added to `weight.grad` in backward.
 
     Args:
         weight: a parameter without hooks; anything else takes the ordinary path.
         padding_idx: a token whose embedding gets no gradient.
+        split: the ranks that hold the rows of `weight`, a `DTensor`; they call it together.
     """
+    if split is not None:
+        return _EmbedSplit.apply(token_ids, weight, padding_idx, split)
     if not (torch.is_grad_enabled() and takes_gradient_in_place(weight)):
         return F.embedding(token_ids, weight, padding_idx)
     return _EmbedTokens.apply(token_ids, weight, padding_idx)
@@ -39,15 +46,40 @@ class _EmbedTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (token_ids,) = ctx.saved_tensors
-        ids, grad = token_ids.flatten(), grads[0].flatten(0, -2)
-        if ctx.padding_idx is not None:
-            grad = grad.masked_fill((ids == ctx.padding_idx)[:, None], 0)
-        weight = ctx.weight
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        grad = grad.to(weight.dtype)
-        if target_of(grad).kind == "cuda":  # sorts, where index_add_ would add in any order
-            weight.grad.index_put_((ids,), grad, accumulate=True)
-        else:
-            weight.grad.index_add_(0, ids, grad)
+        grad = _of_tokens(grads[0], token_ids, ctx.padding_idx)
+        _add_rows(gradient_in_place(ctx.weight), token_ids.flatten(), grad)
         return None, None, None
+
+
+class _EmbedSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token_ids: Tensor, weight: Tensor, padding_idx: int | None, split: SplitVocabulary):
+        lookup = Lookup(split, token_ids.flatten())
+        ctx.save_for_backward(token_ids)
+        ctx.lookup, ctx.weight, ctx.padding_idx = lookup, weight, padding_idx
+        return lookup.answered(lies_here(weight).index_select(0, lookup.rows)).view(*token_ids.shape, -1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (token_ids,), lookup, weight = ctx.saved_tensors, ctx.lookup, ctx.weight
+        grad = _of_tokens(grads[0], token_ids, ctx.padding_idx)
+        asked = grad.new_zeros(sum(lookup.sent), grad.shape[1])
+        _add_rows(asked, lookup.place, grad)
+        in_place = takes_gradient_in_place(weight)
+        into = gradient_in_place(weight) if in_place else torch.zeros_like(lies_here(weight))
+        _add_rows(into, lookup.rows, lookup.returned(asked))
+        return None, None if in_place else lying_as(weight, into), None, None
+
+
+def _of_tokens(grad: Tensor, token_ids: Tensor, padding_idx: int | None) -> Float[Tensor, "tokens hidden"]:
+    """The gradient at each token, zero where it is padding."""
+    grad = grad.flatten(0, -2)
+    return grad if padding_idx is None else grad.masked_fill((token_ids.flatten() == padding_idx)[:, None], 0)
+
+
+def _add_rows(into: Tensor, rows: Tensor, grad: Tensor) -> None:
+    grad = grad.to(into.dtype)
+    if target_of(grad).kind == "cuda":  # sorts, where index_add_ would add in any order
+        into.index_put_((rows,), grad, accumulate=True)
+    else:
+        into.index_add_(0, rows, grad)

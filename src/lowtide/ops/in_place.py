@@ -3,13 +3,18 @@
 The fused head and the embedding add to `.grad` themselves, past autograd, which saves a second tensor of vocab x
 hidden. A hook on the weight would then never be called, so a weight with a hook of any kind goes through autograd.
 Hooks that C++ puts on the weight's `AccumulateGrad` node, as DistributedDataParallel does, cannot be seen from Python.
+
+A weight may be a `DTensor`, of which a part lies here; what is added to is the part of its `.grad` that lies here.
 """
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from lowtide.compat.torch import has_gradient_hooks
 
@@ -19,6 +24,26 @@ def takes_gradient_in_place(weight: Tensor) -> bool:
     if torch.is_inference_mode_enabled() or not (weight.requires_grad and weight.is_leaf):
         return False
     return not (has_gradient_hooks(weight) or _node_is_hooked(weight))
+
+
+def lies_here(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank, without a copy and without gradient; a plain one as it is."""
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def lying_as(weight: Tensor | None, part: Tensor) -> Tensor:
+    """A tensor of which the part that lies here is given, and that is cut as a weight is; the part, if none is cut."""
+    if not isinstance(weight, DTensor):
+        return part
+    how = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(part, weight.device_mesh, weight.placements, **how)
+
+
+def gradient_in_place(weight: Tensor) -> Tensor:
+    """The part of a weight's `.grad` that lies here, to add to; of zeros, where the weight has none yet."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return lies_here(weight.grad)
 
 
 def _node_is_hooked(weight: Tensor) -> bool:

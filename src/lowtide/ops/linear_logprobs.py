@@ -8,6 +8,9 @@ each row of logits is reduced to a handful of numbers (`ops.logit_rows`) and for
 - `linear_loss` is for objectives whose loss at a score depends on that score alone, such as supervised
   fine-tuning: gradients are formed in forward while the logits are there (6 N V H), as in Liger (2410.10989).
 
+Where the rows of the weights lie on several ranks, these call it together (see `ops.split_vocabulary`), and the loop is
+the same one: over the scores of all of them and the rows that lie here.
+
 Logits are `scale * (sum of x @ weight.T over the terms + bias)`, soft-capped, over the temperature. There is one
 term for a plain head and a second one for a low-rank adapter on it.
 
@@ -19,15 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict, Unpack, cast
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lowtide.ops.in_place import takes_gradient_in_place
+from lowtide.ops.in_place import gradient_in_place, lies_here, lying_as, takes_gradient_in_place
 from lowtide.ops.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
 from lowtide.ops.rows_of import Rows, rows_of
+from lowtide.ops.split_vocabulary import SplitRows, SplitScores, SplitVocabulary
 from lowtide.ops.target import target_of
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
@@ -92,6 +96,9 @@ class HeadOptions(TypedDict, total=False):
     autograd, which would hold it a second time."""
     chunk: int | None
     """Scores at a time; by default as many as fit the device's workspace."""
+    split: SplitVocabulary | None
+    """The ranks that hold the rows of the weights and of the bias, which are `DTensor`s then. The gradient with which
+    a loss goes backward has to be the same on all of them."""
 
 
 def linear_logprobs(
@@ -157,7 +164,8 @@ def read_logits(
         index: the token whose hidden state predicts each score.
         read: called with a chunk's logits, at least in float32, which it may overwrite, and its place among the scores.
     """
-    head = ChunkedHead(_Spec(projection), index, index, bias, terms)
+    spec = _Spec(projection)
+    head = ChunkedHead(spec, _scores_of(spec, index, index, terms), bias, terms)
     with torch.autocast(index.device.type, enabled=False):
         chunks = head.few() if len(index) <= FEW_ROWS and index.device.type == "cpu" else head.chunks()
         found = [read(TorchRows(logits, index[span], projection).x, span) for span, _, logits in chunks]
@@ -172,6 +180,7 @@ class _Spec(NamedTuple):
     want: Want = NOTHING_MORE
     accumulate: bool = False
     chunk: int | None = None
+    split: SplitVocabulary | None = None
     grad: bool = True
     """Whether gradients are wanted at all, which the inside of an autograd function cannot see."""
 
@@ -202,32 +211,83 @@ def _pairs(flat: Sequence[Tensor]) -> tuple[Term, ...]:
     return tuple(Term(x, weight) for x, weight in zip(flat[::2], flat[1::2], strict=True))
 
 
+class OwnScores:
+    """This rank's scores, for a head whose rows of the vocabulary all lie here; `SplitScores` has all ranks'."""
+
+    factor = 1.0
+    """Of the gradients of weights."""
+
+    def __init__(self, index: Int[Tensor, " scores"], target: Int[Tensor, " scores"], most_at_once: int) -> None:
+        self.index, self.target, self.rows = index, target, min(most_at_once, len(index))
+
+    def spans(self) -> Iterator[slice]:
+        """The scores of each chunk."""
+        starts = range(0, len(self.index), max(self.rows, 1))
+        return (slice(start, min(start + self.rows, len(self.index))) for start in starts)
+
+    def taken(self, x: Tensor, span: slice, dtype: torch.dtype) -> Tensor:
+        """The hidden states of a chunk."""
+        return x.index_select(0, self.index[span]).to(dtype)
+
+    def add_back(self, into: Tensor, span: slice, x: Tensor) -> None:
+        """Adds up the gradients of a chunk's hidden states."""
+        into.index_add_(0, self.index[span], x)
+
+    def of_own(self, stats: RowStats, span: slice) -> RowStats:
+        """Those of this rank, of the statistics of a part of a chunk; the other two, of all scores, likewise."""
+        return stats
+
+    def of_everyone(self, slopes: Slopes) -> Slopes:
+        return slopes
+
+    def own(self, everyones: Tensor) -> Tensor:
+        return everyones
+
+    def slopes_of_all(self, slopes: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        return slopes
+
+
+AllScores: TypeAlias = OwnScores | SplitScores
+
+
+def _scores_of(spec: _Spec, index: Tensor, target: Tensor, terms: Sequence[Term]) -> AllScores:
+    """Whose scores a head goes through, and how many at a time."""
+    first, split = terms[0].x, spec.split
+    vocab = terms[0].weight.shape[0] if split is None else split.each
+    most = spec.chunk or chunk_rows(vocab, _dtype_of(first), target_of(first).kind)
+    return OwnScores(index, target, most) if split is None else SplitScores(split, index, target, most)
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype of the matmuls."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 class ChunkedHead:
     """The terms in the dtype of the matmuls, and the loop over chunks of scores."""
 
-    def __init__(self, spec: _Spec, index: Tensor, target: Tensor, bias: Tensor | None, terms: Sequence[Term]):
-        first = terms[0].x
-        device = first.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.dtype
-        self.terms = [Term(x, weight.to(dtype)) for x, weight in terms]
-        self.bias, self.index, self.target = bias, index, target
-        self.projection, self.want, self.dtype = spec.projection, spec.want, dtype
-        vocab, kind = terms[0].weight.shape[0], target_of(first).kind
-        self.chunk = spec.chunk or chunk_rows(vocab, dtype, kind)
-        self.block = self.chunk if kind != "cpu" else max(1, BLOCK_BYTES // _row_bytes(vocab, dtype, kind))
+    def __init__(self, spec: _Spec, scores: AllScores, bias: Tensor | None, terms: Sequence[Term]):
+        first, kind = terms[0].x, target_of(terms[0].x).kind
+        self.dtype, self.scores, self.split = _dtype_of(first), scores, spec.split
+        self.terms = [Term(x, lies_here(weight).to(self.dtype)) for x, weight in terms]
+        self.bias = None if bias is None else lies_here(bias)
+        self.projection, self.want = spec.projection, spec.want
+        self.vocab = len(self.terms[0].weight)
+        in_blocks = kind == "cpu" and spec.split is None  # what ranks found is put together once a chunk
+        self.block = max(1, BLOCK_BYTES // _row_bytes(self.vocab, self.dtype, kind)) if in_blocks else scores.rows
         self.scratch = None
         if kind == "cpu" and (spec.want.entropies or spec.want.collisions or spec.projection.softcap is not None):
-            self.scratch = torch.empty(2, self.block, vocab, dtype=torch.promote_types(dtype, torch.float32))
+            wide = torch.promote_types(self.dtype, torch.float32)
+            self.scratch = torch.empty(2, self.block, self.vocab, dtype=wide)
 
     def chunks(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
         """(scores of the chunk, their x of each term, raw logits [rows, vocab]); the logits are one buffer."""
-        scores = self.index.shape[0]
-        rows = min(self.chunk, scores)
-        buffer = torch.empty(rows, self.terms[0].weight.shape[0], dtype=self.dtype, device=self.index.device)
-        for start in range(0, scores, max(rows, 1)):
-            span = slice(start, min(start + rows, scores))
-            xs = [term.x.index_select(0, self.index[span]).to(self.dtype) for term in self.terms]
-            logits = buffer[: span.stop - start]
+        scores = self.scores
+        buffer = torch.empty(scores.rows, self.vocab, dtype=self.dtype, device=scores.index.device)
+        for span in scores.spans():
+            xs = [scores.taken(term.x, span, self.dtype) for term in self.terms]
+            logits = buffer[: span.stop - span.start]
             torch.mm(xs[0], self.terms[0].weight.t(), out=logits)
             for x, term in zip(xs[1:], self.terms[1:], strict=True):
                 logits.addmm_(x, term.weight.t())
@@ -237,20 +297,22 @@ class ChunkedHead:
 
     def few(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
         """As `chunks`, all at once, with the weight in bands, which is faster for few scores on a CPU."""
-        xs = [term.x.index_select(0, self.index).to(self.dtype) for term in self.terms]
+        everyone = slice(0, len(self.scores.index))
+        xs = [self.scores.taken(term.x, everyone, self.dtype) for term in self.terms]
         logits = _in_bands(xs[0], self.terms[0].weight)
         for x, term in zip(xs[1:], self.terms[1:], strict=True):
             logits += _in_bands(x, term.weight)
         if self.bias is not None:
             logits += self.bias
-        yield slice(0, len(self.index)), xs, logits
+        yield everyone, xs, logits
 
-    def blocks(self, span: slice, logits: Tensor) -> Iterator[tuple[slice, Rows]]:
+    def blocks(self, span: slice, logits: Tensor) -> Iterator[tuple[slice, Rows | SplitRows]]:
         """Rows of a chunk that are worked on together: (their scores, the rows)."""
         for start in range(0, logits.shape[0], self.block):
             part = logits[start : start + self.block]
             scores = slice(span.start + start, span.start + start + part.shape[0])
-            yield scores, rows_of(part, self.target[scores], self.projection, self.want, self.scratch)
+            what = (part, self.scores.target[scores], self.projection, self.want, self.scratch)
+            yield scores, rows_of(*what) if self.split is None else SplitRows(self.split, *what)
 
 
 def _in_bands(x: Float[Tensor, "rows hidden"], weight: Float[Tensor, "vocab hidden"]) -> Float[Tensor, "rows vocab"]:
@@ -269,10 +331,10 @@ class _Gradients:
     def __init__(self, head: ChunkedHead, terms: Sequence[Term], bias: Tensor | None, needs: Sequence[bool], sinks):
         needs_bias, *needs_terms = needs
         self.head = head
-        self.bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
+        self.bias = torch.zeros_like(lies_here(bias)) if needs_bias and bias is not None else None
         self.xs = [torch.zeros_like(t.x) if n else None for t, n in zip(terms, needs_terms[::2], strict=True)]
         self.weights = [
-            (torch.zeros_like(t.weight) if sink is None else sink) if n else None
+            (torch.zeros_like(lies_here(t.weight)) if sink is None else sink) if n else None
             for t, n, sink in zip(terms, needs_terms[1::2], sinks, strict=True)
         ]
 
@@ -281,20 +343,20 @@ class _Gradients:
         for number, (x, term) in enumerate(zip(xs, self.head.terms, strict=True)):
             into_x, into_weight = self.xs[number], self.weights[number]
             if into_x is not None:
-                into_x.index_add_(0, self.head.index[span], (slope @ term.weight).to(into_x.dtype))
+                self.head.scores.add_back(into_x, span, (slope @ term.weight).to(into_x.dtype))
             if into_weight is not None:
-                _add_product(into_weight, slope, x)
+                _add_product(into_weight, slope, x, self.head.scores.factor)
         if self.bias is not None:
-            self.bias += slope.sum(0)
+            self.bias.add_(slope.sum(0), alpha=self.head.scores.factor)
 
 
-def _add_product(into: Tensor, slope: Tensor, x: Tensor) -> None:
-    """into += slope.T @ x, without a second tensor of that size where the dtypes differ."""
+def _add_product(into: Tensor, slope: Tensor, x: Tensor, factor: float) -> None:
+    """into += factor * slope.T @ x, without a second tensor of that size where the dtypes differ."""
     if into.dtype == x.dtype:
-        into.addmm_(slope.t(), x)
+        into.addmm_(slope.t(), x, alpha=factor)
         return
     for part, columns in zip(into.split(8192), slope.split(8192, dim=1), strict=True):
-        part += columns.t() @ x
+        part.add_(columns.t() @ x, alpha=factor)
 
 
 def _leaves(terms: Sequence[Term]) -> list[Tensor | None]:
@@ -304,49 +366,61 @@ def _leaves(terms: Sequence[Term]) -> list[Tensor | None]:
 
 def _sinks(leaves: Sequence[Tensor | None], accumulate: bool) -> list[Tensor | None]:
     """The `.grad` of each weight that takes its gradient directly, made if it is not there yet."""
-    sinks: list[Tensor | None] = []
-    for weight in leaves:
-        if weight is None or not accumulate:
-            sinks.append(None)
-            continue
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        sinks.append(weight.grad)
-    return sinks
+    return [gradient_in_place(weight) if accumulate and weight is not None else None for weight in leaves]
 
 
-def _returned(gradients: _Gradients, sinks: Sequence[Tensor | None]) -> list[Tensor | None]:
-    weights = [None if s is not None else w for w, s in zip(gradients.weights, sinks, strict=True)]
-    return [tensor for pair in zip(gradients.xs, weights, strict=True) for tensor in pair]
+class _Cut(NamedTuple):
+    """The bias and the weights, where they are cut: gradients that are returned are cut likewise."""
+
+    bias: Tensor | None
+    weights: Sequence[Tensor | None]
+
+    @classmethod
+    def of(cls, bias: Tensor | None, terms: Sequence[Term], split: SplitVocabulary | None) -> _Cut:
+        return cls(None, [None for _ in terms]) if split is None else cls(bias, [term.weight for term in terms])
+
+
+def _returned(gradients: _Gradients, cut: _Cut, sinks: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the bias and the terms, but for what was added in place."""
+    given = [None if s is not None else w for w, s in zip(gradients.weights, sinks, strict=True)]
+    bias, *weights = (
+        None if made is None else lying_as(as_this, made)
+        for made, as_this in zip([gradients.bias, *given], [cut.bias, *cut.weights], strict=True)
+    )
+    return [bias, *(tensor for pair in zip(gradients.xs, weights, strict=True) for tensor in pair)]
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec: _Spec, index, target, bias, *flat):
         terms = _pairs(flat)
-        head = ChunkedHead(spec, index, target, bias, terms)
+        scores = _scores_of(spec, index, target, terms)
+        head = ChunkedHead(spec, scores, bias, terms)
         columns: list[RowStats] = []
         with torch.autocast(index.device.type, enabled=False):
             for span, _, logits in head.chunks():
                 columns += [rows.stats(spec.want, keep=False) for _, rows in head.blocks(span, logits)]
-        logprobs, entropies, means, top1, lse, collisions = _joined(columns, terms[0].x)
+        stats = _joined(columns, terms[0].x)
+        logprobs, entropies, means, top1, _, collisions = map(scores.own, stats)
         ctx.spec, ctx.dtype = spec, head.dtype
+        ctx.met = None if spec.split is None else scores  # what ranks told each other is not asked again
         # What comes back from under hooks for saved tensors is not the parameter itself, and has no `.grad` of its own.
         ctx.leaves = _leaves(terms)
-        ctx.save_for_backward(index, target, bias, lse, entropies, *flat)
+        ctx.save_for_backward(index, target, bias, stats.lse, stats.entropies, *flat)
         ctx.set_materialize_grads(False)  # statistics that are only looked at cost nothing in backward
         ctx.mark_non_differentiable(top1, collisions)
         return logprobs, entropies, means, top1, collisions
 
     @staticmethod
     def backward(ctx, *grads):
-        of_logprobs, of_entropies, of_means, *_ = grads
         index, target, bias, lse, entropies, *flat = ctx.saved_tensors
         terms, spec = _pairs(flat), ctx.spec
-        of_logprobs = torch.zeros_like(lse) if of_logprobs is None else of_logprobs
         sinks = _sinks(ctx.leaves, spec.accumulate)
         with torch.autocast(index.device.type, dtype=ctx.dtype, enabled=ctx.dtype != terms[0].x.dtype):
-            head = ChunkedHead(spec, index, target, bias, terms)
+            scores = ctx.met or _scores_of(spec, index, target, terms)
+            head = ChunkedHead(spec, scores, bias, terms)
+        of_logprobs, of_entropies, of_means = scores.slopes_of_all(grads[:3])
+        of_logprobs = torch.zeros_like(lse) if of_logprobs is None else of_logprobs
         gradients = _Gradients(head, terms, bias, ctx.needs_input_grad[3:], sinks)
         with torch.autocast(index.device.type, enabled=False):
             for span, xs, logits in head.chunks():
@@ -359,7 +433,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     )
                     rows.gradient(slopes, entropies if of_entropies is None else entropies[part])
                 gradients.add(span, xs, logits)
-        return None, None, None, gradients.bias, *_returned(gradients, sinks)
+        return None, None, None, *_returned(gradients, _Cut.of(bias, terms, spec.split), sinks)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -367,26 +441,28 @@ class _LinearLoss(torch.autograd.Function):
     def forward(ctx, spec: _Spec, loss: _Loss, index, target, bias, *flat):
         terms = _pairs(flat)
         needs = [need and spec.grad for need in ctx.needs_input_grad[4:]]
-        head = ChunkedHead(spec, index, target, bias, terms)
+        scores = _scores_of(spec, index, target, terms)
+        head = ChunkedHead(spec, scores, bias, terms)
         ctx.leaves = _leaves(terms)
-        sinks = [None if leaf is None or not spec.accumulate else leaf.grad for leaf in ctx.leaves]
+        takes = [spec.accumulate and leaf is not None and leaf.grad is not None for leaf in ctx.leaves]
+        sinks = _sinks([leaf if take else None for leaf, take in zip(ctx.leaves, takes, strict=True)], True)
         gradients = _Gradients(head, terms, bias, needs, sinks)
         total = torch.zeros((), dtype=torch.promote_types(terms[0].x.dtype, torch.float32), device=index.device)
         columns: list[RowStats] = []
         with torch.autocast(index.device.type, enabled=False):
             for span, xs, logits in head.chunks():
-                for _, rows in head.blocks(span, logits):
+                for part, rows in head.blocks(span, logits):
                     stats = rows.stats(spec.want, keep=any(needs) and spec.want.entropies)
                     columns.append(stats)
-                    losses, slopes = _score_losses(loss, stats, spec.want)
+                    losses, slopes = _score_losses(loss, scores.of_own(stats, part), spec.want)
                     total += losses
                     if any(needs):
-                        rows.gradient(slopes, stats.entropies)
+                        rows.gradient(scores.of_everyone(slopes), stats.entropies)
                 if any(needs):
                     gradients.add(span, xs, logits)
         ctx.sinks, ctx.accumulate, ctx.grad_scale = sinks, spec.accumulate, loss.grad_scale
-        ctx.gradients = gradients
-        logprobs, entropies, means, top1, _, collisions = _joined(columns, terms[0].x)
+        ctx.gradients, ctx.cut = gradients, _Cut.of(bias, terms, spec.split)
+        logprobs, entropies, means, top1, _, collisions = map(scores.own, _joined(columns, terms[0].x))
         ctx.mark_non_differentiable(logprobs, entropies, means, top1, collisions)
         return total, logprobs, entropies, means, top1, collisions
 
@@ -404,9 +480,10 @@ class _LinearLoss(torch.autograd.Function):
         sinks = list(ctx.sinks)
         for number, leaf in enumerate(ctx.leaves):
             # Set here rather than returned, so that a tied embedding can add to it and no second copy waits.
-            if ctx.accumulate and leaf is not None and sinks[number] is None and gradients.weights[number] is not None:
-                leaf.grad = sinks[number] = gradients.weights[number]
-        return None, None, None, None, gradients.bias, *_returned(gradients, sinks)
+            made = gradients.weights[number]
+            if ctx.accumulate and leaf is not None and sinks[number] is None and made is not None:
+                leaf.grad, sinks[number] = lying_as(leaf, made), made
+        return None, None, None, None, *_returned(gradients, ctx.cut, sinks)
 
 
 def _score_losses(loss: _Loss, stats: RowStats, want: Want) -> tuple[Float[Tensor, ""], Slopes]:

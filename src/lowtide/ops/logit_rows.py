@@ -57,11 +57,25 @@ class Slopes(NamedTuple):
 class TorchRows:
     """Some rows of logits, changed in place from raw logits to exponentials to the gradient."""
 
-    def __init__(self, logits: Tensor, target: Tensor, projection: Projection, scratch: Tensor | None = None):
-        """`logits` [rows, vocab] is used up; `target` [rows]; `scratch` [2, rows or more, vocab] spares allocations."""
+    def __init__(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        projection: Projection,
+        scratch: Tensor | None = None,
+        vocab: int | None = None,
+    ):
+        """`logits` [rows, vocab] is used up; `target` [rows]; `scratch` [2, rows or more, vocab] spares allocations.
+
+        Where the columns are a part of a vocabulary, `vocab` is the size of that, and a target among the others is -1.
+        """
         self.place, self.scratch = logits, scratch
         self.x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         self.target, self.projection = target[:, None], projection
+        self.vocab = vocab or logits.shape[-1]
+        self.elsewhere = None if vocab is None else target < 0
+        if vocab is not None:
+            self.target = self.target.clamp(min=0)
         if projection.scale != 1.0:
             self.x.mul_(projection.scale)
         if projection.softcap is not None:
@@ -93,6 +107,15 @@ class TorchRows:
             lse.squeeze(-1),
             (self._square_sum().log() - 2 * log_total).squeeze(-1) if want.collisions else empty,
         )
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The logit of the target, any where that is elsewhere, and the largest of each row, before `stats`."""
+        return self.x.gather(-1, self.target).squeeze(-1), self.x.amax(-1)
+
+    def settle(self, lse: Tensor) -> None:
+        """After `stats`: the log-sum-exp [rows] is another, since there are further columns elsewhere."""
+        self.log_total = lse[:, None] - self.top
+        self.total = self.log_total.exp()
 
     def _square_sum(self) -> Tensor:
         return torch.mul(self.x, self.x, out=self._scratch()).sum(-1, keepdim=True)
@@ -132,8 +155,9 @@ class TorchRows:
             slope = self.shifted.sub_(self.log_total).add_(entropies[:, None]).mul_(entropy[:, None])
             self.x.mul_(slope.add_(of_sum[:, None]).neg_().div_(self.total))
         if mean is not None:
-            self.x.add_(mean[:, None] / self.x.shape[-1])
-        self.x.scatter_add_(-1, self.target, logprob[:, None])
+            self.x.add_(mean[:, None] / self.vocab)
+        at_target = logprob if self.elsewhere is None else logprob.masked_fill(self.elsewhere, 0)
+        self.x.scatter_add_(-1, self.target, at_target[:, None])
         if capped is not None:
             self.x.mul_(capped.square_().neg_().add_(1))
         factor = self.projection.scale / self.projection.temperature

@@ -14,10 +14,21 @@ from lowtide.ops.triton_rows import TritonRows
 Rows: TypeAlias = TorchRows | TritonRows
 
 
-def rows_of(logits: Tensor, target: Tensor, projection: Projection, want: Want, scratch: Tensor | None = None) -> Rows:
-    """The rows of `logits` [rows, vocab], on the kernels where they can serve: CUDA, at most float32, Triton there."""
+def rows_of(
+    logits: Tensor,
+    target: Tensor,
+    projection: Projection,
+    want: Want,
+    scratch: Tensor | None = None,
+    vocab: int | None = None,
+) -> Rows:
+    """The rows of `logits` [rows, vocab], on the kernels where they can serve: CUDA, at most float32, Triton there.
+
+    The kernels take a mean over the columns that they are given, and so not where these are a part of `vocab`.
+    """
     target_device = target_of(logits)
     there = target_device.kind == "cuda" and (target_device.planned or has_triton())
-    if there and logits.dtype != torch.float64 and not want.collisions:
-        return TritonRows(logits, target, projection)
-    return TorchRows(logits, target, projection, scratch)
+    serves = not want.collisions and not (want.mean_logprobs and vocab is not None)
+    if there and logits.dtype != torch.float64 and serves:
+        return TritonRows(logits, target, projection, split=vocab is not None)
+    return TorchRows(logits, target, projection, scratch, vocab)

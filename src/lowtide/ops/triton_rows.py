@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compat.torch import FakeTensor
-from lowtide.ops.logit_rows import Projection, RowStats, Slopes, Want
+from lowtide.ops.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
 
 BLOCK = 4096
 """Columns that a program holds at a time: 16 a thread."""
@@ -21,10 +21,23 @@ WARPS = 8
 class TritonRows:
     """Some rows of logits; left as they are until the gradient overwrites them."""
 
-    def __init__(self, logits: Tensor, target: Tensor, projection: Projection):
-        """`logits` [rows, vocab], contiguous along the vocabulary; `target` [rows]."""
+    def __init__(self, logits: Tensor, target: Tensor, projection: Projection, *, split: bool = False):
+        """`logits` [rows, vocab], contiguous along the vocabulary; `target` [rows], -1 for one among columns elsewhere,
+        of which there are some if `split`."""
         assert logits.stride(1) == 1
         self.logits, self.target, self.projection = logits, target.contiguous(), projection
+        self.within = self.target.clamp(min=0) if split else self.target
+        """What can be read: the gradient kernel compares a target with its columns, the other one reads there."""
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The logit of the target, any where that is elsewhere, and the largest of each row."""
+        raw = torch.stack([self.logits.gather(1, self.within[:, None])[:, 0], self.logits.amax(1)], 1)
+        chosen, top = TorchRows(raw, self.within, self.projection).x.unbind(1)
+        return chosen, top
+
+    def settle(self, lse: Tensor) -> None:
+        """After `stats`: the log-sum-exp [rows] is another, since there are further columns elsewhere."""
+        self.lse = lse.contiguous()
 
     def stats(self, want: Want, keep: bool) -> RowStats:
         """The statistics. `keep` is there for the sake of `TorchRows`."""
@@ -41,7 +54,9 @@ class TritonRows:
             column(),
             column(False),
         )
-        self.launch("stats", (rows,), *stats[:5], ENTROPY=want.entropies, MEAN=want.mean_logprobs, TOP1=want.top1)
+        self.launch(
+            "stats", (rows,), self.within, *stats[:5], ENTROPY=want.entropies, MEAN=want.mean_logprobs, TOP1=want.top1
+        )
         self.lse = stats.lse
         return stats._replace(top1=stats.top1.view(torch.bool))
 
@@ -54,6 +69,7 @@ class TritonRows:
         self.launch(
             "gradient",
             (self.logits.shape[0], -(-self.logits.shape[1] // self._block)),
+            self.target,
             self.lse,
             entropies.contiguous(),
             *((slopes.logprobs if slope is None else slope).contiguous() for slope in slopes),
@@ -74,7 +90,6 @@ class TritonRows:
         with torch.cuda.device_of(self.logits):
             getattr(triton_kernels, kernel)[grid](
                 self.logits,
-                self.target,
                 *columns,
                 self.logits.stride(0),
                 self.logits.shape[1],

@@ -246,7 +246,7 @@ def _take_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
 def cut(model: nn.Module, args: TrainingConfig) -> None:
     """Leaves on each rank its part of a model's weights."""
     if not args.sharding.by_deepspeed:
-        shard_model(model, args.sharding, args.device)
+        shard_model(model, args.sharding, args.device, split_vocabulary=args.fsdp_split_vocabulary)
         return
     config = zero_config(model, args)
     _take_dtype(model, config)

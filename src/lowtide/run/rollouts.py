@@ -24,6 +24,7 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
+from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.engine.weights.zero import weights_for_writing
 from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
 from lowtide.methods.learning import GroupRewards, Learning, Rewarded
@@ -374,7 +375,8 @@ def make_generator(
     """
     if options.use_vllm:
         return make_vllm_generator(options, model, tokenizer)
-    reason = "runs padded" if not padding_free else why_not(model)
+    with whole_vocabulary(model):
+        reason = "runs padded" if not padding_free else why_not(model)
     if options.generation_backend == "lowtide" and reason is not None:
         raise ValueError(
             f"generation_backend='lowtide' cannot write with this model, which {reason}: leave it at 'auto'"

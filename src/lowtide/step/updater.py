@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowtide.compat.torch import let_go, reset_fully_sharded, without_exchange
 from lowtide.engine.forward import direct_weights
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.ops.split_vocabulary import exchanging_nothing
 from lowtide.ranks.replicas import Averaging, broadcast_weights
 from lowtide.ranks.shards import local_gradients, local_twin, norm_of
 from lowtide.ranks.world import distributed
@@ -174,7 +175,7 @@ class ShardedUpdater(Updater):
     def rehearsing(self, model: nn.Module) -> Iterator[dict[str, Any]]:
         """Weights are gathered, and gradients reduced, with their memory and without the other ranks: each rank finds
         out for itself whether it has room, and then they meet."""
-        with without_exchange(model):
+        with without_exchange(model), exchanging_nothing():
             yield {"exchange": lambda: lambda: None}
 
     def zero_grad(self, model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body, own_call
 from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.weights.split_vocabulary import split_of
 from lowtide.ops.linear_logprobs import (
     NOTHING_MORE,
     Projection,
@@ -216,7 +217,9 @@ def _fused(
 ) -> tuple[Tensor | None, TokenStats]:
     """The loss, where it is known score by score, and the statistics."""
     terms, bias = head_terms(parts, hidden)
-    shared = {"bias": bias, "projection": projection, "want": scores.want, "accumulate": scores.accumulate}
+    split = split_of(parts.base.weight)
+    shared: dict[str, Any] = {"bias": bias, "projection": projection, "want": scores.want, "split": split}
+    shared["accumulate"] = scores.accumulate
     if scores.loss is None:
         return None, linear_logprobs(terms, scores.index, scores.target, **shared)
     shared |= {"factor": scores.factor, "grad_scale": scores.grad_scale}

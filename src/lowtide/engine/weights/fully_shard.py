@@ -2,7 +2,7 @@
 
 What is gathered together, and let go together, is a unit: each layer, the embedding, each head, and what is left (the
 final norm). A tied embedding and head are one unit. Heads and embedding run as calls of their own modules, so their
-units open and close as those of layers do.
+units open and close as those of layers do; or their rows stay where they are (`engine.weights.split_vocabulary`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model, install, score
 from lowtide.engine.heads.head import body
 from lowtide.engine.weights.quantized import check_shardable
+from lowtide.engine.weights.split_vocabulary import split_vocabulary as cut_vocabulary
+from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import equal_weights
 
 
-def shard_model(model: nn.Module, sharding: Sharding, device: torch.device) -> None:
+def shard_model(model: nn.Module, sharding: Sharding, device: torch.device, *, split_vocabulary: bool = False) -> None:
     """Leaves on each rank its shard of a model's weights, on `device`; all ranks call it together.
 
     Args:
         model: whole on each rank, wrapped by PEFT or not; the engine is installed on it here, since what is replaced
             in modules has to stand before they are sharded. Ranks whose weights differ get those of the first.
         sharding: of kind "fsdp2".
+        split_vocabulary: head and embedding are never gathered, where they can run on rows; not with copies (HSDP) or
+            shards in the host's memory.
 
     Raises:
         ValueError: trained parameters of a unit are of several dtypes, or quantized weights cannot be cut.
@@ -46,12 +50,20 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device) -> N
     _check_dtypes(model)
     equal_weights(model, device)
     offload = CPUOffloadPolicy() if sharding.offload_weights and device.type != "cpu" else OffloadPolicy()
-    more: dict[str, Any] = {"mesh": mesh_of(sharding, device), "offload_policy": offload}
+    mesh = mesh_of(sharding, device)
+    split = cut_vocabulary(causal_model(model), mesh, device) if split_vocabulary else set()
+    more: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": split}
     more["reshard_after_forward"] = sharding.reshard  # of what is left too: a forward without gradients lets go of all
-    for unit in [*units_of(model), model]:
-        fully_shard(unit, **more)
+    for unit in units_of(model):
+        if not split.issuperset(_parameters(unit)):
+            fully_shard(unit, **more)
+    fully_shard(model, **more)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
+
+
+def _parameters(unit: Any) -> list[nn.Parameter]:
+    return [p for module in (unit if isinstance(unit, list) else [unit]) for p in module.parameters()]
 
 
 def sharing_weights(model: nn.Module) -> nn.Module:
@@ -83,6 +95,8 @@ def units_of(model: nn.Module) -> list[Any]:
 def weights_for_writing(model: nn.Module, gather: bool | int) -> Iterator[None]:
     """Around generation: how much of a sharded model each rank holds whole meanwhile. All ranks enter together.
 
+    A vocabulary that is split is whole meanwhile, since tokens are drawn from all logits.
+
     Args:
         model: sharded or not; of one that is not, nothing changes.
         gather: True holds all of it, and ranks write without waiting for each other. False gathers each unit for each
@@ -95,7 +109,8 @@ def weights_for_writing(model: nn.Module, gather: bool | int) -> Iterator[None]:
         return
     most = math.inf if gather is True else int(gather)
     held = _within(modules, most)
-    with staying_gathered(held), nullcontext() if len(held) == len(modules) else until_all_end(model):
+    ending = nullcontext() if len(held) == len(modules) else until_all_end(model)
+    with whole_vocabulary(model), staying_gathered(held), ending:
         yield
 
 

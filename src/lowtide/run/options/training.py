@@ -71,6 +71,11 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     memory_budget: str | None = option(
         None, "Choose exact settings that fit so much memory ('24GiB', or 'auto' for what is free); yours stay as set."
     )
+    fsdp_split_vocabulary: bool = option(
+        False,
+        "With fsdp, never gather head and embedding: each rank keeps its rows, and hidden states travel in their "
+        "place. Saves a whole head and its gradient, for more traffic where scores are many; same numbers.",
+    )
     resume_without_states: bool = option(
         False,
         "Resume from a checkpoint without optimizer, scheduler or random states, or with another optimizer's: these "
@@ -204,6 +209,20 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     def respell(self) -> None:
         """Takes other spellings of values, before all are checked; a method's options class may have some."""
 
+    def _check_split_vocabulary(self) -> None:
+        """Refuses to split what is not sharded, or not over all ranks. One process ignores it with `fsdp`."""
+        sharding = self.sharding
+        if not self.fsdp_split_vocabulary or (sharding.kind == "none" and self.fsdp):
+            return
+        reason = (
+            "requires fsdp=True" if sharding.kind != "fsdp2"
+            else "is not built for copies of shards (HSDP)" if sharding.hybrid
+            else "is not built for weights in the host's memory" if sharding.offload_weights
+            else None
+        )  # fmt: skip
+        if reason is not None:
+            raise ValueError(f"fsdp_split_vocabulary=True {reason}, and the run is spread as {sharding}: leave it out")
+
     def __post_init__(self) -> None:
         self.respell()
         take_values(self, leave={*self.refused, *OF_ENGINES})
@@ -239,6 +258,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         if own is not None:
             self.optim = "adamw_torch_fused"  # transformers knows its own names alone
         self.__dict__["_sharding"] = sharding_of(self)
+        self._check_split_vocabulary()
         with engines_hidden(self):
             super().__post_init__()
         self.optim = own or self.optim

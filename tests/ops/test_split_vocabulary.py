@@ -1,0 +1,175 @@
+"""A head and an embedding whose rows lie on several ranks, against whole ones on each: values and every gradient."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lowtide.ops.embedding import embed_tokens
+from lowtide.ops.linear_logprobs import Projection, Term, TokenStats, Want, linear_logprobs, linear_loss
+from lowtide.ops.split_vocabulary import SplitVocabulary
+from tests.support.marks import slow_but
+from tests.support.processes import run_ranks
+
+EVERYTHING = Want(entropies=True, mean_logprobs=True, top1=True, collisions=True)
+SCORES = (7, 0, 12, 3)
+"""Of each rank; the second has none."""
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+PROJECTIONS = {
+    "plain": Projection(),
+    "all": Projection(scale=1.5, softcap=3.0, temperature=1.3),
+}
+VOCAB, HIDDEN, LOW, TOKENS = 37, 5, 2, 9
+
+
+def group_of_ranks(rank: int, ranks: int, folder: str) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    return init_device_mesh("cpu", (ranks,))
+
+
+class Problem:
+    """What all ranks know of: hidden states of each rank, weights, targets."""
+
+    def __init__(self, ranks: int, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        made = lambda *shape: torch.randn(*shape, dtype=dtype)  # noqa: E731
+        self.ranks = ranks
+        self.xs = [made(TOKENS, HIDDEN) for _ in range(ranks)]
+        self.lows = [made(TOKENS, LOW) for _ in range(ranks)]
+        self.weights = [made(VOCAB, HIDDEN), made(VOCAB, LOW)]
+        self.bias = made(VOCAB)
+        self.indices = [torch.randint(0, TOKENS, (SCORES[rank],)) for rank in range(ranks)]
+        self.targets = [torch.randint(0, VOCAB, (SCORES[rank],)) for rank in range(ranks)]
+        place = self.indices[0][0]
+        logits = self.xs[0][place] @ self.weights[0].T + self.lows[0][place] @ self.weights[1].T + self.bias
+        self.targets[0][0] = logits.argmax()
+
+    def terms(self, rank: int, weights: list[Tensor]) -> tuple[list[Term], list[Tensor]]:
+        xs = [each[rank].clone().requires_grad_() for each in (self.xs, self.lows)]
+        return [Term(x, weight) for x, weight in zip(xs, weights, strict=True)], xs
+
+
+def cut(whole: Tensor, mesh: Any) -> nn.Parameter:
+    part = torch.chunk(whole, mesh.size())[mesh.get_local_rank()].clone()
+    return nn.Parameter(
+        DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    )
+
+
+def combined(stats: TokenStats) -> Tensor:
+    assert stats.entropies is not None
+    assert stats.mean_logprobs is not None
+    return (-stats.logprobs + 0.3 * stats.entropies + 0.2 * stats.mean_logprobs).sum()
+
+
+def nll(stats: TokenStats) -> Tensor:
+    assert stats.entropies is not None
+    assert stats.mean_logprobs is not None
+    return -0.9 * stats.logprobs - 0.1 * stats.mean_logprobs + 0.3 * stats.entropies
+
+
+def run(kind: str, terms: list[Term], *where: Tensor, **options: Any) -> tuple[Tensor, TokenStats]:
+    """The loss, and the statistics."""
+    if kind == "loss":
+        return linear_loss(terms, *where, nll, factor=0.7, **options)
+    stats = linear_logprobs(terms, *where, **options)
+    # A rank without scores has a loss of log-probs alone, as a micro-batch without scores.
+    return (combined(stats) if len(where[0]) else stats.logprobs.sum()), stats
+
+
+def backward(total: Tensor, kind: str) -> None:
+    """Twice where the gradients are not formed in forward."""
+    if kind == "logprobs":
+        total.backward(retain_graph=True)
+    total.backward()
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def compare(
+    mesh: Any, kind: str, dtype: torch.dtype, projection: Projection, in_place: bool, chunk: int | None
+) -> None:
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    problem, split = Problem(ranks, dtype), SplitVocabulary(mesh.get_group(), VOCAB)
+    options: dict[str, Any] = {"projection": projection, "want": EVERYTHING, "accumulate": in_place}
+    # whole: the loss of all ranks on each
+    whole = [nn.Parameter(weight.clone()) for weight in [*problem.weights, problem.bias]]
+    expected: Any = None
+    for other in range(ranks):
+        terms, xs = problem.terms(other, whole[:2])
+        total, stats = run(kind, terms, problem.indices[other], problem.targets[other], bias=whole[2], **options)
+        backward(total, kind)
+        if other == rank:
+            expected = total, stats, xs
+    # split
+    mine = [cut(weight, mesh) for weight in [*problem.weights, problem.bias]]
+    terms, xs = problem.terms(rank, mine[:2])
+    where = problem.indices[rank], problem.targets[rank]
+    total, stats = run(kind, terms, *where, bias=mine[2], split=split, chunk=chunk, **options)
+    backward(total, kind)
+    assert_near(total.detach(), expected[0].detach(), dtype)
+    for name in ("logprobs", "entropies", "mean_logprobs", "collisions"):
+        assert_near(getattr(stats, name), getattr(expected[1], name), dtype)
+    assert stats.top1 is not None
+    assert torch.equal(stats.top1, expected[1].top1)
+    for found, known in zip(xs, expected[2], strict=True):
+        assert_near(found.grad, known.grad, dtype)
+    for found, known in zip(mine, whole, strict=True):
+        assert found.grad.placements == found.placements
+        assert_near(found.grad.full_tensor() * ranks, known.grad, dtype)
+
+
+def compare_all(rank: int, ranks: int, folder: str) -> None:
+    mesh = group_of_ranks(rank, ranks, folder)
+    cases = itertools.product(
+        ("logprobs", "loss"), (torch.float32, torch.float64), PROJECTIONS.values(), (False, True), (None, 2 * ranks)
+    )
+    for case in cases:
+        compare(mesh, *case)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
+def test_statistics_and_gradients_are_those_of_a_whole_head(ranks: int, tmp_path: Path) -> None:
+    run_ranks(compare_all, ranks, str(tmp_path), ranks=ranks)
+
+
+def look_up(rank: int, ranks: int, folder: str) -> None:
+    mesh = group_of_ranks(rank, ranks, folder)
+    split = SplitVocabulary(mesh.get_group(), VOCAB)
+    torch.manual_seed(0)
+    table = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
+    ids = [torch.randint(0, VOCAB if number else 5, (2, 4 + 5 * number)) for number in range(ranks)]
+    slopes = [torch.randn(*each.shape, HIDDEN, dtype=torch.float64) for each in ids]
+    for padding_idx, hooked in itertools.product((None, 3), (False, True)):
+        whole, mine, seen = nn.Parameter(table.clone()), cut(table, mesh), []
+        if hooked:
+            mine.register_hook(seen.append)
+        for _ in range(2):
+            for each, slope in zip(ids, slopes, strict=True):
+                (embed_tokens(each, whole, padding_idx) * slope).sum().backward()
+            found = embed_tokens(ids[rank], mine, padding_idx, split)
+            (found * slopes[rank]).sum().backward()
+        assert torch.equal(found, table[ids[rank]])
+        assert len(seen) == 2 * hooked
+        torch.testing.assert_close(mine.grad.full_tensor() * ranks, whole.grad)
+        frozen = cut(table, mesh).requires_grad_(False)
+        assert not embed_tokens(ids[rank], frozen, padding_idx, split).requires_grad
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
+def test_embeddings_and_their_gradients_are_those_of_a_whole_table(ranks: int, tmp_path: Path) -> None:
+    run_ranks(look_up, ranks, str(tmp_path), ranks=ranks)

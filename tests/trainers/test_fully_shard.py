@@ -265,7 +265,7 @@ def differ(rank: int, folder: str) -> None:
                 own = {"kind": "SFT", "fsdp": fsdp, "output_dir": f"{folder}/{rank}", **(options if rank else {})}
                 with pytest.raises(ValueError, match=said):
                     matrix.make(**own)
-            versions = mock.patch("importlib.metadata.version", lambda name: f"2.{rank}")
+            versions = mock.patch("importlib.metadata.version", return_value=f"2.{rank}")
             with versions, pytest.raises(ValueError, match=r"version of .* is 2.0 on rank 0, and 2.1 on rank 1"):
                 matrix.make("SFT", fsdp=fsdp)
             matrix.make("SFT", fsdp=fsdp, output_dir=f"{folder}/{rank}")

@@ -56,6 +56,30 @@ def test_rows_equal_plain_torch(triton_rows, projection, want, dtype):
     assert (ours.double() - theirs).norm() <= TOLERANCE[dtype] * theirs.norm()
 
 
+@pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS)
+def test_rows_of_which_some_columns_are_elsewhere(triton_rows, projection):
+    logits, want = 3 * torch.randn(ROWS, VOCAB), Want(entropies=True)
+    target = torch.tensor([7, VOCAB - 1, 50])
+    whole = TorchRows(logits.double(), target, projection)
+    expected = whole.stats(want, keep=True)
+    slopes = Slopes(torch.randn(ROWS), torch.randn(ROWS))
+    chosen, found = torch.zeros(ROWS), []
+    for first, last in ((0, 40), (40, VOCAB)):
+        here = (target >= first) & (target < last)
+        part = logits[:, first:last].contiguous()
+        rows = triton_rows.TritonRows(part, torch.where(here, target - first, -1), projection, split=True)
+        at_target, top = rows.ends()
+        torch.testing.assert_close(top, TorchRows(part.clone(), target * 0, projection).x.amax(1))
+        chosen = torch.where(here, at_target, chosen)
+        rows.stats(want, keep=True)
+        rows.settle(expected.lse.float())
+        rows.gradient(slopes, expected.entropies.float())
+        found.append(part)
+    torch.testing.assert_close(chosen - expected.lse.float(), expected.logprobs.float())
+    whole.gradient(Slopes(*(s if s is None else s.double() for s in slopes)), expected.entropies)
+    torch.testing.assert_close(torch.cat(found, 1), whole.x.float())
+
+
 def test_one_large_logit_overflows_nothing(triton_rows):
     logits = torch.full((2, VOCAB), -1e4)
     logits[0, 40], logits[1, 3] = 1e4, 0.0

@@ -143,6 +143,9 @@ def watch_sizes(rank: int, folder: str) -> None:
                 with LargestTensor() as watch:
                     trainer.train()
                 largest[split] = watch.bytes
+                if split:
+                    with pytest.raises(ValueError, match="all logits were asked"), torch.no_grad():
+                        trainer.model(input_ids=torch.tensor([[1, 2, 3]]))
                 weight: Any = causal_model(trainer.model).get_output_embeddings().weight
                 assert weight.to_local().shape == (vocab // 2, width)
             whole = vocab * width * 4

@@ -223,6 +223,17 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         if reason is not None:
             raise ValueError(f"fsdp_split_vocabulary=True {reason}, and the run is spread as {sharding}: leave it out")
 
+    def _check_refused(self) -> None:
+        """Refuses what would train something else; what is empty asks for nothing."""
+        known = {field.name for field in fields(self)}
+        for name, reason in self.refused.items():
+            if name not in known:
+                continue
+            value, default = getattr(self, name), default_of(type(self), name)
+            if value and value != default:
+                raise ValueError(f"{type(self).__name__}: {name}={value!r} is refused: {reason}")
+            setattr(self, name, default)
+
     def __post_init__(self) -> None:
         self.respell()
         take_values(self, leave={*self.refused, *OF_ENGINES})
@@ -234,14 +245,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             )
         if self.pad_to_multiple_of == "auto":
             self.pad_to_multiple_of = None
-        known = {field.name for field in fields(self)}
-        for name, reason in self.refused.items():
-            if name not in known:
-                continue
-            value, default = getattr(self, name), default_of(type(self), name)
-            if value and value != default:
-                raise ValueError(f"{type(self).__name__}: {name}={value!r} is refused: {reason}")
-            setattr(self, name, default)  # what is empty asks for nothing
+        self._check_refused()
         check_optimizer_name(str(getattr(self.optim, "value", self.optim)))
         if self.bf16 is None:
             asked = asked_bf16(self)

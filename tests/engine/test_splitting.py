@@ -227,7 +227,7 @@ def values(rank: int, rendezvous: str) -> None:
     batch = RaggedBatch.from_segments([[5, 6, 7, 8], [9, 10, 11]], score_rule=LastToken())
     alone, model = (preference_models.build(0, kind=kind, num_labels=1, pad_token_id=0) for _ in range(2))
     assert split_over(model, together) == ""
-    expected, found = (score(each, batch).values for each in (alone, model))
+    expected, found = (score(each, batch).token_values for each in (alone, model))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     for each, output in ((alone, expected), (model, found)):
         (output * torch.tensor([1.0, -3.0])).sum().backward()

@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "FSDP2": {"fsdp": True},
     "ZeRO-2": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 2}}},
     "ZeRO-3": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 3}}},
-    "SP": {"parallelism_config": {"sp_size": 2}},
+    "SP": {"sequence": 2},
 }
 """The columns: how a config says it."""
 NEEDS = {"ZeRO-2": "deepspeed", "ZeRO-3": "deepspeed"}

@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.ranks.shards import whole_of
 from tests.support import matrix
+from tests.support.online_runs import online
+from tests.support.parity_world import build_model
 from tests.support.processes import run_ranks
 
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
@@ -108,6 +110,37 @@ def trained(
 def scored(evaluated: Any) -> dict[str, float]:
     """Metrics of an evaluation: all scored targets with their log-probabilities, each once."""
     return {"scores": len(evaluated.label_ids), "weighed": float((evaluated.predictions * evaluated.label_ids).sum())}
+
+
+ONLINE: dict[str, dict[str, Any]] = {
+    "GRPO": {"num_generations": 4, "beta": 0.1},
+    "GRPO, layer by layer": {"num_generations": 4, "beta": 0.1, "ds3_gather_for_generation": False},
+    "GRPO, some bytes": {"num_generations": 4, "beta": 0.1, "ds3_gather_for_generation": 20_000},
+    "RLOO": {"num_generations": 4},
+    "OnlineDPO": {"num_generations": 2},
+    "PPO": {"num_generations": 1, "num_ppo_epochs": 2},
+}
+
+
+def written(folder: Path, name: str, rows: int, **more: Any) -> dict[str, Tensor]:
+    """The weights after three steps on completions of unequal length, of so many rows on each rank."""
+    options = {
+        "per_device_train_batch_size": rows,
+        "generation_kwargs": {"stop_strings": ["7", "e"]},
+        **ONLINE[name],
+        **more,
+    }
+    trainer = online(folder, name.split(",")[0], model=build_model("llama"), **options)
+    trainer.train()
+    return {name: whole_of(p).clone() for name, p in trainer.model.named_parameters()}
+
+
+def resumed(folder: Path, ranks: int, start: Path | None, **options: Any) -> dict[str, Tensor]:
+    """The weights after four steps, with a checkpoint every second; from one of them, if it is given."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear", "max_steps": 4}
+    checkpoint = None if start is None else str(start / "checkpoint-2")
+    _, weights, _ = trained("SFT", ranks, folder, checkpoint=checkpoint, save_to=folder / "last", **saving, **options)
+    return weights
 
 
 def rank_main(rank: int, folder: str, ranks: int) -> None:

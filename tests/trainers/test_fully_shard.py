@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lowtide.engine.weights.quantized import check_shardable
@@ -21,11 +21,18 @@ from lowtide.run.options.sharding import engines_hidden, sharding_of
 from lowtide.trainers.reports.start import StartReport
 from tests.support import matrix
 from tests.support.marks import slow_but
-from tests.support.online_runs import online
-from tests.support.parity_world import build_model
 from tests.support.processes import run_ranks
 from tests.support.sabotage import OPTIMIZER, out_of_memory
-from tests.support.sharded_training import assert_near, meeting_place, on_ranks, rank_of, trained
+from tests.support.sharded_training import (
+    ONLINE,
+    assert_near,
+    meeting_place,
+    on_ranks,
+    rank_of,
+    resumed,
+    trained,
+    written,
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", "evaluated": True, "rehearsal": True},
@@ -81,28 +88,6 @@ def test_two_ranks_learn_what_one_does(name, how, sharded, tmp_path):
 
 # -- generation --------------------------------------------------------------------------------------------------
 
-ONLINE: dict[str, dict[str, Any]] = {
-    "GRPO": {"num_generations": 4, "beta": 0.1},
-    "GRPO, layer by layer": {"num_generations": 4, "beta": 0.1, "ds3_gather_for_generation": False},
-    "GRPO, some bytes": {"num_generations": 4, "beta": 0.1, "ds3_gather_for_generation": 20_000},
-    "RLOO": {"num_generations": 4},
-    "OnlineDPO": {"num_generations": 2},
-    "PPO": {"num_generations": 1, "num_ppo_epochs": 2},
-}
-
-
-def written(folder: Path, name: str, rows: int, **more: Any) -> dict[str, Tensor]:
-    """The weights after three steps on completions of unequal length, of so many rows on each rank."""
-    options = {
-        "per_device_train_batch_size": rows,
-        "generation_kwargs": {"stop_strings": ["7", "e"]},
-        **ONLINE[name],
-        **more,
-    }
-    trainer = online(folder, name.split(",")[0], model=build_model("llama"), **options)
-    trainer.train()
-    return {name: whole_of(p).clone() for name, p in trainer.model.named_parameters()}
-
 
 def write_on_ranks(rank: int, folder: str) -> None:
     place = Path(folder)
@@ -128,14 +113,6 @@ def test_completions_are_written_and_learned_from_as_by_one_rank(name, on_two_ra
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 RESUMED = {"whole": {}, "LoRA": {"lora": True}}
-
-
-def resumed(folder: Path, ranks: int, start: Path | None, **options: Any) -> dict[str, Tensor]:
-    """The weights after four steps, with a checkpoint every second; from one of them, if it is given."""
-    saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear", "max_steps": 4}
-    checkpoint = None if start is None else str(start / "checkpoint-2")
-    _, weights, _ = trained("SFT", ranks, folder, checkpoint=checkpoint, save_to=folder / "last", **saving, **options)
-    return weights
 
 
 def resume_on_ranks(rank: int, folder: str) -> None:

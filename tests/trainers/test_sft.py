@@ -325,7 +325,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path, rows, t
         ({"optim": "adamw_anyprecision"}, "torchdistx"),
         ({"max_seq_length": 8, "max_length": 9}, "contradict"),
         ({"dataset_kwargs": {"no_such": 1}}, "no_such"),
-        ({"fsdp": "full_shard"}, "fsdp"),
+        ({"fsdp": "full_share"}, "full_share"),
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches"),
         ({"eos_token": "<end>"}, "'<end>' is not in the tokenizer's vocabulary"),
     ],

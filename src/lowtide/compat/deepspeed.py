@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo  # DeepSpeed changes tensors, after which it could not be imported any more
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 INSTALL = "pip install deepspeed, or leave `deepspeed` out"
+SHARED_MEMORY = "deepspeed_shm_comm"
+"""The operations that DeepSpeed would compile as ranks of a CPU meet."""
 HOLDER = -1
 """Stands for a module, of which no number is negative, among those that use a parameter."""
 
@@ -44,8 +47,16 @@ def deepspeed(device: torch.device) -> Any:
         raise ValueError(f"deepspeed is asked for, and it cannot be imported ({error}): {INSTALL}") from None
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # which it uses
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # or it tells of each buffer
-    library.init_distributed(dist_backend=dist.get_backend())
+    with _nothing_compiled(library):
+        library.init_distributed(dist_backend=dist.get_backend())
     return library
+
+
+def _nothing_compiled(library: Any) -> contextlib.AbstractContextManager:
+    """While it lasts, no collectives are compiled: those of a CPU in shared memory, with which processes wait for ever
+    where an earlier compilation was killed."""
+    library.ops.__compatible_ops__  # noqa: B018  # found out when it is first asked for
+    return mock.patch.dict(library.ops.__compatible_ops__, {SHARED_MEMORY: False})
 
 
 def is_partitioned(tensor: Tensor) -> bool:

@@ -187,6 +187,7 @@ HOOKS = (
         "evaluate",
         "evaluation never builds logits",
     ),
+    Hook("get_total_train_batch_size", ("args",), "set_initial_training_values", "ranks that split sequences are one"),
     Hook("log", ("logs", "start_time"), "_maybe_log_save_evaluate", "metrics since the last log"),
     Hook(
         "_maybe_log_save_evaluate",
@@ -217,6 +218,7 @@ HOOKS = (
 USED = {
     "_wrap_model": "an evaluation outside of training gets the model as the Trainer's would",
     "_save_rng_state": "completions that are learned from are saved beside it, a file a rank too",
+    "_save": "the weights of a sharded model are gathered first",
     "_get_output_dir": "a checkpoint is written under another name, and then gets its own",
     "_get_collator_with_removed_columns": "extra columns are left to the collator that was passed",
     "_signature_columns": "the columns that are kept, which the Trainer reads off the model's forward",

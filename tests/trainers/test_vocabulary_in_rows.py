@@ -17,8 +17,16 @@ from lowtide.engine.forward import causal_model
 from lowtide.ops import linear_logprobs
 from tests.support import matrix
 from tests.support.processes import run_ranks
-from tests.support.sharded_training import assert_near, build, meeting_place, on_ranks, rank_of, trained
-from tests.trainers.test_fully_shard import resumed, written
+from tests.support.sharded_training import (
+    assert_near,
+    build,
+    meeting_place,
+    on_ranks,
+    rank_of,
+    resumed,
+    trained,
+    written,
+)
 
 SPLIT = {"fsdp": True, "fsdp_split_vocabulary": True}
 CASES: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.support.matrix import TECHNIQUES
 from tests.support.matrix_page import OF_RANKS, written
 from tests.support.ranks_matrix import NEEDS, WAYS, cells_of, techniques
 
@@ -17,4 +18,10 @@ def test_every_technique_over_ranks(way):
         pytest.skip(f"needs {NEEDS[way]}")
     page = written(OF_RANKS)
     stale = "docs/matrix-ranks.md is stale: `python -m tests.exactness --ranks` writes it anew"
-    assert {name: page[name, way] for name in techniques()} == {n: c.word for n, c in cells_of(way).items()}, stale
+    found = {name: told(name, cell.word) for name, cell in cells_of(way).items()}
+    assert {name: told(name, page[name, way]) for name in techniques()} == found, stale
+
+
+def told(name: str, word: str) -> str:
+    """A technique that rounds may be exact or not, as a machine rounds; that it is trained is not up to the machine."""
+    return word if TECHNIQUES[name].changes is None or word == "refused" else "trained"

@@ -40,7 +40,7 @@ test-slow: $(VENV)/.extras
 
 test-all: test test-slow
 
-test-ranks: $(VENV)/.extras
+test-ranks: $(VENV)/.deepspeed
 	$(PY) -m pytest $(RANKS)
 
 test-faults: $(VENV)/.extras
@@ -90,6 +90,11 @@ $(VENV)/.runtime: pyproject.toml constraints.txt | $(PY)
 $(VENV)/.extras: pyproject.toml constraints.txt | $(PY)
 	$(INSTALL) --editable ".[dev,bench]"
 	@touch $(VENV)/.runtime $@
+
+# Tests of DeepSpeed are skipped where it is not installed.
+$(VENV)/.deepspeed: $(VENV)/.extras
+	$(INSTALL) --editable ".[deepspeed]"
+	@touch $@
 
 # vLLM 0.32 wants transformers below 5.20, so it has an environment of its own, with lowtide on the oldest transformers
 # that it takes. Its torch is a CPU build, which PyPI lacks: where pip does not find it, give the index of PyTorch,

@@ -153,13 +153,16 @@ def _sizes(given: Any) -> dict[str, dict[str, int]]:
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             given = json.loads(given)
-    if isinstance(given, str | int | list | bool):
+    if given is not None and not isinstance(given, Mapping | ParallelismConfig):
         raise ValueError(f"parallelism_config={given!r} is no ParallelismConfig: give its sizes, {{'sp_size': 2}} say")
     known = given if isinstance(given, Mapping) else {} if given is None else vars(given)
     for key in known:
         if isinstance(given, Mapping) and key not in OF_PARALLELISM:
             raise ValueError(f"parallelism_config has no key {key!r}{nearest(key, OF_PARALLELISM)}")
-    found = {"parallelism_config": {name: int(known.get(f"{name}_size") or 1) for name in SIZES if known}}
+    try:
+        found = {"parallelism_config": {name: int(known.get(f"{name}_size") or 1) for name in SIZES if known}}
+    except (TypeError, ValueError):
+        raise ValueError(f"parallelism_config={given!r}: sizes are whole numbers, {{'sp_size': 2}} say") from None
     is_on = _is_on("ACCELERATE_USE_PARALLELISM_CONFIG")
     variables = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in SIZES if is_on}
     return {**found, OF_ENVIRONMENT: {name: int(size or 1) for name, size in variables.items()}}

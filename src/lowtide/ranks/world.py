@@ -19,6 +19,11 @@ def launched() -> int:
     return max(int(os.environ.get("WORLD_SIZE", "1") or 1), 1)
 
 
+def is_on(switch: str) -> bool:
+    """Whether a launcher has turned something on by a variable."""
+    return os.environ.get(switch, "").lower() in ("1", "true", "yes")
+
+
 def is_first() -> bool:
     """Whether this is the process that speaks for all that a launcher has started, before they have met."""
     return int(os.environ.get("RANK", "0") or 0) == 0

@@ -16,6 +16,7 @@ from typing import Any
 from lowtide.compat.deepspeed import check_installed
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.ranks.sharding import loaded
+from lowtide.ranks.world import is_on
 from lowtide.run.optimizers import OPTIMIZERS
 
 AUTO = "auto"
@@ -48,7 +49,7 @@ def given_config(config: Any) -> tuple[str, dict[str, Any]] | None:
     """
     if config.deepspeed:
         where, found = "deepspeed", _read(config.deepspeed)
-    elif os.environ.get(SWITCH, "").lower() in ("1", "true", "yes"):
+    elif is_on(SWITCH):
         where, found = "accelerate's deepspeed config", _from_environment()
     else:
         return None

@@ -19,7 +19,7 @@ from typing import Any
 from accelerate import ParallelismConfig
 
 from lowtide.ranks.sharding import Sharding, loaded, read_config, read_words
-from lowtide.ranks.world import is_first, launched
+from lowtide.ranks.world import is_first, is_on, launched
 from lowtide.run.options.deepspeed import SWITCH, given_config
 from lowtide.spelling import nearest
 
@@ -163,7 +163,7 @@ def _sizes(given: Any) -> dict[str, dict[str, int]]:
         found = {"parallelism_config": {name: int(known.get(f"{name}_size") or 1) for name in SIZES if known}}
     except (TypeError, ValueError):
         raise ValueError(f"parallelism_config={given!r}: sizes are whole numbers, {{'sp_size': 2}} say") from None
-    is_on = _is_on("ACCELERATE_USE_PARALLELISM_CONFIG")
+    is_on = is_on("ACCELERATE_USE_PARALLELISM_CONFIG")
     variables = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in SIZES if is_on}
     return {**found, OF_ENVIRONMENT: {name: int(size or 1) for name, size in variables.items()}}
 
@@ -211,7 +211,7 @@ def _sequence_of(sizes: Mapping[str, Mapping[str, int]]) -> int:
 def _from_environment(sizes: Mapping[str, int], ranks: int) -> Sharding | None:
     if (found := _of_sizes(sizes, OF_ENVIRONMENT, ranks)) is not None:
         return found
-    if not _is_on("ACCELERATE_USE_FSDP"):
+    if not is_on("ACCELERATE_USE_FSDP"):
         return None
     names = ("reshard_after_forward", "offload_params", "state_dict_type", "version")
     config = {name: os.environ[key] for name in names if (key := f"FSDP_{name.upper()}") in os.environ}
@@ -222,7 +222,3 @@ def _warn(text: str) -> None:
     """Once, whatever the number of ranks."""
     if is_first():
         logger.warning(text)
-
-
-def _is_on(switch: str) -> bool:
-    return os.environ.get(switch, "").lower() in ("1", "true", "yes")

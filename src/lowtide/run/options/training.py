@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import os
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self, cast
 
@@ -22,7 +21,7 @@ from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 from lowtide.option_values import take_values
 from lowtide.ranks.failures import meeting
 from lowtide.ranks.sharding import Sharding
-from lowtide.ranks.world import launched
+from lowtide.ranks.world import is_on, launched
 from lowtide.renamed import replaced
 from lowtide.run.optimizers import OPTIMIZERS, check_optimizer_name
 from lowtide.run.options.deepspeed import asked_bf16, checked_config
@@ -189,7 +188,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             RankFailed: not all ranks came.
             ValueError: the backend cannot start as this process was started.
         """
-        on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        on_cpu = self.use_cpu or is_on("ACCELERATE_USE_CPU")
         with meeting(self.ddp_timeout):
             try:
                 if on_cpu and not torch.distributed.is_initialized():

@@ -214,11 +214,11 @@ def _why_padded(found: Probe) -> str:
 def _place(model: nn.Module, args: TrainingConfig) -> None:
     """Moves the model, or its shard, to where it will run, to be proved there; one that is placed already stays."""
     inner = causal_model(model)
-    if args.sharding.by_deepspeed:
-        _take_dtype(model, zero_config(model, args))
     if args.sharding.cuts_weights:
         cut(model, args)
         return
+    if args.sharding.by_deepspeed:
+        _take_dtype(model, zero_config(model, args))
     placed = getattr(inner, "hf_device_map", None) is not None or getattr(inner, "is_quantized", False)
     if args.place_model_on_device is not False and not placed:  # None is the Trainer's own word for yes
         model.to(args.device)

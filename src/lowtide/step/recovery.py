@@ -128,11 +128,13 @@ def surviving_scores(
     Raises:
         OutOfMemory: one row does not fit.
     """
-    while not together:
+    if not alone:
+        return score_in_parts(batch, limits, scorer, together=together)
+    while True:
         try:
             return score_in_parts(batch, limits, scorer)
         except Exception as error:
-            if not (alone and is_out_of_memory(error)):
+            if not is_out_of_memory(error):
                 raise
             said = first_line(error)
             drop_frames(error)
@@ -146,7 +148,6 @@ def surviving_scores(
             )
         limits = Limits(limits.rows, budget)
         logger.warning(f"out of memory in scoring ({said}): it is repeated with at most {budget:,} tokens a forward")
-    return score_in_parts(batch, limits, scorer, together=True)
 
 
 def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any) -> Any:

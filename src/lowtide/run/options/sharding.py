@@ -163,8 +163,8 @@ def _sizes(given: Any) -> dict[str, dict[str, int]]:
         found = {"parallelism_config": {name: int(known.get(f"{name}_size") or 1) for name in SIZES if known}}
     except (TypeError, ValueError):
         raise ValueError(f"parallelism_config={given!r}: sizes are whole numbers, {{'sp_size': 2}} say") from None
-    is_on = is_on("ACCELERATE_USE_PARALLELISM_CONFIG")
-    variables = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in SIZES if is_on}
+    by_launcher = is_on("ACCELERATE_USE_PARALLELISM_CONFIG")
+    variables = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in SIZES if by_launcher}
     return {**found, OF_ENVIRONMENT: {name: int(size or 1) for name, size in variables.items()}}
 
 

@@ -43,6 +43,28 @@ def whole_of(tensor: Tensor) -> Tensor:
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
+@contextlib.contextmanager
+def held_whole(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While it lasts, each rank holds all of the parameters of some modules, without those of modules below them and
+    without gradients; all ranks enter together. Nothing changes where none is sharded."""
+    sharded = [
+        (module, name, p)
+        for module in modules
+        for name, p in module.named_parameters(recurse=False)
+        if isinstance(p, DTensor) or is_partitioned(p)
+    ]
+    whole: dict[int, nn.Parameter] = {}
+    for module, name, p in sharded:
+        if id(p) not in whole:
+            whole[id(p)] = nn.Parameter(whole_of(p), requires_grad=False)
+        setattr(module, name, whole[id(p)])
+    try:
+        yield
+    finally:
+        for module, name, p in sharded:
+            setattr(module, name, p)
+
+
 def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
     """(first, end) of the rows that a rank holds of so many, as `torch.chunk` cuts them: the last ranks may have fewer,
     or none."""

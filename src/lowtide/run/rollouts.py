@@ -7,6 +7,7 @@ that wrote, the update's own serve, and after that the sampler's.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -174,7 +175,8 @@ class RolloutMaker:
         """What a generator writes; again with half as many tokens at a time where memory runs out."""
         sampling = self.options.sampling(self.stop_ids)
         gather = cast(bool | int, self.options.ds3_gather_for_generation)
-        with weights_for_writing(self.runner.model, gather):
+        copied = isinstance(self.generator, HoldsWeights)
+        with contextlib.nullcontext() if copied else weights_for_writing(self.runner.model, gather):
             while True:
                 try:
                     return self.generator.generate(self.runner.model, requests, sampling, conversations)

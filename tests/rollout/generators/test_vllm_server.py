@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -18,54 +18,12 @@ from lowtide.rollout.generators.generator import HoldsWeights, Request, Sampling
 from lowtide.rollout.generators.vllm.http import Calls, Refused, ServerError
 from lowtide.rollout.generators.vllm.label import StaleWeights
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
-from lowtide.rollout.generators.vllm.server import PROTOCOL, Service, handler_of
-from lowtide.rollout.generators.vllm.turns import WrittenTurn
-from tests.support.tiny_llama import VOCAB, tiny_llama
+from lowtide.rollout.generators.vllm.server import Service
+from tests.support.remembering_server import INFO, Remembers, Running, serving
+from tests.support.tiny_llama import tiny_llama
 
 SAMPLING = Sampling(4, stop_ids=(2,))
 REQUESTS = [Request([5, 6], 2, seed=1), Request([7], 1, seed=2)]
-INFO = {
-    **{"server": "lowtide", "protocol": PROTOCOL, "model": "m", "max_model_length": 64, "regex": None},
-    "shapes": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "model_type": "llama"},
-}
-
-
-class Remembers:
-    """An engine that has weights, and writes the number of what it was asked."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self.asked: list = []
-        self.logprobs = 2
-
-    def begin(self) -> None:
-        self.coming: dict[str, torch.Tensor] = {}
-
-    def load(self, weights: dict[str, torch.Tensor]) -> None:
-        self.coming |= weights
-
-    def end(self) -> None:
-        self.weights |= self.coming
-
-    def write(self, jobs: Any) -> list[list[WrittenTurn]]:
-        self.asked.append(jobs)
-        return [
-            [WrittenTurn([n + 3, 2], [-1.0] * self.logprobs, "stop") for n, _ in enumerate(turns)] for turns, _ in jobs
-        ]
-
-
-class Running:
-    """A server in threads of this process."""
-
-    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
 
 @pytest.fixture
@@ -80,11 +38,8 @@ def service(engine: Remembers) -> Service:
 
 @pytest.fixture
 def server(service: Service) -> Iterator[Running]:
-    running = Running(handler_of(service))
-    threading.Thread(target=service.run, daemon=True).start()
-    yield running
-    service.stop()
-    running.stop()
+    with serving(service) as running:
+        yield running
 
 
 @pytest.fixture

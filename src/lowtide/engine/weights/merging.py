@@ -27,6 +27,7 @@ from lowtide.compat.torch import saved_buffers, with_parameters
 from lowtide.compat.transformers import names_not_saved
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.weights.quantized import is_quantized
+from lowtide.ranks.shards import held_whole
 
 MAX_SHARD_BYTES = 2 << 30
 INDEX = "model.safetensors.index.json"
@@ -39,6 +40,8 @@ class Weights(NamedTuple):
     """What stands behind each: the tensor itself, so that tied names show; or something of its own."""
     make: Callable[[], dict[str, Tensor]]
     """Merges and dequantizes; what needs neither is the model's own tensor."""
+    modules: list[nn.Module]
+    """Whose own parameters it reads, which are to be whole for it."""
 
 
 @torch.no_grad()
@@ -73,7 +76,8 @@ def checkpoint_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of the merged model one by one, under the names that checkpoints of the model type have.
 
-    What needs neither merging nor another name is the model's own tensor. Tied weights come once.
+    What needs neither merging nor another name is the model's own tensor. Tied weights come once. Of a model that is
+    sharded each rank holds a layer whole at a time, and all ranks take all of the weights together.
 
     Args:
         wanted: of a module's name, whether its weights are. Where a model type's checkpoints name weights otherwise,
@@ -156,7 +160,8 @@ def effective_weights(
             twin = _merged(tuners, module) if adapted else _own(_dense(module))
             return {prefix + name: _cast(twin[name], own[name], dtype, dense) for name in own}
 
-        yield Weights(names, make)
+        adapters = [each for tuner in tuners for each in tuner.modules() if each is not module]
+        yield Weights(names, make, [module, *adapters])
     for name, child in module.named_children():
         yield from effective_weights(child, f"{prefix}{name}.", dtype, dense)
 
@@ -238,7 +243,9 @@ def _checkpoint_weights(
     from transformers.core_model_loading import revert_weight_conversion
 
     for _, group in groupby(parts, key=lambda part: _layer_of(next(iter(part.names)))):
-        own = {name: tensor for part in group for name, tensor in part.make().items() if name not in left_out}
+        layer = list(group)
+        with held_whole(module for part in layer for module in part.modules):
+            own = {name: tensor for part in layer for name, tensor in part.make().items() if name not in left_out}
         own = revert_weight_conversion(model, own)
         for name in list(own):
             yield name, own.pop(name)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit
 from lowtide.ops.split_vocabulary import SplitVocabulary
-from lowtide.ranks.shards import group_of, rows_of, whole_of
+from lowtide.ranks.shards import group_of, held_whole, rows_of
 
 
 def split_of(weight: Tensor) -> SplitVocabulary | None:
@@ -63,21 +63,12 @@ def whole_vocabulary(model: nn.Module) -> Iterator[None]:
     together."""
     gathered = {id(p) for module in fully_sharded_modules(model) for p in parameters_of_unit(module)}
     split = [
-        (module, name, p)
+        module
         for module in model.modules()
-        for name, p in module.named_parameters(recurse=False)
-        if isinstance(p, DTensor) and id(p) not in gathered
+        if any(isinstance(p, DTensor) and id(p) not in gathered for p in module.parameters(recurse=False))
     ]
-    whole: dict[int, nn.Parameter] = {}
-    for module, name, p in split:
-        if id(p) not in whole:
-            whole[id(p)] = nn.Parameter(whole_of(p), requires_grad=False)
-        setattr(module, name, whole[id(p)])
-    try:
+    with held_whole(split):
         yield
-    finally:
-        for module, name, p in split:
-            setattr(module, name, p)
 
 
 def _linears(head: nn.Module | None) -> Sequence[nn.Linear]:

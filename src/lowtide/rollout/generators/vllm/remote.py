@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import distributed
 from lowtide.rollout.generators.generator import Completion, Reply, Request, Sampling
 from lowtide.rollout.generators.vllm.backends import Backend, backend_at
@@ -25,7 +28,8 @@ from lowtide.rollout.generators.vllm.weights import MAX_BUCKET_BYTES, Copies, bu
 class VLLMServerGenerator:
     """Writes completions by a server, which gets the weights by buckets.
 
-    Of several ranks the first sends them, and all ask for completions of their own.
+    Of several ranks the first sends them, and all ask for completions of their own. Where weights are sharded, a layer
+    at a time is whole while it is sent.
 
     Args:
         url: of the server.
@@ -69,20 +73,27 @@ class VLLMServerGenerator:
             return
         before, self.label = self.label, None
         label = Label(self.run, version, self._count + 1)
-        if distributed() and dist.get_rank():
+        sends = not distributed() or dist.get_rank() == 0
+        if sends or is_sharded(model):
+            # A copy failed, or the server was started again: a part would not make it whole.
+            if _said_by_first(sends and (before is None or self.backend.label() != asdict(before)), model):
+                self._copies.forget()
+            if sends:
+                self._send(model, label)
+            else:
+                collections.deque(self._copies.lacking(model), maxlen=0)  # its shards are wanted for what is sent
+        if not sends:
             self._await(label)
             self._copies.took_all(model)
-            self._count, self.label = label.copy, label
-            return
-        if before is None or self.backend.label() != asdict(before):
-            self._copies.forget()  # a copy failed, or the server was started again: a part would not make it whole
+        self._count, self.label = label.copy, label
+
+    def _send(self, model: nn.Module, label: Label) -> None:
         self.backend.begin(label)
         number = 0
         most = self.bucket_bytes // self.backend.most
         for number, bucket in enumerate(buckets(self._copies.lacking(model), most), start=1):  # noqa: B007
             self.backend.send(label, to_bytes(bucket))
         self.backend.end(label, number)
-        self._count, self.label = label.copy, label
 
     def _await(self, label: Label) -> None:
         """Until the first rank has sent the weights.
@@ -140,6 +151,15 @@ def check_model(facts: Facts, model: nn.Module, where: str) -> None:
                 f"the vLLM {where} serves another model than the one that is trained: {facts.model} has a "
                 f"{name} of {there}, {causal_model(model).config.name_or_path or 'this one'} of {here}"
             )
+
+
+def _said_by_first(here: bool, model: nn.Module) -> bool:
+    """What the first rank finds, where all ranks ask."""
+    if not is_sharded(model):
+        return here
+    flag = torch.tensor(float(here), device=next(model.parameters()).device)
+    dist.broadcast(flag, src=0)
+    return bool(flag)
 
 
 def _same_on_all_ranks(run: str) -> str:

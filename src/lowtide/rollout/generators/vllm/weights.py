@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from lowtide.compat.deepspeed import is_partitioned
 from lowtide.compat.torch import version_of
 from lowtide.engine.forward import causal_model
 from lowtide.engine.weights.merging import checkpoint_weights
+from lowtide.ranks.shards import local_of
 
 MAX_BUCKET_BYTES = 256 << 20
 WHOLE = -1
@@ -38,6 +40,8 @@ class Copies:
 
     def current(self, model: nn.Module) -> bool:
         """Whether nothing was written to the model's weights since they were copied."""
+        if any(is_partitioned(p) for p in model.parameters()):
+            return False  # what is written to its parts leaves no mark
         return self._marks is not None and self._marks == _marks(model)
 
     def took_all(self, model: nn.Module) -> None:
@@ -45,12 +49,12 @@ class Copies:
         self._marks = _marks(model)
 
     def lacking(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """The weights that a copy lacks, as checkpoints name them; it has them when all are taken.
+        """The weights that a copy lacks, as checkpoints name them; it has them when all are taken, which ranks do
+        together where weights are sharded.
 
         Raises:
-            ValueError: as `checkpoint_weights`, or weights are sharded.
+            ValueError: as `checkpoint_weights`.
         """
-        _refuse_sharded(model)
         marks, before = _marks(model), self._marks
         self._marks = None
         if before is None:
@@ -82,7 +86,7 @@ def _marks(model: nn.Module) -> dict[str, _Mark]:
     for name, parameter in causal_model(model).named_parameters():
         found.setdefault(_block(name), []).append(parameter)
     return {
-        block: _Mark(any(p.requires_grad for p in own), tuple((id(p), version_of(p)) for p in own))
+        block: _Mark(any(p.requires_grad for p in own), tuple((id(p), version_of(local_of(p))) for p in own))
         for block, own in found.items()
     }
 
@@ -112,15 +116,6 @@ def _adapted(name: str, known: Iterable[str]) -> bool:
         f"{module}.{inner}.{own}" in known
         for inner in ("base_layer", "modules_to_save.default", "original_module", "token_adapter.base_layer")
     )
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id"):
-            raise ValueError(
-                f"use_vllm=True copies whole weights, and {name} is sharded over ranks: train with whole copies (plain "
-                "data parallelism), or leave use_vllm out"
-            )
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ def compare_with_dense(run, variant: dict) -> None:
         if ours:
             sight = Sight(asked.get("window"), asked.get("chunk"))
             rules = Rules(asked.get("scale", 8**-0.5), sight, asked.get("softcap"), asked.get("sinks"))
+            rules = rules._replace(causal=asked.get("causal", True))
             out = run(*leaves, AttentionPlan.build(batch), rules)
         else:
             out = dense(*leaves, batch, **asked)
@@ -145,7 +146,11 @@ def check_longest(starts: torch.Tensor, longest: int) -> None:
     assert starts.diff().max() == longest
 
 
-FLASH = ["causal", "scale", "window", "softcap"]
+FLASH = {
+    **{name: VARIANTS[name] for name in ("causal", "scale", "window", "softcap")},
+    "both ways": {"causal": False},
+    "a window on both sides": {"causal": False, "window": 4},
+}
 
 
 @pytest.mark.parametrize("variant", FLASH)
@@ -159,7 +164,7 @@ def test_flash_attn_as_documented_equals_dense(variant, version, monkeypatch):
         return documented(q, k, v, cu_q, cu_k, softmax_scale, causal, window_size, softcap)
 
     monkeypatch.setattr(attention_flash, f"flash{version}_kernel", lambda: flash_attn_varlen_func)
-    compare_with_dense(getattr(attention_flash, f"flash{version}_attention"), VARIANTS[variant])
+    compare_with_dense(getattr(attention_flash, f"flash{version}_attention"), FLASH[variant])
 
 
 @pytest.mark.parametrize("variant", [v for v in FLASH if v != "softcap"])
@@ -177,7 +182,7 @@ def test_torchs_kernel_as_documented_equals_dense(variant, knows_groups, monkeyp
 
     kernel = varlen_attn if knows_groups else varlen_attn_2_11
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    compare_with_dense(attention_flash.torch_varlen_attention, VARIANTS[variant])
+    compare_with_dense(attention_flash.torch_varlen_attention, FLASH[variant])
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "grouped"])

@@ -38,24 +38,29 @@ _masks_wanted: ContextVar[bool] = ContextVar("masks_wanted", default=True)
 
 
 @contextlib.contextmanager
-def ragged_inputs(batch: RaggedBatch, sequence: SequenceParallel | None = None) -> Iterator[dict[str, Any]]:
+def ragged_inputs(
+    batch: RaggedBatch, sequence: SequenceParallel | None = None, *, first_position: int = 0
+) -> Iterator[dict[str, Any]]:
     """The inputs of a model's forward for a ragged batch; while the context lasts, the model builds no masks.
 
     Args:
         sequence: the ranks that split the tokens; None where this one runs them all.
+        first_position: the number that the model gives to the first position of a row.
     """
     plan, tokens = AttentionPlan.build(batch), batch.token_ids
     if sequence is not None:
         plan = SplitPlan(plan, sequence)
         tokens = tokens[plan.runs]
-    with planned_inputs(tokens, plan) as inputs:
+    with planned_inputs(tokens, plan, first_position=first_position) as inputs:
         yield inputs
 
 
 @contextlib.contextmanager
-def planned_inputs(token_ids: Int[Tensor, " tokens"], plan: Plan) -> Iterator[dict[str, Any]]:
+def planned_inputs(
+    token_ids: Int[Tensor, " tokens"], plan: Plan, *, first_position: int = 0
+) -> Iterator[dict[str, Any]]:
     """The inputs of a model's forward whose tokens attend by a plan; while the context lasts, it builds no masks."""
-    position_ids = plan.positions[None]
+    position_ids = plan.positions[None] + first_position
     setattr(position_ids, PLAN, plan)
     token = _masks_wanted.set(False)
     try:
@@ -96,6 +101,7 @@ def attention(
         "softcap": softcap,
         "sinks": s_aux,
         "dropout": dropout,
+        "causal": getattr(module, "is_causal", True),
     }
     layer = plan.stands_for(module, key) if isinstance(plan, CachedPlan) else module
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))

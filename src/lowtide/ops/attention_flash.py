@@ -1,7 +1,8 @@
 """Ragged attention by kernels that take segments of unequal length as they are: flash-attn 3 and 2, and torch's own.
 
-All three align a causal mask at the end where a segment has more keys than queries, which is what a prefix before it
-asks for. They know windows; flash-attn knows soft-caps too. The prefix's keys are copied before each segment's own.
+Where a layer is causal, all three align its mask at the end where a segment has more keys than queries, which is what a
+prefix before it asks for. They know windows; flash-attn knows soft-caps too. The prefix's keys are copied before each
+segment's own.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ def why_not(query: Tensor, value: Tensor, rules: Rules) -> str | None:
         "no sinks": rules.sinks is None,
         "no chunks": rules.sight.chunk is None,
         "no dropout": rules.dropout == 0.0,
-        "causal segments": rules.causal,
     }
     missing = next((reason for reason, met in reasons.items() if not met), None)
     if missing is None and target.capability < (8, 0):
@@ -127,7 +127,7 @@ def _flash(
         gathered(value, shape.gather),
         *shape[:4],
         softmax_scale=rules.scale,
-        causal=True,
+        causal=rules.causal,
         window_size=_window(rules),
         softcap=rules.softcap or 0.0,
     )
@@ -136,7 +136,8 @@ def _flash(
 
 def _window(rules: Rules) -> tuple[int, int]:
     """(keys before the query's own, keys after it); -1 for all."""
-    return (-1 if rules.sight.window is None else rules.sight.window - 1, 0)
+    side = -1 if rules.sight.window is None else rules.sight.window - 1
+    return (side, 0 if rules.causal else side)
 
 
 # -- torch's own --------------------------------------------------------------------------------------------------

@@ -57,14 +57,14 @@ class Grouping:
     keys: Gather | None
 
 
-def grouping(plan: AttentionPlan) -> Grouping:
+def grouping(plan: AttentionPlan, *, causal: bool = True) -> Grouping:
     """The segments grouped by prefix length and length."""
-    return plan.once("grouping", lambda: _group(plan))
+    return plan.once(("grouping", causal), lambda: _group(plan, causal))
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
     """As `varlen_attention`."""
-    all_groups = grouping(plan)
+    all_groups = grouping(plan, causal=rules.causal)
     query = gathered(query, all_groups.queries)
     key, value = gathered(key, all_groups.keys), gathered(value, all_groups.keys)
     outputs = []
@@ -78,12 +78,12 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, plan: Attention
     return scattered(outputs[0] if len(outputs) == 1 else torch.cat(outputs), all_groups.queries)
 
 
-def _group(plan: AttentionPlan) -> Grouping:
+def _group(plan: AttentionPlan, causal: bool) -> Grouping:
     segments = plan.segments
     prefixes = [segments[part.prefix].length if part.prefix >= 0 else 0 for part in segments]
     groups: list[Group] = []
     queries, keys = Places(), Places()
-    close = (*_alone(segments, prefixes), *_prefixed(segments, prefixes)) if plan.causal else _equal(segments, prefixes)
+    close = (*_alone(segments, prefixes), *_prefixed(segments, prefixes)) if causal else _equal(segments, prefixes)
     for cluster in close:
         width = max(segments[number].length for number in cluster)
         prefix = max(prefixes[number] for number in cluster)
@@ -188,14 +188,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: Group, 
         window = rules.sight.window
         last = group.p + (queries.stop if rules.causal else group.q)
         keys = range(0 if window is None else max(0, group.p + start - window + 1), last)
-        mask = _mask(plan, queries, keys, group, rules.sight)
+        mask = _mask(plan, queries, keys, group, rules)
         seen = slice(keys.start, keys.stop)
         blocks.append(attend(q[:, :, queries.start : queries.stop], k[:, :, seen], v[:, :, seen], mask, rules))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
-def _mask(plan: AttentionPlan, q: range, k: range, group: Group, sight: Sight) -> Tensor:
+def _mask(plan: AttentionPlan, q: range, k: range, group: Group, rules: Rules) -> Tensor:
     """[q, k] bool, True where query i (at position p + i) sees key j; [n, 1, q, k] where prefixes are unlike."""
+    sight, causal = rules.sight, rules.causal
 
     def make() -> Tensor:
         position = torch.arange(group.p + q.start, group.p + q.stop, device=plan.device)[:, None]
@@ -203,16 +204,16 @@ def _mask(plan: AttentionPlan, q: range, k: range, group: Group, sight: Sight) -
         if group.leads:
             lead = torch.tensor(group.leads, device=plan.device)[:, None, None, None]
             position, seen = position - lead, seen - lead
-        mask = (seen <= position if plan.causal else position >= 0) & (seen >= 0)
+        mask = (seen <= position if causal else position >= 0) & (seen >= 0)
         if sight.window is not None:
             mask &= seen > position - sight.window
-            if not plan.causal:
+            if not causal:
                 mask &= seen < position + sight.window
         if sight.chunk is not None:
             mask &= seen // sight.chunk == position // sight.chunk
         return mask
 
-    return plan.once(("mask", q, k, group.p, group.leads, sight), make)
+    return plan.once(("mask", q, k, group.p, group.leads, sight, causal), make)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:

@@ -55,13 +55,11 @@ class AttentionPlan:
 
     segments: tuple[Segment, ...]
     positions: Int[Tensor, " tokens"]
-    causal: bool = True
-    """Whether tokens see none after them; see `Rules.causal`."""
     _memory: dict[Hashable, object] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, batch: RaggedBatch, *, causal: bool = True) -> AttentionPlan:
-        return cls(batch.segments, batch.position_ids, causal)
+    def build(cls, batch: RaggedBatch) -> AttentionPlan:
+        return cls(batch.segments, batch.position_ids)
 
     @property
     def tokens(self) -> int:

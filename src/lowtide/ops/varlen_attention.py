@@ -1,9 +1,8 @@
 """Attention over segments of unequal length, some of which share a prefix.
 
 Queries are the tokens of a segment; keys are the tokens of its prefix, if it has one, then its own. The mask is
-causal and aligned at the end, unless the plan says that segments are not causal, optionally with a sliding window. No
-mask of tokens x tokens exists anywhere, and no
-segment ever sees another one that is not its prefix.
+causal and aligned at the end, unless a layer says that it is not causal, optionally with a sliding window. No mask of
+tokens x tokens exists anywhere, and no segment ever sees another one that is not its prefix.
 
 Several backends stand behind one function; the first of `BACKENDS` that can serve a call does.
 
@@ -78,8 +77,8 @@ class AttentionRules(TypedDict, total=False):
     scale: float | None
     """Factor of the attention scores; `dim ** -0.5` if None."""
     window: int | None
-    """A query sees so many keys, itself included; None for all before it. Likewise on its other side where the plan is
-    not causal."""
+    """A query sees so many keys, itself included; None for all before it. Likewise on its other side where it is not
+    causal."""
     chunk: int | None
     """A query sees only keys in the same stretch of so many positions (Llama 4); None for all."""
     softcap: float | None
@@ -88,6 +87,8 @@ class AttentionRules(TypedDict, total=False):
     """A learned score for each head that takes its share of the softmax and gives nothing (gpt-oss)."""
     dropout: float
     """Probability of dropping an attention weight."""
+    causal: bool
+    """Whether a query sees no key after it; otherwise it sees its whole segment, as in an encoder."""
 
 
 def varlen_attention(
@@ -99,7 +100,7 @@ def varlen_attention(
     backend: str | None = None,
     **asked: Unpack[AttentionRules],
 ) -> Float[Tensor, "tokens heads value_dim"]:
-    """Attention within segments and from segments to their prefix; causal within them if the plan is.
+    """Attention within segments and from segments to their prefix.
 
     Args:
         plan: of the batch that the tokens belong to.
@@ -113,7 +114,7 @@ def varlen_attention(
         ValueError: `backend` cannot serve the call, and why.
     """
     query, key, value = in_autocast(query, key, value)
-    rules = rules_of(asked, query.shape[-1], plan.longest, causal=plan.causal)
+    rules = rules_of(asked, query.shape[-1], plan.longest)
     name = backend or _choose(query, key, value, rules)
     observed = _observed.get()
     if observed is not None:
@@ -136,6 +137,7 @@ class _Asked(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
+    causal: bool = True
 
 
 def in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,9 +149,9 @@ def in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def rules_of(asked: AttentionRules, dim: int, keys: int, *, causal: bool = True) -> Rules:
+def rules_of(asked: AttentionRules, dim: int, keys: int) -> Rules:
     """What a layer asks for, with plain values for the rest, and without limits that so many keys never reach."""
     known = _Asked(**asked)
     scale = dim**-0.5 if known.scale is None else known.scale
     sight = Sight(known.window, known.chunk).within(keys)
-    return Rules(scale, sight, known.softcap, known.sinks, known.dropout, causal)
+    return Rules(scale, sight, known.softcap, known.sinks, known.dropout, known.causal)

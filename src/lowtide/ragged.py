@@ -108,7 +108,31 @@ class LastToken:
         return first.start
 
 
+@dataclass(frozen=True)
+class OwnToken:
+    """A label is predicted at its own token, as by a tagger or a masked language model."""
+
+    def places(self, segment: LaidSegment) -> tuple[Tensor, Tensor]:
+        target = torch.as_tensor(segment.labels, dtype=torch.long)
+        place = torch.nonzero(target != IGNORE).flatten()
+        return place + segment.start, target[place]
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """One score in each segment, at its first token, as an encoder's classifier reads a text; its target is 0.
+
+    Labels are not read.
+    """
+
+    def places(self, segment: LaidSegment) -> tuple[Tensor, Tensor]:
+        index = torch.tensor([segment.start])
+        return index, torch.zeros_like(index)
+
+
 NEXT_TOKEN = NextToken()
+OWN_TOKEN = OwnToken()
+FIRST_TOKEN = FirstToken()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -33,6 +33,8 @@ from lowtide.ranks.shards import whole_shape
 
 COMPUTED_IN = "_lowtide_computed_in"
 """The attribute of a model that says in which dtype `score` has autocast take its products."""
+FIRST_POSITION = "_lowtide_first_position"
+"""The attribute of a model that says which number it gives to the first position of a row."""
 SPLIT_OVER = "_lowtide_split_over"
 """The attribute of a model that says which ranks `score` splits the tokens of a batch over."""
 
@@ -82,7 +84,14 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     install_embedding(inner)
     if padding_free:
         inner.set_attn_implementation(NAME)
+        vars(inner)[FIRST_POSITION] = _first_position(inner)
         install_convolution(inner)
+
+
+def _first_position(model: nn.Module) -> int:
+    """RoBERTa and its kin count positions from the one after that of padding."""
+    counting = (each for each in model.modules() if hasattr(each, "create_position_ids_from_input_ids"))
+    return next((int(cast(Any, each).padding_idx) + 1 for each in counting), 0)
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -145,7 +154,7 @@ def score(
         sequence, inner = sequence_of(model), causal_model(model)
         own = slice(None) if sequence is None else sequence.runs(batch.tokens)
         with (
-            ragged_inputs(batch, sequence) as inputs,
+            ragged_inputs(batch, sequence, first_position=vars(inner)[FIRST_POSITION]) as inputs,
             noisy_embeddings(inner, batch, own=own),
             _own_random(sequence, inner, batch.token_ids.device),
         ):

@@ -94,7 +94,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
             expected = _dense(model, head, plain)
         install(model, padding_free=False)
         padded = score(model, plain, padding_free=False).scored
-        head_error = _difference(padded, expected)
+        head_error = head.distances(padded, expected).mean().item()
         if not head_error <= tolerance:
             raise ValueError(
                 f"model type {inner.config.model_type}: the {head.numbers} of its fused head differ from those of its "
@@ -108,12 +108,12 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         failure: Exception | None = None
         try:
             laid_out = score(model, plain).scored
-            ragged_error = _difference(laid_out, expected)
+            ragged_error = head.distances(laid_out, expected).mean().item()
             after = plain.segments[1].score_start
-            leak = (score(model, changed).scored[after:] - laid_out[after:]).abs().max().item()
+            leak = head.distances(score(model, changed).scored[after:], laid_out[after:]).max().item()
             start, stop = shared.segments[2].score_start, shared.segments[2].score_stop
             sharing = score(model, shared).scored[start:stop]
-            prefix_error = _difference(sharing, expected[-len(sharing) :])
+            prefix_error = head.distances(sharing, expected[-len(sharing) :]).mean().item()
         except (TypeError, ValueError, RuntimeError) as error:  # a model that cannot take the ragged inputs, or worse
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the forward
             ragged_error = leak = prefix_error = float("inf")
@@ -145,7 +145,7 @@ def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, fl
                 split = inputs[PLAN]
     assert isinstance(split, SplitPlan)
     tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
-    return _difference(*found), tolerance, split.copied
+    return head_of(inner).distances(*found).mean().item(), tolerance, split.copied
 
 
 def attention_backends(model: nn.Module) -> list[str]:
@@ -178,10 +178,6 @@ def _dense(model: nn.Module, head: type[Head], batch: RaggedBatch) -> Tensor:
         stats = head.dense_stats(logits, batch.score_index[own] - part.start, batch.score_target[own], part.length)
         found.append(head.output_of(stats).scored)
     return torch.cat(found)
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    return (a.float() - b).abs().mean().item()
 
 
 @contextlib.contextmanager

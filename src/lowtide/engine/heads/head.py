@@ -6,8 +6,9 @@ methods are class methods: a head has no state, the weights are the model's.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -146,6 +147,11 @@ class Head(ABC):
         """The output that has these statistics, and further fields such as `aux_loss`."""
 
     @classmethod
+    def distances(cls, found: Float[Tensor, " scores"], expected: Float[Tensor, " scores"]) -> Tensor:
+        """[scores]: how far two passes over the same rows are apart, in the unit of their numbers."""
+        return (found.float() - expected).abs()
+
+    @classmethod
     def pad_id(cls, model: PreTrainedModel) -> int | None:
         """The token that the model's own forward passes over at the end of a row before it reads; None if none."""
         return None
@@ -181,10 +187,17 @@ def own_call(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any
 
     All that is hung on the call of a module happens around it, such as hooks that gather a sharded weight.
     """
+    with acting_as(module, function):
+        return module(*args)
+
+
+@contextlib.contextmanager
+def acting_as(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, a function stands in place of a module's forward, called without the module."""
     before = vars(module).get("forward")
     module.forward = function
     try:
-        return module(*args)
+        yield
     finally:
         del module.forward
         if before is not None:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body, own_call
 from lowtide.engine.weights.quantized import is_quantized
@@ -28,6 +29,8 @@ from lowtide.ops.linear_logprobs import (
     linear_logprobs,
     linear_loss,
 )
+
+MASKED = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
 
 
 @dataclass
@@ -68,6 +71,8 @@ class LanguageModel(Head):
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:
         inner: Any = model
+        if is_masked(inner):
+            return "is a masked language model, which does not predict the token that follows"
         if body(inner) is not inner and inner.get_output_embeddings() is not None:
             return None
         return "has no language-modelling head, so that it gives no log-probabilities"
@@ -79,19 +84,8 @@ class LanguageModel(Head):
     @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> TokenOutput:
         parts = head_parts(model)
-        names = ["logprobs", *(name for name in Want._fields if getattr(scores.want, name))]
-        if scores.loss is not None:
-            names.append("loss")
-
-        projection = projection_of(model.config.get_text_config())._replace(temperature=scores.temperature)
-
-        def fused(hidden: Tensor) -> tuple[Tensor, ...]:
-            loss, stats = _fused(parts, hidden, scores, projection)
-            found: dict[str, Any] = {**vars(stats), "loss": loss}
-            return tuple(found[name] for name in names)
-
-        found = within(parts.modules, fused, hidden)
-        return TokenOutput(**dict(zip(names, found, strict=True)))
+        names, fused = reading(model, parts, scores)
+        return TokenOutput(**dict(zip(names, within(parts.modules, fused, hidden), strict=True)))
 
     @classmethod
     def dense_stats(
@@ -144,6 +138,11 @@ class LanguageModel(Head):
             'talk = [{"role": "user", "content": "What is 2 + 2?"}]',
             'print(writer(talk, max_new_tokens=128, return_full_text=False)[0]["generated_text"])',
         ]
+
+
+def is_masked(model: nn.Module) -> bool:
+    """Whether a model predicts tokens that are masked, from both sides."""
+    return any(each.__name__ in MASKED for each in type(model).__mro__)
 
 
 def projection_of(config: PretrainedConfig) -> Projection:
@@ -204,6 +203,23 @@ def head_parts(model: PreTrainedModel) -> HeadParts:
             "in full precision and untouched (`llm_int8_skip_modules`, `modules_to_not_convert`), or adapt it with LoRA"
         )
     return HeadParts(base, lora, adapters, wrappers)
+
+
+def reading(
+    model: PreTrainedModel, parts: HeadParts, scores: Scores
+) -> tuple[list[str], Callable[[Tensor], tuple[Tensor, ...]]]:
+    """A function that reads scores off what the head's module is called with, and the names of what it returns."""
+    names = ["logprobs", *(name for name in Want._fields if getattr(scores.want, name))]
+    if scores.loss is not None:
+        names.append("loss")
+    projection = projection_of(model.config.get_text_config())._replace(temperature=scores.temperature)
+
+    def fused(hidden: Tensor) -> tuple[Tensor, ...]:
+        loss, stats = _fused(parts, hidden, scores, projection)
+        found: dict[str, Any] = {**vars(stats), "loss": loss}
+        return tuple(found[name] for name in names)
+
+    return names, fused
 
 
 def within(modules: Sequence[nn.Module], function: Callable[[Tensor], Any], hidden: Tensor) -> Any:

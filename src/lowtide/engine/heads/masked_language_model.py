@@ -1,0 +1,58 @@
+"""The head of a masked language model: log-probabilities of the tokens that stood where masks are.
+
+Only the scored hidden states go through what such models have before the vocabulary (a layer, an activation, a norm),
+and meet the vocabulary as those of any language model do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForMaskedLM, PreTrainedModel
+
+from lowtide.engine.heads.head import Scores, acting_as
+from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, head_parts, is_masked, reading, within
+from lowtide.engine.heads.own_head import own_head
+from lowtide.ragged import OWN_TOKEN, ScoreRule
+
+
+class MaskedLanguageModel(LanguageModel):
+    """Log-probabilities over a vocabulary, of the token itself."""
+
+    models = "masked language models"
+    auto_class = AutoModelForMaskedLM
+    task_type = "FEATURE_EXTRACTION"
+    pipeline = "fill-mask"
+    virtual_tokens = False
+
+    @classmethod
+    def why_not(cls, model: nn.Module) -> str | None:
+        return None if is_masked(model) else "is no masked language model"
+
+    @classmethod
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> TokenOutput:
+        states = hidden.index_select(0, scores.index)
+        scores = replace(scores, index=torch.arange(len(states), device=states.device))
+        parts = head_parts(model)
+        names, fused = reading(model, parts, scores)
+        first, *rest = parts.modules
+
+        def decoded(x: Tensor) -> tuple[Tensor, ...]:
+            return within(rest, fused, x.flatten(0, -2)) if rest else fused(x.flatten(0, -2))
+
+        with acting_as(first, decoded):
+            found = own_head(model, states[:, None])
+        return TokenOutput(**dict(zip(names, found, strict=True)))
+
+    @classmethod
+    def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
+        return OWN_TOKEN
+
+    @classmethod
+    def usage(cls, where: str) -> list[str]:
+        return [
+            f'filler = pipeline("{cls.pipeline}", model="{where}")',
+            'print(filler(f"Paris is the {filler.tokenizer.mask_token} of France."))',
+        ]

@@ -1,0 +1,32 @@
+"""What a model does after its body, run on hidden states that are given: its own code, whatever it is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from lowtide.engine.heads.head import acting_as, body
+
+
+def own_head(model: PreTrainedModel, states: Float[Tensor, "rows 1 hidden"]) -> Any:
+    """What a model's own forward gives as its logits, where its body gives these hidden states, a row for each.
+
+    Args:
+        states: what the head is to read; to a head that pools, each is the one token of a row.
+    """
+    inner: Any = body(model)
+    pooler = getattr(inner, "pooler", None)
+
+    def given(*_: Any, **__: Any) -> BaseModelOutputWithPooling:
+        return BaseModelOutputWithPooling(
+            last_hidden_state=states,  # type: ignore[arg-type]
+            pooler_output=None if pooler is None else pooler(states),
+        )
+
+    with acting_as(inner, given):
+        mask = states.new_ones(states.shape[:2])
+        return type(model).forward(model, inputs_embeds=states, attention_mask=mask, return_dict=True).logits

@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowtide import SFTConfig, SFTTrainer
-from lowtide.ranks.shards import whole_of
+from lowtide.ranks.shards import is_sharded, whole_of
 from tests.support import matrix
+from tests.support.classifiers import classifier
 from tests.support.online_runs import online
-from tests.support.parity_world import build_model
+from tests.support.parity_world import build_model, tokenizer
 from tests.support.processes import run_ranks
 
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
@@ -119,6 +120,7 @@ ONLINE: dict[str, dict[str, Any]] = {
     "RLOO": {"num_generations": 4},
     "OnlineDPO": {"num_generations": 2},
     "PPO": {"num_generations": 1, "num_ppo_epochs": 2},
+    "GRPO, a reward model": {"num_generations": 4},
 }
 
 
@@ -130,7 +132,12 @@ def written(folder: Path, name: str, rows: int, **more: Any) -> dict[str, Tensor
         **ONLINE[name],
         **more,
     }
+    if name.endswith("a reward model"):
+        reward = classifier(vocab_size=len(tokenizer()))
+        options["arguments"] = {"reward_funcs": reward, "reward_processing_classes": tokenizer()}
     trainer = online(folder, name.split(",")[0], model=build_model("llama"), **options)
+    for source in trainer.rewards.sources if "arguments" in options else ():
+        assert is_sharded(source.model) is is_sharded(trainer.model)
     trainer.train()
     return {name: whole_of(p).clone() for name, p in trainer.model.named_parameters()}
 

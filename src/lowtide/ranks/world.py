@@ -36,3 +36,12 @@ def gathered(values: Tensor) -> Tensor:
     everyones = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, values.contiguous())
     return torch.cat(everyones)
+
+
+def worst_of_ranks(number: int, device: torch.device) -> int:
+    """The largest number that a rank says; all ranks ask at the same place."""
+    if not distributed():
+        return number
+    flag = torch.tensor([float(number)], device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return int(flag.item())

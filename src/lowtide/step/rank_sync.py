@@ -24,7 +24,7 @@ from lowtide.memory.allocators.largest_tensors import LargestTensors
 from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, is_out_of_memory
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.failures import RankFailed, tell, who_stopped
-from lowtide.ranks.world import distributed
+from lowtide.ranks.world import distributed, worst_of_ranks
 
 HEAD = "linear_logprobs.py"
 """The file whose frames mean that the failure fell into the head."""
@@ -189,15 +189,6 @@ class RankSync:
         if self.remedy:
             text = f"{'out of memory ' if self.failure else ''}{text}. {self.remedy}"
         return OutOfMemory(text, self.failure)
-
-
-def worst_of_ranks(end: int, device: torch.device) -> int:
-    """The largest number that a rank says; all ranks ask at the same place."""
-    if not distributed():
-        return end
-    flag = torch.tensor([float(end)], device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return int(flag.item())
 
 
 RANKS = 1 << 20

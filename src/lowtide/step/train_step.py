@@ -20,7 +20,7 @@ from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjecti
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.float64 import float64_device
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.world import distributed
+from lowtide.ranks.world import distributed, worst_of_ranks
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import (
     MicrobatchRun,
@@ -33,7 +33,7 @@ from lowtide.step.microbatches import (
     join_rows,
     scores_of,
 )
-from lowtide.step.rank_sync import RankSync, check_finite, worst_of_ranks
+from lowtide.step.rank_sync import RankSync, check_finite
 
 Context = Callable[[], contextlib.AbstractContextManager]
 

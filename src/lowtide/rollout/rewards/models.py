@@ -7,8 +7,9 @@ the rewards are the same to rounding.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -30,6 +31,7 @@ from lowtide.engine.weights.loading import check_tokenizer, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
 from lowtide.ragged import LastToken, RaggedBatch
+from lowtide.ranks.world import worst_of_ranks
 from lowtide.rollout.rewards.completed import Completed
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,10 @@ class RewardModelOptions:
             raise ValueError("inputs='ids' needs `policy_tokenizer`, to compare the reward model's with")
         if self.tokens_per_microbatch < 1:
             raise ValueError(f"tokens_per_microbatch={self.tokens_per_microbatch} must be at least 1")
+
+
+Part = tuple[list[int], Callable[[], Tensor]]
+"""The numbers of some completions, and what gives their rewards."""
 
 
 class Group(NamedTuple):
@@ -123,6 +129,7 @@ class ModelReward:
         self._cap = options.tokens_per_microbatch
         self._proved: Probe | None = None
         self._asked = False
+        self._together = False
 
     @property
     def padding_free(self) -> bool:
@@ -130,6 +137,20 @@ class ModelReward:
         if not self._asked:
             self._proved, self._asked = self._prove(), True
         return self._proved is not None
+
+    def cut(self, cutter: Callable[[nn.Module], None]) -> None:
+        """Leaves on each rank its part of the weights, so that forwards are of all ranks together. A model that the
+        engine does not know, or that is quantized or placed, stays whole.
+
+        Args:
+            cutter: cuts a model.
+        """
+        placed = getattr(self._inner, "hf_device_map", None) is not None or getattr(self._inner, "is_quantized", False)
+        if self._inner is None or placed or Value.why_not(self._inner) is not None:
+            logger.info("reward model %r stays whole on each rank", self.name)
+            return
+        cutter(self.model)
+        self._together = True
 
     @torch.no_grad()
     def __call__(self, completed: Completed) -> Float[Tensor, " completions"]:
@@ -163,7 +184,7 @@ class ModelReward:
                 self._render([*prompt, *completion], completed.where(number))
                 for number, (prompt, completion) in enumerate(pairs)
             ]
-        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     def _render(self, messages: list[dict[str, Any]], where: str) -> str:
         try:
@@ -204,39 +225,51 @@ class ModelReward:
         while True:
             try:
                 parts = self._ragged(completed, token_ids) if self.padding_free else self._padded(token_ids)
-                for numbers, values in parts:
-                    rewards[numbers] = values.float().cpu()
+                for numbers, forward in self._as_often_as_others(parts):
+                    rewards[numbers] = forward().float().cpu()
                 return rewards
             except Exception as error:
-                if not is_out_of_memory(error) or self._cap < max(map(len, token_ids)):
+                if self._together or not is_out_of_memory(error) or self._cap < max(map(len, token_ids)):
                     raise
                 drop_frames(error)
             self._cap //= 2
             free_caches()
             logger.warning("reward model %r: out of memory, now %s tokens a micro-batch", self.name, self._cap)
 
-    def _ragged(self, completed: Completed, token_ids: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
-        """The numbers of some completions, and their rewards, micro-batch by micro-batch."""
+    def _as_often_as_others(self, parts: Iterable[Part]) -> Iterable[Part]:
+        """Micro-batches and, where forwards are of all ranks together, as many more of no completion as another rank
+        has more of them."""
+        if not self._together:
+            return parts
+        parts, device = list(parts), embedding_weight(self.model).device
+        idle = lay_groups([Group([], [[0]], [])], None).to(device)
+        own = functools.partial(values_at_ends, self.model, idle, padding_free=self.padding_free)
+        return [*parts, *[([], lambda: own()[:0])] * (worst_of_ranks(len(parts), device) - len(parts))]
+
+    def _ragged(self, completed: Completed, token_ids: Sequence[Sequence[int]]) -> Iterator[Part]:
+        """The completions, micro-batch by micro-batch."""
         assert self._inner is not None
         shares = self.options.prefix_sharing and cast(Probe, self._proved).shares_prefixes
         whole = group_by_prompt(completed.prompts, token_ids, shares)
         device = embedding_weight(self.model).device
-        for groups, part in microbatches(whole, self._cap, Value.pad_id(self._inner)):
-            yield [number for group in groups for number in group.numbers], values_at_ends(self.model, part.to(device))
+        for groups, part in microbatches(whole, self._cap, Value.pad_id(self._inner)) if whole else ():
+            numbers = [number for group in groups for number in group.numbers]
+            yield numbers, functools.partial(values_at_ends, self.model, part.to(device))
 
-    def _padded(self, token_ids: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+    def _padded(self, token_ids: Sequence[Sequence[int]]) -> Iterator[Part]:
         """The same by the model's own forward, rows of like length together."""
-        device = next(self.model.parameters()).device
         order = sorted(range(len(token_ids)), key=lambda number: -len(token_ids[number]))
         while order:
             count = max(self._cap // len(token_ids[order[0]]), 1)
             numbers, order = order[:count], order[count:]
-            chosen = {"input_ids": [token_ids[number] for number in numbers]}
-            inputs = self.tokenizer.pad(chosen, padding_side="right", return_tensors="pt").to(device)
-            dtype = self.options.computed_in
-            with nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False):
-                values = self.model(**inputs).logits[:, 0]
-            yield numbers, values
+            yield numbers, functools.partial(self._by_own_forward, [token_ids[number] for number in numbers])
+
+    def _by_own_forward(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
+        """[completions]: the rewards of one padded batch."""
+        device, dtype = next(self.model.parameters()).device, self.options.computed_in
+        inputs = self.tokenizer.pad({"input_ids": token_ids}, padding_side="right", return_tensors="pt").to(device)
+        with nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False):
+            return self.model(**inputs).logits[:, 0]
 
 
 def values_at_ends(model: nn.Module, batch: RaggedBatch, *, padding_free: bool = True) -> Float[Tensor, " scores"]:

@@ -72,6 +72,7 @@ class Rewards:
             if given is not None and len(given) != len(funcs):
                 raise ValueError(f"reward {title}: there are {len(given)} for {len(funcs)} reward functions")
         self.caller = Caller(timeout, loop)
+        self.cut_models = False
         options = models or RewardModelOptions()
         self.sources = [
             _source(func, None if names is None else names[number], tokenizers[number], options)
@@ -94,6 +95,13 @@ class Rewards:
         """One more column, such as what environments say of themselves."""
         self.sources.append(FunctionReward(function, name))
         self.weights = torch.cat([self.weights, torch.tensor([weight])])
+
+    def cut(self, cutter: Callable[[nn.Module], None]) -> None:
+        """Leaves on each rank its part of the reward models; all ranks then ask for rewards together."""
+        self.cut_models = True
+        for source in self.sources:
+            if isinstance(source, ModelReward):
+                source.cut(cutter)
 
     def to(self, device: torch.device | str | int) -> Rewards:
         """Moves the reward models that are not placed already (quantized, or by a device map)."""
@@ -123,12 +131,14 @@ class Rewards:
             ValueError: a function raised, took too long, or returned what is no reward; names it and the completion.
         """
         rewards = torch.full((len(completed), len(self.sources)), math.nan, dtype=torch.float32)
-        if len(completed) == 0:
+        if len(completed) == 0 and not self.cut_models:
             return rewards
         extras = {"trainer_state": trainer_state, "log_extra": log_extra, "log_metric": log_metric}
         for column, source in enumerate(self.sources):
             if isinstance(source, ModelReward):
                 rewards[:, column] = source(completed)
+        if len(completed) == 0:
+            return rewards
         functions = [(n, each) for n, each in enumerate(self.sources) if isinstance(each, FunctionReward)]
         found = call_functions([each for _, each in functions], completed, extras, self.caller)
         for (column, _), values in zip(functions, found, strict=True):

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from lowtide.step.rank_sync import worst_of_ranks
+from lowtide.ranks.world import worst_of_ranks
 from lowtide.trainers.checkpoints.choosing import checkpoints_of
 from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest
 from lowtide.trainers.checkpoints.whole import WholeCheckpoints

@@ -19,8 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.failures import is_left_by_another
 from lowtide.ranks.shards import is_sharded
+from lowtide.ranks.world import worst_of_ranks
 from lowtide.step.phases import Phases
-from lowtide.step.rank_sync import worst_of_ranks
 from lowtide.trainers.checkpoints.durable import flush, remove
 from lowtide.trainers.checkpoints.manifest import seal
 from lowtide.trainers.checkpoints.run_record import run_record

@@ -20,6 +20,7 @@ from lowtide.rollout.environments import Environments
 from lowtide.rollout.judges import JudgedPairs
 from lowtide.rollout.rewards.models import RewardModelOptions
 from lowtide.rollout.rewards.rewards import Rewards
+from lowtide.run.engine import cut
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,10 @@ def make_rewards(
             chat_template_kwargs=cast(Any, args.chat_template_kwargs or {}),
         ),
     )
-    return made.to(args.device)  # type: ignore[attr-defined]
+    config: Any = args
+    if config.sharding.cuts_weights:
+        made.cut(lambda model: cut(model, config))
+    return made.to(config.device)
 
 
 def start_value_head(head: type[Head], model: nn.Module, value_model: Any) -> None:

@@ -28,9 +28,9 @@ from lowtide.data.sources.titles import title_of
 from lowtide.engine.forward import causal_model
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.shards import is_sharded, local_of
-from lowtide.ranks.world import distributed
+from lowtide.ranks.world import distributed, worst_of_ranks
 from lowtide.run.edge import TO_DO
-from lowtide.step.rank_sync import RankSync, worst_of_ranks
+from lowtide.step.rank_sync import RankSync
 from lowtide.step.train_step import Limits
 
 if TYPE_CHECKING:

@@ -12,19 +12,18 @@ from typing import Any
 from bench.processes import ROOT
 
 FOLDER = Path(__file__).parent / "results"
-COMPARISON, MEMORY, VOCABULARY, ACCUMULATION, ESTIMATE, LONGEST, PLANNING, GENERATION, ONLINE, SHARDED, EXCHANGE = (
-    "comparison",
-    "memory",
-    "vocabulary",
-    "accumulation",
-    "estimate",
-    "longest",
-    "planning",
-    "generation",
-    "online",
-    "sharded",
-    "exchange",
-)
+COMPARISON = "comparison"
+MEMORY = "memory"
+VOCABULARY = "vocabulary"
+ACCUMULATION = "accumulation"
+ESTIMATE = "estimate"
+LONGEST = "longest"
+PLANNING = "planning"
+GENERATION = "generation"
+ONLINE = "online"
+SHARDED = "sharded"
+EXCHANGE = "exchange"
+GATHERING = "gathering"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
 

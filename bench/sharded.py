@@ -82,29 +82,41 @@ def run_ranks(case: Case, contestant: str, options: argparse.Namespace, **more: 
         spec = {**asdict(case), "contestant": contestant, "folder": folder, **more}
         spec["tokenizer"] = str(tokenizer_for(METHOD_CASES[case.method][ROWS].rows()))
         spec |= {"warmup": options.warmup, "timed": options.timed}
-        ranks = [_start(spec, rank, options.port) for rank in range(case.ranks)]
-        found = []
-        for process in ranks:
-            try:
-                text = process.communicate(timeout=options.timeout)[0]
-            except subprocess.TimeoutExpired:
-                text = "no result in time"
-            lines = [line.removeprefix(MARK) for line in text.splitlines() if line.startswith(MARK)]
-            if not lines:
-                for each in ranks:
-                    each.kill()
-                raise SystemExit("\n".join(text.splitlines()[-15:]))
-            found.append(json.loads(lines[-1]))
+        found = results_of_ranks(spec, options)
     seconds = [max(each) for each in zip(*(rank["step_seconds"] for rank in found), strict=True)]
     most = {name: max(rank[name] for rank in found) for name in ("peak_above_start_bytes", "loading_bytes")}
     return {"step_seconds": seconds, **most}
 
 
-def _start(spec: dict[str, Any], rank: int, port: int) -> subprocess.Popen:
+def results_of_ranks(
+    spec: dict[str, Any], options: argparse.Namespace, module: str = "bench.sharded_child"
+) -> list[dict[str, Any]]:
+    """What each of `spec["ranks"]` processes of a child's module says.
+
+    Raises:
+        SystemExit: one says nothing, or not within the time; with the end of what it printed.
+    """
+    ranks = [_start(spec, rank, options.port, module) for rank in range(spec["ranks"])]
+    found = []
+    for process in ranks:
+        try:
+            text = process.communicate(timeout=options.timeout)[0]
+        except subprocess.TimeoutExpired:
+            text = "no result in time"
+        lines = [line.removeprefix(MARK) for line in text.splitlines() if line.startswith(MARK)]
+        if not lines:
+            for each in ranks:
+                each.kill()
+            raise SystemExit("\n".join(text.splitlines()[-15:]))
+        found.append(json.loads(lines[-1]))
+    return found
+
+
+def _start(spec: dict[str, Any], rank: int, port: int, module: str) -> subprocess.Popen:
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec["ranks"]), "MASTER_ADDR": "localhost"}
     own |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
     own["LOCAL_SIZE"] = own["WORLD_SIZE"]
-    command = [sys.executable, "-m", "bench.sharded_child", json.dumps(spec)]
+    command = [sys.executable, "-m", module, json.dumps(spec)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | OFFLINE | own, **pipes)
 

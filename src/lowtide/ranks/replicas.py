@@ -94,6 +94,8 @@ class Averaging:
     """Whose gradients are complete before any that autograd accumulates: the head's, which is formed in place."""
     last: Sequence[nn.Parameter] = ()
     """Whose gradients are complete when backward is over: the embedding's, likewise."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold the same weights; None for all."""
     _flying: deque[Flight] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -149,7 +151,7 @@ class Averaging:
         def drop_unused() -> None:
             if not self.parameters:
                 return
-            dist.all_reduce(used, dist.ReduceOp.MAX)
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
             for parameter, anywhere in zip(self.parameters, used.tolist(), strict=True):
                 if not anywhere:
                     parameter.grad = None
@@ -192,7 +194,7 @@ class Averaging:
                     copy.copy_(piece.of(piece.parameter.grad))
                 else:
                     copy.zero_()
-        work = dist.all_reduce(flat, async_op=True)
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
         self._flying.append(Flight(bucket, flat, room, work, counts))
         self._posted += 1
 
@@ -213,7 +215,7 @@ class Averaging:
                 self._rooms.append(flight.room)
         if not flight.counts:
             return
-        flight.flat /= dist.get_world_size()
+        flight.flat /= dist.get_world_size(self.group)
         if flight.room is not None:
             for piece, copy in _within(flight.flat, flight.bucket):
                 piece.put(copy)

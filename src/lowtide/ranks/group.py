@@ -1,0 +1,50 @@
+"""Ranks that hold the same rows and compute a batch together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, eq=False)
+class RankGroup:
+    """The ranks of one group; those of it hold the same rows."""
+
+    group: dist.ProcessGroup | None = None
+    """None for all ranks."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
+        """A copy of a model belongs to the same ranks."""
+        return self
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return dist.get_world_size(self.group)
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return dist.get_rank(self.group)
+
+    @functools.cached_property
+    def leader(self) -> int:
+        """The first rank of the group, by its number among all ranks."""
+        return dist.get_process_group_ranks(self.group)[0]
+
+    @contextlib.contextmanager
+    def own_random(self, device: torch.device) -> Iterator[None]:
+        """While it lasts, this rank draws other random numbers than the rest of its group: dropout of its part.
+
+        They follow from the state of the generators before, so that a repeated step draws them again.
+        """
+        seed = int(torch.randint(1 << 62, ()))
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed + self.rank)
+            yield

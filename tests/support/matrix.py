@@ -34,6 +34,7 @@ from transformers import (
 )
 
 import lowtide
+from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads import language_model
 from lowtide.memory import table
@@ -269,7 +270,7 @@ class Watched:
         loss = super().training_step(model, inputs, *args)  # type: ignore[misc]
         if inputs is not None:
             self.run.losses.append(loss.item())
-            layers: Any = causal_model(model).get_submodule("model.layers")
+            layers: Any = checkpointed_layers(causal_model(model))
             self.run.compiled = all(hasattr(layer, "compiled_here") for layer in layers)
             self.run.liger = all("liger" in layer.input_layernorm.forward.__module__ for layer in layers)
         return loss

@@ -16,7 +16,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowtide import SFTConfig, SFTTrainer
+from lowtide.engine.forward import causal_model
+from lowtide.engine.stage import stage_of
 from lowtide.ranks.shards import is_sharded, whole_of
+from lowtide.trainers.checkpoints.shards import whole_state
 from tests.support import matrix
 from tests.support.classifiers import classifier
 from tests.support.online_runs import online
@@ -29,6 +32,7 @@ LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
 EVALUATED = ("eval_loss", "eval_scores", "eval_weighed")
 
 MODELS: dict[str, dict[str, Any]] = {
+    "four layers": {"model_type": "llama", "num_hidden_layers": 4},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 5.0},
@@ -72,6 +76,7 @@ def trained(
     checkpoint: str | None = None,
     save_to: Path | None = None,
     sequence: int = 1,
+    stages: int = 1,
     **options: Any,
 ) -> Any:
     """(losses, weights by name, evaluation) of a training of the tiny Llama of `matrix`.
@@ -80,14 +85,17 @@ def trained(
         ranks: that train, each on its share of the rows of a step.
         lora: whether adapters are trained; with what differs from `LORA`.
         sequence: so many of them have the same rows.
+        stages: likewise, and each has its layers.
     """
+    if stages > 1:
+        options["pipeline_parallel_size"] = stages
     if sequence > 1:
         options["parallelism_config"] = {"sp_size": sequence, **options.get("parallelism_config", {})}
     base = matrix.COMMON["per_device_train_batch_size"] if kind not in matrix.ONLINE else matrix.ROWS
     evaluated = options.pop("evaluated", False)
     rows = options.pop("rows", options.get("per_device_train_batch_size", base))
     options = {"output_dir": str(folder), "max_steps": 3, **options}
-    options["per_device_train_batch_size"] = rows * sequence // ranks
+    options["per_device_train_batch_size"] = rows * sequence * stages // ranks
     task = "SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
     adapters = LoraConfig(**{**LORA, **(lora if isinstance(lora, Mapping) else {})}, task_type=task) if lora else None
     given = None if model is None else build(model)
@@ -102,10 +110,18 @@ def trained(
     if save_to is not None:
         trainer.save_model(str(save_to))
     evaluation = trainer.evaluate(matrix.rows(kind).select(range(7))) if evaluated else {}
-    weights = {name: whole_of(p).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    weights = trained_weights(trainer.model)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seen = {"epoch": trainer.state.epoch, "tokens": trainer.state.num_input_tokens_seen}
     return losses, weights, seen | {name: value for name, value in evaluation.items() if name in EVALUATED}
+
+
+def trained_weights(model: Any) -> dict[str, Tensor]:
+    """Whole, by their names; all ranks ask together, and of a pipeline the first is told."""
+    if (stage := stage_of(causal_model(model))) is None:
+        return {name: whole_of(p).clone() for name, p in model.named_parameters() if p.requires_grad}
+    found = whole_state(model, keep=True)
+    return {name: found[name] for name, p in stage.whole.named_parameters() if p.requires_grad and name in found}
 
 
 def scored(evaluated: Any) -> dict[str, float]:

@@ -23,11 +23,13 @@ from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import NextToken
 from lowtide.engine.noise import noisy_embeddings
+from lowtide.engine.stage import stage_of
 from lowtide.engine.virtual_tokens import leading_states
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.cached_attention import CachedPlan
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.group import RankGroup
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import whole_shape
 
@@ -79,6 +81,8 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
             pass no gradients on.
     """
     inner = causal_model(model)
+    if stage_of(inner) is not None:
+        return  # it was, before it was cut
     keep_trainable(inner)
     install_head(inner)
     install_embedding(inner)
@@ -122,6 +126,12 @@ def sequence_of(model: nn.Module) -> SequenceParallel | None:
     return vars(causal_model(model)).get(SPLIT_OVER)
 
 
+def group_of(model: nn.Module) -> RankGroup | None:
+    """The ranks that hold the same rows as this one and compute a batch together; None where it is alone."""
+    stage = stage_of(causal_model(model))
+    return sequence_of(model) if stage is None else stage.pipeline
+
+
 def score(
     model: nn.Module,
     batch: RaggedBatch,
@@ -132,7 +142,8 @@ def score(
 ) -> ScoreOutput:
     """Runs the model on a batch, on the device where both are.
 
-    Ranks that split the tokens (`engine.splitting.split_over`) call it together, with the same batch.
+    Ranks that split the tokens (`engine.splitting.split_over`) or the layers (`engine.weights.stages`) call it
+    together, with the same batch. With gradients, a stage of a pipeline is run by itself (`Stage.enter`).
 
     Args:
         model: prepared by `install`, wrapped or not.
@@ -156,16 +167,17 @@ def score(
         with (
             ragged_inputs(batch, sequence, first_position=vars(inner)[FIRST_POSITION]) as inputs,
             noisy_embeddings(inner, batch, own=own),
-            _own_random(sequence, inner, batch.token_ids.device),
+            _own_random(group_of(model), inner, batch.token_ids.device),
         ):
-            return model(**inputs, scores=scores)
+            stage = stage_of(inner)
+            if stage is None or stage.entered:
+                return model(**inputs, scores=scores)
+            return stage.run_through(lambda: model(**inputs, scores=scores), batch.tokens, batch.token_ids.device)
 
 
-def _own_random(
-    sequence: SequenceParallel | None, model: nn.Module, device: torch.device
-) -> AbstractContextManager[None]:
-    """Random numbers of this rank alone, where ranks split a batch that is trained on."""
-    return nullcontext() if sequence is None or not model.training else sequence.own_random(device)
+def _own_random(group: RankGroup | None, model: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+    """Random numbers of this rank alone, where ranks split a batch, or a model, that is trained on."""
+    return nullcontext() if group is None or not model.training else group.own_random(device)
 
 
 def score_shared(

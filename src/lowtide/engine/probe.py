@@ -89,7 +89,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
     shared = lay([first, second, more, [*second, *more][1:]], prefix=[-1, -1, 1, -1], row=[0, 1, 1, 2])
     shared = shared.to(weight.device)
     changed = lay([other, second, [*second, *more]]).to(weight.device)
-    with _inference(model):
+    with inference(model):
         with whole_vocabulary(model):
             expected = _dense(model, head, plain)
         install(model, padding_free=False)
@@ -134,11 +134,9 @@ def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, fl
     Raises:
         ValueError: the attention heads of a layer do not divide by the ranks.
     """
-    weight, inner = embedding_weight(model), causal_model(model)
-    rule = head_of(inner).score_rule(inner)
-    batch = RaggedBatch.from_segments(_rows(vocabulary(model))[:2], score_rule=rule).to(weight.device)
+    weight, batch = embedding_weight(model), tiny_batch(model)
     scores, found, split = Scores(batch.score_index, batch.score_target), [], None
-    with _inference(model):
+    with inference(model):
         for ranks in (None, sequence):
             with computing(model), ragged_inputs(batch, ranks) as inputs:
                 found.append(model(**inputs, scores=scores).scored)
@@ -154,12 +152,16 @@ def attention_backends(model: nn.Module) -> list[str]:
     Args:
         model: prepared by `install`, in the precision that it computes in (`engine.forward.compute_in`).
     """
-    weight = embedding_weight(model)
-    rule = head_of(causal_model(model)).score_rule(causal_model(model))
-    batch = RaggedBatch.from_segments(_rows(vocabulary(model))[:2], score_rule=rule).to(weight.device)
-    with _inference(model), observed_backends() as names:
-        score(model, batch)
+    with inference(model), observed_backends() as names:
+        score(model, tiny_batch(model))
     return [backend.title for name, backend in BACKENDS.items() if name in names]
+
+
+def tiny_batch(model: nn.Module) -> RaggedBatch:
+    """Two short segments, on the device of a model."""
+    inner = causal_model(model)
+    rule = head_of(inner).score_rule(inner)
+    return RaggedBatch.from_segments(_rows(vocabulary(model))[:2], score_rule=rule).to(embedding_weight(model).device)
 
 
 def _rows(vocab: int) -> tuple[list[int], list[int], list[int]]:
@@ -181,7 +183,8 @@ def _dense(model: nn.Module, head: type[Head], batch: RaggedBatch) -> Tensor:
 
 
 @contextlib.contextmanager
-def _inference(model: nn.Module) -> Iterator[None]:
+def inference(model: nn.Module) -> Iterator[None]:
+    """Around forwards without gradients and without dropout."""
     training = model.training
     model.eval()
     try:

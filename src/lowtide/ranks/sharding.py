@@ -67,6 +67,8 @@ class Sharding:
     """Devices that each layer's matrices are split between; the rest of the run is `kind` over groups of them."""
     sequence_parallel: int = 1
     """Devices that hold the same rows, of which each computes a slice of the tokens (see `ranks.sequence`)."""
+    pipeline_parallel: int = 1
+    """Devices that hold the same rows, of which each has some layers of the model (see `ranks.pipeline`)."""
     hybrid: bool = False
     """Shards inside a node and whole copies across nodes (HSDP)."""
     reshard: bool = True
@@ -104,7 +106,7 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"sharding {self.kind!r} is none of {', '.join(KINDS)}{nearest(self.kind, KINDS)}")
-        for name in ("devices", "nodes", "tensor_parallel", "sequence_parallel"):
+        for name in ("devices", "nodes", "tensor_parallel", "sequence_parallel", "pipeline_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"sharding: `{name}` is {getattr(self, name)}; give at least 1")
         if self.devices % self.nodes:
@@ -139,9 +141,14 @@ class Sharding:
         return self.devices // self.tensor_parallel
 
     @property
+    def copies(self) -> int:
+        """Ranks that hold the same rows."""
+        return self.sequence_parallel * self.pipeline_parallel
+
+    @property
     def data_ranks(self) -> int:
-        """Ranks that see different rows; those that split sequences count as one."""
-        return self.replicas // self.sequence_parallel
+        """Ranks that see different rows; those that split sequences or layers count as one."""
+        return self.replicas // self.copies
 
     @property
     def shards(self) -> int:
@@ -198,7 +205,7 @@ class Sharding:
         return replace(self, **{name: size for name, size in filled.items() if getattr(self, name) == AUTO})
 
     def __str__(self) -> str:
-        split = {"tp": self.tensor_parallel, "sp": self.sequence_parallel}
+        split = {"tp": self.tensor_parallel, "sp": self.sequence_parallel, "pp": self.pipeline_parallel}
         groups = "".join(f"{name}{size}+" for name, size in split.items() if size > 1)
         words = "".join(
             f", {word}" for word in ("hybrid", "offload_optimizer", "offload_weights") if getattr(self, word)

@@ -13,21 +13,24 @@ from transformers import PreTrainedModel
 
 from lowtide.compat.torch import FakeTensor, let_go
 from lowtide.compat.transformers import attention_implementation
-from lowtide.engine.forward import causal_model, compute_in, install
+from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install
 from lowtide.engine.heads import head_of
 from lowtide.engine.probe import Probe, attention_backends, probe
 from lowtide.engine.splitting import split_over
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
 from lowtide.engine.weights.fully_shard import shard_model
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
+from lowtide.engine.weights.stages import cut_into_stages
 from lowtide.engine.weights.zero import partition_model
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
+from lowtide.ranks.pipeline import Pipeline
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import is_sharded
 from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer, check_sharded
 from lowtide.run.options.deepspeed import sized
 from lowtide.run.options.training import TrainingConfig
+from lowtide.step.rank_sync import worst_of_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +70,20 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     mixed = computed_in(args)
     engine = replace(_proved(model, args), computed_in=mixed)
     compute_in(model, mixed)
-    split = _split_sequences(model, args.sharding.sequence_parallel)
-    return replace(engine, attention=_other_attention(model, args, engine), sequences=split)
+    engine = replace(engine, attention=_other_attention(model, args, engine))
+    if args.sharding.pipeline_parallel > 1:
+        cut_into_stages(model, Pipeline.of_size(args.sharding.pipeline_parallel, args.ddp_timeout), args.device)
+        check_stage(model)
+    return replace(engine, sequences=_split_sequences(model, args.sharding.sequence_parallel))
+
+
+def check_stage(model: nn.Module) -> None:
+    """Refuses stages of which one has nothing to train; all ranks ask together."""
+    if worst_of_ranks(not any(p.requires_grad for p in model.parameters()), embedding_weight(model).device):
+        raise ValueError(
+            "pipeline_parallel_size: the layers of a rank have nothing to train, and its optimizer would have no "
+            "parameters: train some in each layer (`target_modules`), or leave pipeline_parallel_size out"
+        )
 
 
 def _split_sequences(model: nn.Module, ranks: int) -> str:
@@ -214,6 +229,8 @@ def _why_padded(found: Probe) -> str:
 def _place(model: nn.Module, args: TrainingConfig) -> None:
     """Moves the model, or its shard, to where it will run, to be proved there; one that is placed already stays."""
     inner = causal_model(model)
+    if args.sharding.pipeline_parallel > 1:
+        return  # cut from the host, once it is proved there
     if args.sharding.cuts_weights:
         cut(model, args)
         return

@@ -16,11 +16,13 @@ from lowtide.engine.forward import causal_model, compute_in, embedding_weight, s
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.splitting import split_over
+from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.fully_shard import sharing_weights
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.reference_storage import STORAGES
+from lowtide.engine.weights.stages import cut_into_stages
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.ranks.shards import is_sharded, whole_shape
 from lowtide.run.edge import out_of_memory_while
@@ -112,6 +114,9 @@ class ReferenceMaker:
                 parameter.data = parameter.data.to(torch.bfloat16)
         reference = FrozenModel.of(frozen, **how)
         compute_in(frozen, engine.computed_in)
+        stage = stage_of(causal_model(model))
+        if stage is not None and requested is not None:
+            cut_into_stages(frozen, stage.pipeline, args.device)
         if args.sharding.cuts_weights:
             cut(reference.model, args)
         elif not sharded:

@@ -25,6 +25,7 @@ from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.token_value import TokenValue
 from lowtide.engine.positions import position_table
+from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
@@ -49,6 +50,7 @@ from lowtide.run.references import ReferenceMaker, check_unchanged, some_of_weig
 from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
 from lowtide.step.runner import StepRunner
+from lowtide.step.stage_updater import PipelineUpdater
 
 
 @dataclass
@@ -89,10 +91,12 @@ class TrainingRun:
         """Of the training set."""
         self.skips_preparation = bool(getattr(args, "skips_preparation", False))
         self._references = None
-        if method.writes and args.sharding.sequence_parallel > 1:
+        if method.writes and args.sharding.copies > 1:
+            sequences = args.sharding.sequence_parallel > 1
+            what, option = ("sequences", "sp_size and cp_size") if sequences else ("layers", "pipeline_parallel_size")
             raise ValueError(
-                f"{type(args).__name__}: sequences cannot be split over {args.sharding.sequence_parallel} ranks yet, "
-                "which would have to write the same completions: leave sp_size and cp_size out"
+                f"{type(args).__name__}: {what} cannot be split over {args.sharding.copies} ranks yet, which would "
+                f"have to write the same completions: leave {option} out"
             )
         if method.compares and args.compares:
             self._references = ReferenceMaker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
@@ -212,6 +216,11 @@ class TrainingRun:
         self.aux_coefficient = router_coefficient(
             cast(Any, causal_model(self.model)), getattr(args, "router_aux_loss_coef", None)
         )
+        if self.aux_coefficient and args.sharding.pipeline_parallel > 1:
+            raise ValueError(
+                f"router_aux_loss_coef={self.aux_coefficient:g} weighs a loss of the experts of all layers together, "
+                "which pipeline_parallel_size splits: set router_aux_loss_coef=0"
+            )
 
     def make_reference(self) -> Scorer | None:
         """The reference, for a method that has one."""
@@ -230,6 +239,8 @@ class TrainingRun:
         updater = None
         if self.args.zero_config is not None and not isinstance(next(self.model.parameters()), FakeTensor):
             updater = DeepSpeedUpdater(zero_config(self.model, self.args), self.args.device)
+        if (stage := stage_of(causal_model(self.model))) is not None:
+            updater = PipelineUpdater(stage)
         return StepRunner(
             self.model,
             objective,

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from lowtide.data.batches.values import REFERENCE
 from lowtide.engine.adapters import adapter_of
-from lowtide.engine.forward import score_shared, sequence_of
+from lowtide.engine.forward import causal_model, group_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
+from lowtide.engine.stage import Stage, stage_of
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.sequence import SequenceParallel
+from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import distributed
 from lowtide.step.metrics import Totals
 from lowtide.step.rank_sync import RankSync, random_state, set_random_state
@@ -45,14 +46,25 @@ class Models:
     """Each forward is one of all ranks, since it gathers weights that are sharded."""
 
     @property
-    def sequence(self) -> SequenceParallel | None:
-        """The ranks that hold the same rows and split their tokens; None where each rank has rows of its own."""
-        return sequence_of(self.policy)
+    def group(self) -> RankGroup | None:
+        """The ranks that hold the same rows and split their tokens, or the model's layers; None where each rank has
+        rows of its own."""
+        return group_of(self.policy)
+
+    @property
+    def stage(self) -> Stage | None:
+        """What lies on this rank of a pipeline; None where all of the model does."""
+        return stage_of(causal_model(self.policy))
+
+    @property
+    def stages(self) -> int:
+        """Ranks that the layers of the policy are split between."""
+        return 1 if self.stage is None else self.stage.pipeline.size
 
     @property
     def copies(self) -> int:
         """How many ranks hold the same rows."""
-        return 1 if self.sequence is None else self.sequence.size
+        return 1 if self.group is None else self.group.size
 
     @property
     def waited_for(self) -> bool:
@@ -61,8 +73,10 @@ class Models:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank adds to the metrics: of those that hold the same rows, the first does."""
-        return self.sequence is None or self.sequence.rank == 0
+        """Whether this rank adds to the metrics: of those that hold the same rows one does, of a pipeline the last."""
+        if self.stage is not None:
+            return self.stage.pipeline.is_last
+        return self.group is None or self.group.rank == 0
 
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
         """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
@@ -95,6 +109,15 @@ class MicrobatchRun:
     accumulate: bool
 
     def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+        output = self.forward(number, part)
+        return output, self.loss_of(number, part, output)
+
+    def forward(self, number: int, part: RaggedBatch) -> ScoreOutput:
+        """What the model gives for a micro-batch, with gradients."""
+        raise NotImplementedError
+
+    def loss_of(self, number: int, part: RaggedBatch, output: ScoreOutput) -> Tensor:
+        """What goes backward of it."""
         raise NotImplementedError
 
     def begin(self) -> None:
@@ -117,12 +140,13 @@ class TokenRun(MicrobatchRun):
 
     grad_scale: float
 
-    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+    def forward(self, number: int, part: RaggedBatch) -> ScoreOutput:
         factor = self.ranks / max(self.counts["scores"], 1)
-        scores = scores_of(part, self.objective, self.accumulate, factor, self.grad_scale)
-        output = self.models.forward(part, scores)
+        return self.models.forward(part, scores_of(part, self.objective, self.accumulate, factor, self.grad_scale))
+
+    def loss_of(self, number: int, part: RaggedBatch, output: ScoreOutput) -> Tensor:
         assert output.loss is not None
-        return output, output.loss
+        return output.loss
 
 
 @dataclass
@@ -130,15 +154,19 @@ class RowRun(MicrobatchRun):
     """The loss is a sum over rows."""
 
     totals: Totals
+    referred: Tensor | None = None
+    """The reference's log-probabilities of the micro-batch that runs."""
 
-    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
-        referred = self.models.referred(part, self.objective)  # first, while no activations are held
-        output = self.models.forward(part, scores_of(part, self.objective, self.accumulate))
+    def forward(self, number: int, part: RaggedBatch) -> ScoreOutput:
+        self.referred = self.models.referred(part, self.objective)  # first, while no activations are held
+        return self.models.forward(part, scores_of(part, self.objective, self.accumulate))
+
+    def loss_of(self, number: int, part: RaggedBatch, output: ScoreOutput) -> Tensor:
         if part.scores == 0:  # an empty micro-batch, so that all ranks run equally many
-            return output, output.scored.sum()
-        outcome = self.outcome(self.objective.read(part, output.stats, referred))
+            return output.scored.sum()
+        outcome = self.outcome(self.objective.read(part, output.stats, self.referred))
         self.totals.take_outcome(outcome)
-        return output, outcome.loss * self.ranks
+        return outcome.loss * self.ranks
 
 
 @dataclass(frozen=True)
@@ -165,14 +193,17 @@ class OwnRun(MicrobatchRun):
 
     totals: Totals
 
-    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+    def forward(self, number: int, part: RaggedBatch) -> ScoreOutput:
         if part.scores == 0:  # so that all ranks run equally many micro-batches
-            output = self.models.forward(part, Scores(part.score_index, part.score_target))
-            return output, output.scored.sum()
+            return self.models.forward(part, Scores(part.score_index, part.score_target))
         with self.models.around():
-            output = self.objective.compute(self.models.policy, part, self.counts, self.totals)
+            return self.objective.compute(self.models.policy, part, self.counts, self.totals)
+
+    def loss_of(self, number: int, part: RaggedBatch, output: ScoreOutput) -> Tensor:
+        if part.scores == 0:
+            return output.scored.sum()
         assert output.loss is not None
-        return output, output.loss * self.ranks
+        return output.loss * self.ranks
 
 
 @dataclass
@@ -198,7 +229,7 @@ class WholeRun(MicrobatchRun):
         with self.sync.local(waited_for=self.models.waited_for):
             self._first_pass(leaves, rows)
         self.sync.meet(self.device)
-        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows), self.models.sequence)))
+        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows), self.models.group)))
         self.slopes = iter(torch.autograd.grad(outcome.loss, leaves))
         self.loss = outcome.loss.detach()
         self.totals.take_outcome(outcome)
@@ -217,11 +248,13 @@ class WholeRun(MicrobatchRun):
             leaves.append(output.scored.requires_grad_())
             rows.append(self.objective.read(part, output.stats, referred))
 
-    def __call__(self, number: int, part: RaggedBatch) -> tuple[ScoreOutput, Tensor]:
+    def forward(self, number: int, part: RaggedBatch) -> ScoreOutput:
         set_random_state(self.random[number], self.device)  # the dropout of the first pass
-        output = self.models.forward(part, scores_of(part, self.objective, self.accumulate))
+        return self.models.forward(part, scores_of(part, self.objective, self.accumulate))
+
+    def loss_of(self, number: int, part: RaggedBatch, output: ScoreOutput) -> Tensor:
         slope = next(self.slopes) if part.scores else 0.0
-        return output, (output.scored * slope).sum() * self.ranks
+        return (output.scored * slope).sum() * self.ranks
 
     def reported(self, loss: Tensor) -> Tensor:
         return self.loss
@@ -257,17 +290,17 @@ def join_rows(rows: Sequence[Any]) -> Any:
     return type(first)(**joined)
 
 
-def gathered_rows(rows: Any, sequence: SequenceParallel | None = None) -> list[Any]:
+def gathered_rows(rows: Any, group: RankGroup | None = None) -> list[Any]:
     """Statistics of this rank's rows, with gradients, and those of the other ranks, in the order of ranks.
 
     Args:
-        sequence: the ranks that hold the same rows as this one, which are taken once.
+        group: the ranks that hold the same rows as this one, which are taken once.
     """
     if not distributed():
         return [rows]
     detached = {each.name: getattr(rows, each.name) for each in fields(rows)}
     mine = {name: None if value is None else value.detach().cpu() for name, value in detached.items()}
-    leader = dist.get_rank() if sequence is None else sequence.leader
+    leader = dist.get_rank() if group is None else group.leader
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (leader, mine))
     device = next(value.device for value in detached.values() if value is not None)

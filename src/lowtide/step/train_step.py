@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowtide.data.batches.values import REFERENCE
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
@@ -33,6 +34,7 @@ from lowtide.step.microbatches import (
     join_rows,
     scores_of,
 )
+from lowtide.step.pipeline import forward_and_backward
 from lowtide.step.rank_sync import RankSync, check_finite
 
 Context = Callable[[], contextlib.AbstractContextManager]
@@ -124,9 +126,10 @@ def train_step(
     totals = totals if totals is not None and models.leads else Totals()
     sync = RankSync("baseline", part=batch)
     batch, known = _synced_baseline(sync, models, batch, objective, limits)
+    batch = _with_reference(sync, models, batch, objective, limits)
     pieces = 0
     with sync.local():
-        pieces = len(batch.plan_split(limits.tokens, limits.rows))
+        pieces = max(len(batch.plan_split(limits.tokens, limits.rows)), models.stages)
     counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device, models.copies)
     if not pieces:
         sync.meet(batch.token_ids.device)
@@ -144,7 +147,10 @@ def train_step(
     runs[0].begin()
     loss = torch.zeros(())
     with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
-        loss = _forward_and_backward(runs, batch, parts, plan, sync, totals)
+        if models.stages > 1:
+            loss = forward_and_backward(runs[0], parts, plan.backward, sync, totals)
+        else:
+            loss = _forward_and_backward(runs, batch, parts, plan, sync, totals)
     _exchange(loss, plan, sync, batch.token_ids.device)
     return loss
 
@@ -287,6 +293,21 @@ def _synced_baseline(
         found = _baseline(models, batch, objective, limits)
     sync.meet(batch.token_ids.device)
     return found
+
+
+def _with_reference(
+    sync: RankSync, models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
+) -> RaggedBatch:
+    """The batch with the reference's log-probabilities, where a forward is one of all ranks of a pipeline: there is no
+    place for the reference's within the schedule."""
+    wanted = isinstance(objective, RowObjective) and objective.needs_reference
+    if models.stages == 1 or not wanted or REFERENCE in batch.score_values:
+        return batch
+    assert models.reference is not None, "an objective with a reference needs one"
+    values = dict(batch.score_values)
+    with sync.local(waited_for=True):
+        values[REFERENCE] = score_in_parts(batch, limits, models.reference)
+    return replace(batch, score_values=values)
 
 
 @torch.no_grad()

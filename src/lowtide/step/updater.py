@@ -114,11 +114,15 @@ class Updater:
             self.accelerator.unscale_gradients()
         trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
         gradients = {name: cast(Tensor, p.grad) for name, p in trained.items()}
-        norm = norm_of([*gradients.values()])
+        norm = self.total_norm({p: gradients[name] for name, p in trained.items()})
         self.check_norm(norm, gradients)
         if clip_at is not None:
             nn.utils.clip_grads_with_norm_(map(local_twin, trained.values()), clip_at, norm)
         return norm
+
+    def total_norm(self, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """The norm of all gradients together."""
+        return norm_of([*gradients.values()])
 
     def check_norm(self, norm: Tensor, gradients: Mapping[str, Tensor]) -> None:
         """Refuses to step along gradients that are no numbers; where a loss scaler does, by skipping a step.

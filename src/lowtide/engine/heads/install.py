@@ -17,6 +17,7 @@ from lowtide.engine.attention import PLAN
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body
 from lowtide.engine.split_plan import SplitPlan
+from lowtide.engine.stage import HiddenOutput, stage_of
 
 
 def install_head(model: PreTrainedModel) -> None:
@@ -53,6 +54,8 @@ def _forward_scores(
         kwargs["output_router_logits"] = True
     kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
     outputs = body(model)(*args, **kwargs, use_cache=False)
+    if (stage := stage_of(model)) is not None and not stage.pipeline.is_last:
+        return HiddenOutput(outputs[0])
     read, plan = functools.partial(head.outputs, model, outputs[0].flatten(0, -2)), kwargs.get(PLAN)
     split = plan if isinstance(plan, SplitPlan) else None
     found = read(scores) if split is None else split.scored(scores, read)

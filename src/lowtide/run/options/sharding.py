@@ -90,7 +90,22 @@ def sharding_of(config: Any, ranks: int | None = None) -> Sharding:
             + ("; optimizer_states_on_host=True offloads without sharding" if sharding.offload_optimizer else "")
         )
         return Sharding.read(None, devices=1)
-    return replace(sharding, sequence_parallel=sequence)
+    return _in_stages(replace(sharding, sequence_parallel=sequence), config.pipeline_parallel_size)
+
+
+def _in_stages(sharding: Sharding, stages: int) -> Sharding:
+    """With the layers split between so many ranks; with copies of such pipelines where there are more ranks."""
+    ranks, asked = sharding.devices, f"pipeline_parallel_size={stages}"
+    if stages == 1:
+        return sharding
+    if ranks == 1:
+        _warn(f"{asked}, and 1 process has all layers: start several, `torchrun --nproc_per_node {stages}` say")
+        return sharding
+    if sharding.kind != "ddp" or sharding.sequence_parallel > 1:
+        raise ValueError(f"{asked} does not go with {sharding}: leave one of them out")
+    if ranks % stages:
+        raise ValueError(f"{asked} does not divide the {ranks} processes: start a multiple of {stages}")
+    return replace(sharding, pipeline_parallel=stages)
 
 
 @contextlib.contextmanager

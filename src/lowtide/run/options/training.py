@@ -90,6 +90,9 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     parallelism_config: dict | None = option(
         None, "accelerate's ParallelismConfig, or its sizes: dp_replicate_size, dp_shard_size, sp_size or cp_size."
     )
+    pipeline_parallel_size: int = option(
+        1, "Ranks that the layers of the model are split between; each holds its own part of weights and states.", COUNT
+    )
 
     # other defaults than TrainingArguments'
     learning_rate: float = option(2e-5, "The initial learning rate.")
@@ -162,13 +165,13 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different rows; those that split sequences count as one."""
-        return self.world_size // self.sharding.sequence_parallel
+        """Ranks that see different rows; those that split sequences or layers count as one."""
+        return self.world_size // self.sharding.copies
 
     @property
     def data_rank(self) -> int:
         """The number of this rank, or of its group, among these."""
-        return self.process_index // self.sharding.sequence_parallel
+        return self.process_index // self.sharding.copies
 
     @property
     def requested(self) -> dict[str, Any]:
@@ -222,6 +225,20 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         if reason is not None:
             raise ValueError(f"fsdp_split_vocabulary=True {reason}, and the run is spread as {sharding}: leave it out")
 
+    def _check_stages(self) -> None:
+        """Refuses what the stages of a pipeline cannot go with."""
+        others = {
+            "padding_free": (not self.padding_free, "runs padded, and hidden states between ranks have no padding"),
+            "fp16": (self.fp16, "scales losses, which is not built for stages: take bf16=True"),
+            "memory_budget": (self.memory_budget is not None, "predicts no stages: set the options by hand"),
+        }
+        for name, (is_set, why) in others.items():
+            if self.sharding.pipeline_parallel > 1 and is_set:
+                raise ValueError(
+                    f"pipeline_parallel_size={self.pipeline_parallel_size} does not go with "
+                    f"{name}={getattr(self, name)!r}, which {why}; or leave pipeline_parallel_size out"
+                )
+
     def _check_refused(self) -> None:
         """Refuses what would train something else; what is empty asks for nothing."""
         known = {field.name for field in fields(self)}
@@ -262,6 +279,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             self.optim = "adamw_torch_fused"  # transformers knows its own names alone
         self.__dict__["_sharding"] = sharding_of(self)
         self._check_split_vocabulary()
+        self._check_stages()
         with engines_hidden(self):
             super().__post_init__()
         self.optim = own or self.optim

@@ -20,6 +20,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from lowtide.compat.deepspeed import is_partitioned, replaced_by_first_rank
 from lowtide.compat.peft import same_weights_trained
+from lowtide.engine.forward import causal_model
+from lowtide.engine.stage import stage_of
+from lowtide.engine.weights.stages import with_weights_on
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.shards import is_sharded
@@ -27,7 +30,13 @@ from lowtide.trainers.checkpoints.choosing import last_whole, named, said
 from lowtide.trainers.checkpoints.durable import remove
 from lowtide.trainers.checkpoints.lock import only_run_in
 from lowtide.trainers.checkpoints.run_record import OF_METRICS, differences, run_record, scheduler_name, unfit_states
-from lowtide.trainers.checkpoints.shards import load_optimizer_states, load_partitioned, optimizer_files, states_are_cut
+from lowtide.trainers.checkpoints.shards import (
+    load_optimizer_states,
+    load_partitioned,
+    optimizer_files,
+    saved_weights,
+    states_are_cut,
+)
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, OPTIMIZERS, RANDOM, SCHEDULER, damage, load_states
 from lowtide.trainers.checkpoints.states import check_states
 from lowtide.trainers.checkpoints.weights import check_weights, is_converted
@@ -108,7 +117,8 @@ class ResumableRuns(WholeCheckpoints):
             chosen = last
         else:
             chosen = named(Path(str(wanted)), output, without_states=without)
-        check_weights(self.model, chosen.folder)
+        stage = stage_of(causal_model(cast(nn.Module, self.model)))
+        check_weights(self.model if stage is None else stage.whole, chosen.folder)
         record = saved_run_state(str(chosen.folder)).get("run")
         lost, notes = dict(chosen.damaged) | _lacking(chosen.folder), []
         if record is not None:
@@ -163,6 +173,13 @@ class ResumableRuns(WholeCheckpoints):
     def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
         """As the Trainer's, which loads nothing that has another name in checkpoints than in the model."""
         own: Any = self.model if model is None else model
+        if (stage := stage_of(causal_model(own))) is not None:
+            whole = with_weights_on(stage.whole, "cpu")
+            self._load_from_checkpoint(checkpoint, whole)
+            own.load_state_dict(
+                {name: v for name, v in saved_weights(whole).items() if name in own.state_dict()}, False
+            )
+            return
         if any(is_partitioned(p) for p in own.parameters()):
             self._load_partitioned(own, checkpoint)
             return
@@ -200,7 +217,8 @@ class ResumableRuns(WholeCheckpoints):
                 f"the best model cannot be loaded, since {best} is damaged: {said(found)}. The weights of the last "
                 f"step are in {self.last_checkpoint}"
             )
-        if len(getattr(self.model, "peft_config", ())) == 1:
+        in_stages = stage_of(causal_model(cast(nn.Module, self.model))) is not None
+        if len(getattr(self.model, "peft_config", ())) == 1 and not in_stages:
             super()._load_best_model()
         else:
             self._load_from_checkpoint(best)

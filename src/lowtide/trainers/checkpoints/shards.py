@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 from lowtide.compat.deepspeed import is_partitioned, put_in
 from lowtide.compat.torch import let_go
+from lowtide.engine.forward import causal_model
+from lowtide.engine.stage import stage_of
+from lowtide.engine.weights.stages import gathered_weights
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.shards import Place, is_sharded, place_of, rows_of, whole_of
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, Damage, load_states
@@ -36,9 +39,11 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
         keep: whether this rank wants them; the others get nothing.
     """
     let_go(model)
+    if (stage := stage_of(causal_model(model))) is not None:
+        return gathered_weights(model, saved_weights(stage.whole), keep)
     found: dict[str, Tensor] = {}
     gathered: dict[int, Tensor] = {}
-    for name, value in _saved(model).items():
+    for name, value in saved_weights(model).items():
         if id(value) not in gathered:
             whole = whole_of(value)
             gathered[id(value)] = whole.cpu() if keep else torch.empty(0)
@@ -46,7 +51,8 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
     return found if keep else {}
 
 
-def _saved(model: nn.Module) -> dict[str, Tensor]:
+def saved_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model: all, or of adapters what is saved with them."""
     state = model.state_dict(keep_vars=True)
     if not hasattr(model, "peft_config"):
         return state
@@ -77,11 +83,14 @@ def states_are_cut(model: nn.Module, optimizer: Any) -> bool:
     return is_sharded(model) or hasattr(unwrap_optimizer(optimizer), "place")
 
 
-def save_optimizer_shard(optimizer: Any, folder: Path) -> None:
-    """Writes the states of the shards that lie here."""
+def save_optimizer_shard(optimizer: Any, folder: Path, *, of_stage: bool = False) -> None:
+    """Writes the states of what lies here: of shards of all weights, or of the weights of a pipeline's stage."""
     place = _place(optimizer)
     folder.mkdir(parents=True, exist_ok=True)  # the first rank's may be on another disk
-    torch.save(optimizer.state_dict(), folder / f"optimizer-{place.rank + 1:05}-of-{place.ranks:05}.pt")
+    torch.save(
+        {**optimizer.state_dict(), "of_stage": of_stage},
+        folder / f"optimizer-{place.rank + 1:05}-of-{place.ranks:05}.pt",
+    )
 
 
 def optimizer_files(folder: Path) -> list[Path]:
@@ -105,12 +114,12 @@ def load_optimizer_states(optimizer: Any, folder: Path) -> Any:
     here = _place(optimizer)
     if here.ranks == len(files):
         return load_states(files[here.rank])
-    if hasattr(unwrap_optimizer(optimizer), "place"):
-        raise Damage(
-            f"optimizer states of {len(files)} rank(s) cannot be cut anew into the flat parts that DeepSpeed steps on "
-            f"{here.ranks}: resume on {len(files)}, or with resume_without_states=True"
-        )
     saved = [load_states(path) for path in files]
+    if hasattr(unwrap_optimizer(optimizer), "place") or saved[0].get("of_stage"):
+        raise Damage(
+            f"optimizer states of {len(files)} rank(s) cannot be cut anew for {here.ranks}, where each steps parts of "
+            f"its own: resume on {len(files)}, or with resume_without_states=True"
+        )
     parameters = _parameters(optimizer)
     state = {}
     for number, parameter in enumerate(parameters):

@@ -16,6 +16,8 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from lowtide.engine.forward import causal_model
+from lowtide.engine.stage import stage_of
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.failures import is_left_by_another
 from lowtide.ranks.shards import is_sharded
@@ -163,12 +165,17 @@ class WholeCheckpoints(Trainer):
 
     def _save_whole(self, output_dir: str | None, internal: bool) -> None:
         model = cast(nn.Module, self.model)
-        if not is_sharded(model):
+        stage = stage_of(causal_model(model))
+        if not is_sharded(model) and stage is None:
             super().save_model(output_dir, internal)
             return
         weights = whole_state(model, keep=self.args.should_save)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=weights)
+        try:
+            self.model = model if stage is None else stage.whole
+            if self.args.should_save:
+                self._save(output_dir, state_dict=weights)
+        finally:
+            self.model = model
         if self.args.push_to_hub and not internal:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -176,7 +183,9 @@ class WholeCheckpoints(Trainer):
         if not states_are_cut(cast(nn.Module, self.model), self.optimizer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        save_optimizer_shard(self.optimizer, Path(output_dir))
+        stage = stage_of(causal_model(cast(nn.Module, self.model)))
+        if stage is None or cast(Any, self.args).data_rank == 0:
+            save_optimizer_shard(self.optimizer, Path(output_dir), of_stage=stage is not None)
         if self.args.should_save:
             torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir, SCHEDULER))
 

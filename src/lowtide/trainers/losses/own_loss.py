@@ -101,6 +101,11 @@ class OwnLosses(Trainer):
                 f"{title} overrides {found[0]}, and {why}: override `make_objective`, which returns the loss of "
                 "log-probs, or drop it"
             )
+        if self.args.sharding.pipeline_parallel > 1:
+            raise ValueError(
+                f"{title} overrides {found[0]}, whose forwards are of a whole model, and pipeline_parallel_size="
+                f"{self.args.pipeline_parallel_size} splits it: override `make_objective`, or drop one of them"
+            )
         if self.args.memory_budget and self.own_parts(*OF_TRAINING):
             raise ValueError(
                 f"memory_budget={self.args.memory_budget!r} predicts the memory of a step without logits, and {title} "

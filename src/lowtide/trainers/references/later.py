@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lowtide.data.batches.collate import REFERENCE_COLUMN
-from lowtide.engine.forward import compute_in, embedding_weight, sequence_of
+from lowtide.engine.forward import causal_model, compute_in, embedding_weight, sequence_of
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.splitting import split_over
+from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.loading import load_model
+from lowtide.engine.weights.stages import cut_into_stages
 from lowtide.methods.method import Scorer
 from lowtide.run.inputs.loading import model_name
 from lowtide.run.optimizers import OPTIMIZERS
@@ -81,12 +83,15 @@ class LaterReference:
         if trainer.args.optim in OPTIMIZERS:
             for parameter in loaded.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
+        reference = FrozenModel.of(loaded, padding_free=padding_free)
+        compute_in(loaded, self.computed_in)
+        if (stage := stage_of(causal_model(trainer.model))) is not None:
+            cut_into_stages(loaded, stage.pipeline, trainer.args.device)
         if state_digest(loaded) != self.digest:
             raise ValueError(
                 f"the reference is needed again, and the weights of {self.name!r} are not those that it had: {WAY_OUT}"
             )
-        reference = FrozenModel.of(cast(Any, loaded).to(trainer.args.device), padding_free=padding_free)
-        compute_in(loaded, self.computed_in)
+        cast(Any, loaded).to(trainer.args.device)
         split_over(loaded, sequence_of(trainer.model))
         return reference
 

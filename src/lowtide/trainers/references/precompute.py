@@ -26,6 +26,7 @@ from lowtide.data.batches.collate import REFERENCE_COLUMN
 from lowtide.data.cache.fingerprint import cache_file, combine, function_fingerprint
 from lowtide.data.sources.titles import title_of
 from lowtide.engine.forward import causal_model
+from lowtide.engine.stage import stage_of
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.shards import is_sharded, local_of
 from lowtide.ranks.world import distributed, worst_of_ranks
@@ -89,7 +90,7 @@ def with_column(trainer: LowtideTrainer, dataset: Any, name: str, weights: str) 
     limits = Limits(rows, args.tokens_per_microbatch)
     order = (args.seed, args.data_seed, args.data_ranks, args.gradient_accumulation_steps, args.train_batch_size)
     precision = (args.bf16, args.fp16, trainer.padding_free, str(args.device), torch.__version__, LAYOUT)
-    precision = (*precision, args.sharding.sequence_parallel)
+    precision = (*precision, args.sharding.copies)
     collator = function_fingerprint(trainer.data_collator)
     path = cache_file(combine(weights, fingerprint_of(dataset), limits, training and order, precision, collator))
     path = _of_first_on_node(path, args)
@@ -189,7 +190,7 @@ def state_digest(model: nn.Module) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(local_of(tensor).detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
-    if not is_sharded(model):
+    if not is_sharded(model) and stage_of(causal_model(model)) is None:
         return digest.hexdigest()
     everyones: list[str] = gather_object([digest.hexdigest()])
     return combine(*everyones)

@@ -33,7 +33,17 @@ EVALUATED = ("eval_loss", "eval_scores", "eval_weighed")
 
 MODELS: dict[str, dict[str, Any]] = {
     "four layers": {"model_type": "llama", "num_hidden_layers": 4},
+    "one layer": {"model_type": "llama", "num_hidden_layers": 1},
+    "shared keys": {
+        "model_type": "gemma4_text",
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+    },
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "tied, four layers": {"model_type": "llama", "tie_word_embeddings": True, "num_hidden_layers": 4},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 5.0},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8},
@@ -52,7 +62,7 @@ def build(name: str, vocab_size: int | None = None) -> Any:
     """One of `MODELS`, of seeded weights; by default with a row for each token."""
     torch.manual_seed(0)
     vocab_size = vocab_size or len(matrix.tokenizer())
-    config = AutoConfig.for_model(**SIZES, **MODELS[name], vocab_size=vocab_size, eos_token_id=0)
+    config = AutoConfig.for_model(**{**SIZES, **MODELS[name]}, vocab_size=vocab_size, eos_token_id=0)
     return AutoModelForCausalLM.from_config(config)
 
 

@@ -41,6 +41,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
         "rows": len(rows) if has_length(rows) else None,
         "rows_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.data_ranks,
         "ranks": args.world_size,
+        "stages": args.sharding.pipeline_parallel,
     }
 
 
@@ -76,6 +77,11 @@ def unfit_states(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
     if then["optimizer"] != now["optimizer"]:
         found[OPTIMIZER] = (
             f"it is of {_words(then['optimizer'])}, and this run's optimizer is {_words(now['optimizer'])}"
+        )
+    elif (stages := then.get("stages", 1)) != now["stages"]:
+        found[OPTIMIZER] = (
+            f"it is of the stages of pipeline_parallel_size={stages}, and this run has pipeline_parallel_size="
+            f"{now['stages']}"
         )
     elif then["trained"] != now["trained"]:
         counts = then["trained"]["parameters"], now["trained"]["parameters"]

@@ -83,12 +83,12 @@ def states_are_cut(model: nn.Module, optimizer: Any) -> bool:
     return is_sharded(model) or hasattr(unwrap_optimizer(optimizer), "place")
 
 
-def save_optimizer_shard(optimizer: Any, folder: Path, *, of_stage: bool = False) -> None:
+def save_optimizer_shard(optimizer: Any, folder: Path) -> None:
     """Writes the states of what lies here: of shards of all weights, or of the weights of a pipeline's stage."""
     place = _place(optimizer)
     folder.mkdir(parents=True, exist_ok=True)  # the first rank's may be on another disk
     torch.save(
-        {**optimizer.state_dict(), "of_stage": of_stage},
+        optimizer.state_dict(),
         folder / f"optimizer-{place.rank + 1:05}-of-{place.ranks:05}.pt",
     )
 
@@ -114,12 +114,12 @@ def load_optimizer_states(optimizer: Any, folder: Path) -> Any:
     here = _place(optimizer)
     if here.ranks == len(files):
         return load_states(files[here.rank])
-    saved = [load_states(path) for path in files]
-    if hasattr(unwrap_optimizer(optimizer), "place") or saved[0].get("of_stage"):
+    if hasattr(unwrap_optimizer(optimizer), "place"):
         raise Damage(
             f"optimizer states of {len(files)} rank(s) cannot be cut anew for {here.ranks}, where each steps parts of "
             f"its own: resume on {len(files)}, or with resume_without_states=True"
         )
+    saved = [load_states(path) for path in files]
     parameters = _parameters(optimizer)
     state = {}
     for number, parameter in enumerate(parameters):

@@ -185,7 +185,7 @@ class WholeCheckpoints(Trainer):
             return
         stage = stage_of(causal_model(cast(nn.Module, self.model)))
         if stage is None or cast(Any, self.args).data_rank == 0:
-            save_optimizer_shard(self.optimizer, Path(output_dir), of_stage=stage is not None)
+            save_optimizer_shard(self.optimizer, Path(output_dir))
         if self.args.should_save:
             torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir, SCHEDULER))
 

@@ -1,4 +1,4 @@
-"""a rank with sharded weights that fails at any moment: no rank waits for ever, and each says which failed and why"""
+"""a rank with a part of the weights that fails at any moment: no rank waits for ever, and each says which failed and why"""
 
 from __future__ import annotations
 
@@ -53,11 +53,21 @@ class Moment:
     """It is when the gradient of what `at` returns arrives."""
     faults: tuple[str, ...] = ()
     """Of `FAULTS`, those that are tried there."""
+    engine: tuple[str, ...] = ("--fsdp", "true")
+    """What says which part of the weights a rank has."""
+    resuming: tuple[str, ...] = ()
+    """What one rank needs to go on from a checkpoint."""
 
 
 GRPO = ("--reward_funcs", "length", "--num_generations", "2", "--max_completion_length", "8")
 PRECOMPUTED = ("--precompute_ref_log_probs", "true")
 WHOLE_OF = "lowtide.trainers.checkpoints.shards:whole_of"
+
+
+def in_stages(at: str, *faults: str, **more: Any) -> Moment:
+    """Where each rank has some layers."""
+    engine, resuming = ("--pipeline_parallel_size", str(RANKS)), ("--resume_without_states", "true")
+    return Moment(at, faults=faults, engine=engine, resuming=resuming, **more)
 
 
 def in_generation(gather: str, *faults: str) -> Moment:
@@ -91,6 +101,13 @@ MOMENTS: dict[str, Moment] = {
         LAYER, "lowtide.trainers.references.precompute:_compute", 1, 3, "dpo", PRECOMPUTED, faults=("killed", "starved")
     ),
     "saving the model": Moment(WHOLE_OF, SAVING, STEPS, 40, faults=("killed",)),
+    "a stage's forward": in_stages(LAYER, *FAULTS),
+    "a stage's backward": in_stages(LAYER, "killed", "stopped", "starved", backward=True),
+    "a stage's evaluation": in_stages(LAYER, "killed", "starved", after=EVALUATION, call=1, passing=3),
+    "cutting into stages": in_stages("lowtide.run.engine:cut_into_stages", "raises", after=""),
+    "gathering a checkpoint from stages": in_stages(
+        "lowtide.trainers.checkpoints.shards:gathered_weights", "killed", after=SAVING
+    ),
 }  # fmt: skip
 
 
@@ -169,7 +186,7 @@ def train(rank: int, port: int, folder: Path, moment: Moment, fault: str) -> Non
     if fault:
         fail_at(moment, fault, folder)
     try:
-        sys.exit(main(words_of(folder, moment, "--fsdp", "true", "--ddp_timeout", str(TIMEOUT))))
+        sys.exit(main(words_of(folder, moment, *moment.engine, "--ddp_timeout", str(TIMEOUT))))
     finally:
         atexit._run_exitfuncs()  # as an interpreter that ends; a forked process would not
 
@@ -177,7 +194,7 @@ def train(rank: int, port: int, folder: Path, moment: Moment, fault: str) -> Non
 def resume(folder: Path, moment: Moment) -> None:
     """On one rank, with whole weights."""
     print_to(folder / "resumed.txt")
-    sys.exit(main(words_of(folder, moment, "--resume_from_checkpoint", "latest")))
+    sys.exit(main(words_of(folder, moment, *moment.resuming, "--resume_from_checkpoint", "latest")))
 
 
 def make_world(folder: Path, method: str) -> None:

@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
         "starved in backward",
         "raises in generation, layer by layer",
         "first rank raises in gathering a checkpoint",
+        "stopped in a stage's forward",
+        "starved in a stage's backward",
     ],
 )
 def test_no_rank_waits_for_ever_and_each_says_which_failed(case):

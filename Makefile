@@ -9,9 +9,10 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constra
 DEMO_OUTPUT ?= demo-output
 
 RANKS := tests/trainers/test_two_ranks.py tests/trainers/test_ranks_stay_together.py tests/trainers/test_fully_shard.py \
-	tests/trainers/test_deepspeed.py tests/trainers/test_sequence_parallel.py tests/trainers/test_vocabulary_in_rows.py \
+	tests/trainers/test_deepspeed.py tests/trainers/test_sequence_parallel.py tests/trainers/test_pipeline_parallel.py \
+	tests/trainers/test_vocabulary_in_rows.py \
 	tests/trainers/test_sharded_failures.py tests/trainers/online/test_two_ranks.py tests/methods/test_methods_on_two_ranks.py \
-	tests/engine/test_splitting.py tests/step/test_split_sequences.py tests/ops/test_split_vocabulary.py \
+	tests/engine/test_splitting.py tests/step/test_split_sequences.py tests/step/test_stages.py tests/ops/test_split_vocabulary.py \
 	tests/exactness/test_matrix_ranks.py tests/planner/sharding tests/cli/test_launch.py tests/cli/test_clusters.py
 
 .DEFAULT_GOAL := help
@@ -21,7 +22,7 @@ help:
 	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
 	@echo "make test         the tests to run while working, on a CPU (some 7 minutes, on two cores)"
 	@echo "make test-all     these, and those marked slow (some 35 minutes, on two cores)"
-	@echo "make test-ranks   all tests of several ranks: whole copies, FSDP2, ZeRO, split sequences (15 minutes at most)"
+	@echo "make test-ranks   all tests of several ranks: whole copies, FSDP2, ZeRO, split sequences, pipelines (15 minutes at most)"
 	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
 	@echo "make test-vllm    GRPO with a real vLLM, in an environment of its own (500 MB; 3 minutes, on two cores)"
 	@echo "make check        ruff, pyright, import-linter and the limits of bench.structure"

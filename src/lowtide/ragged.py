@@ -402,11 +402,15 @@ class RaggedBatch:
         places = self.token_ids, self.position_ids, self.score_index[:0], self.score_target[:0]
         return self._assemble(*places, segments, self.row_values, nothing)
 
-    def twice(self) -> RaggedBatch:
-        """The batch, and behind it the same rows once more with prefixes that are taken for others: none is shared
-        between the two."""
-        others = [part._replace(key=~part.key if part.key else 0) for part in self.segments]
-        return RaggedBatch.concat([self, replace(self, segments=tuple(others))])
+    def times(self, number: int) -> RaggedBatch:
+        """The batch so many times, one behind the other, with prefixes that are taken for others each time: none is
+        shared between two."""
+
+        def other(again: int) -> RaggedBatch:
+            segments = [part._replace(key=hash((part.key, again)) if part.key else 0) for part in self.segments]
+            return replace(self, segments=tuple(segments))
+
+        return RaggedBatch.concat([self, *map(other, range(1, number))])
 
     def select_rows(self, rows: Sequence[int]) -> RaggedBatch:
         """The batch of some rows alone, in ascending order, renumbered from 0."""

@@ -1,4 +1,4 @@
-"""a rank with a part of the weights that fails at any moment: no rank waits for ever, and each says which failed and why"""
+"""a rank with a part of the weights that fails at any moment: no rank waits for ever, and each says which and why"""
 
 from __future__ import annotations
 

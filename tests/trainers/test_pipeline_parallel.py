@@ -140,7 +140,9 @@ def test_a_run_resumes_to_equal_bits_and_its_model_is_that_of_one_rank(tmp_path)
         else:
             resumed(folder, 1, None, **options)
         assert saved_in(tmp_path / f"first {name}") == saved_in(folder)
-        with pytest.raises(ValueError, match="stages of pipeline_parallel_size=2, and this run has pipeline_parallel_size=1"):
+        with pytest.raises(
+            ValueError, match="stages of pipeline_parallel_size=2, and this run has pipeline_parallel_size=1"
+        ):
             resumed(tmp_path / f"back {name}", 1, tmp_path / f"first {name}", **options)
         alone = {**options, "resume_without_states": True}
         resumed(tmp_path / f"back {name}", 1, tmp_path / f"first {name}", **alone)
@@ -148,7 +150,9 @@ def test_a_run_resumes_to_equal_bits_and_its_model_is_that_of_one_rank(tmp_path)
 
 def saved_in(run: Path) -> dict[str, Any]:
     """Names and shapes of what a checkpoint holds."""
-    return {name: shape for path in (run / "checkpoint-2").glob("*.safetensors") for name, shape in shapes_in(path).items()}
+    return {
+        name: shape for path in (run / "checkpoint-2").glob("*.safetensors") for name, shape in shapes_in(path).items()
+    }
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -199,7 +203,9 @@ def look_at_ranks(rank: int, folder: str) -> None:
         trainer = matrix.make("DPO", pipeline_parallel_size=2, max_steps=1)
         for model in (trainer.model, trainer.reference.model):
             names = {name.split(".")[2] if "layers" in name else name for name, _ in model.named_parameters()}
-            assert names == ({"0", "model.embed_tokens.weight"} if rank == 0 else {"1", "model.norm.weight", "lm_head.weight"})
+            assert names == (
+                {"0", "model.embed_tokens.weight"} if rank == 0 else {"1", "model.norm.weight", "lm_head.weight"}
+            )
         assert trainer.get_total_train_batch_size(trainer.args) == matrix.BATCH
         assert len(trainer.get_train_dataloader()) == matrix.ROWS // matrix.BATCH
         trainer.train()

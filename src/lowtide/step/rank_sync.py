@@ -29,8 +29,8 @@ from lowtide.ranks.world import distributed, worst_of_ranks
 HEAD = "linear_logprobs.py"
 """The file whose frames mean that the failure fell into the head."""
 WAITED_FOR = (
-    "Ranks with sharded weights, or that split sequences, wait for one another within a step, which is therefore not "
-    "repeated: lower `tokens_per_microbatch` or `per_device_train_batch_size`, or take more ranks"
+    "Ranks with sharded weights, or that split sequences or layers, wait for one another within a step, which is "
+    "therefore not repeated: lower `tokens_per_microbatch` or `per_device_train_batch_size`, or take more ranks"
 )
 """What to do where memory runs out on a rank that others wait for."""
 

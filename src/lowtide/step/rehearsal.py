@@ -2,8 +2,9 @@
 
 What will not fit fails at once, and not hours later on the longest rows. Memory is held where the optimizer's states
 will be, and where a step has several micro-batches two are run, so that the second finds the gradients of the first.
-Nothing is left behind but that memory, which goes as the optimizer makes its states: gradients are dropped, the random
-state and what the objective carries are put back.
+In a pipeline as many are run as there are stages, since the first stage holds so many at once. Nothing is left behind
+but that memory, which goes as the optimizer makes its states: gradients are dropped, the random state and what the
+objective carries are put back.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def rehearse(
         sync.meet(runner.device)
         for rows in heaviest_rows(lengths, -(-limits.rows // together), limits.tokens):
             batch = batch_of(rows)
-            several = batch.rows < min(rows_in_a_step(runner.options), together * len(lengths))
-            runner.rehearsal(batch.twice() if several else batch)
+            step = min(rows_in_a_step(runner.options), together * len(lengths))
+            runner.rehearsal(batch.times(min(max(2, runner.stages), -(-step // batch.rows))))
         if runner.in_backward is not None:
             runner.reserved.clear()  # states are made while activations are there
     before.put_back()

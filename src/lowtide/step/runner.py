@@ -157,6 +157,11 @@ class StepRunner:
         """Whether other ranks wait for this one within a forward."""
         return self.models().waited_for
 
+    @property
+    def stages(self) -> int:
+        """Ranks that the layers of the model are split between."""
+        return self.models().stages
+
     def models(self, model: nn.Module | None = None) -> Models:
         """What a micro-batch runs through; `model` in place of the policy, a wrapper of it say."""
         policy = self.model if model is None else model

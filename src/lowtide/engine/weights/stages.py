@@ -36,6 +36,8 @@ class Passage:
 
     before: set[nn.Module] = field(default_factory=set)
     """The modules that were called before the first layer."""
+    after: set[nn.Module] = field(default_factory=set)
+    """Those that were called after the last one."""
     arrived: Tensor | None = None
     """[1, tokens, hidden]: what went into the first layer of this rank."""
     left: Tensor | None = None
@@ -64,7 +66,7 @@ def cut_into_stages(model: nn.Module, pipeline: Pipeline, device: torch.device) 
     assert ends is not None
     tied = _tied(inner) if pipeline.is_first or pipeline.is_last else None
     stage = Stage(pipeline, ends.shape[-1], ends.dtype, with_weights_on(model, "meta"), tied)
-    _replace(inner, layers, start, stop, seen.before, stage)
+    _replace(inner, layers, range(start, stop), seen, stage)
     vars(inner)[STAGE] = stage
     error = _error(model, batch, seen, stage)
     worst = torch.tensor(error, device=device)
@@ -100,15 +102,20 @@ def _layers(inner: PreTrainedModel, ranks: int) -> nn.ModuleList:
 
 def _passage(model: nn.Module, batch: RaggedBatch, layers: list[nn.Module], start: int, stop: int) -> Passage:
     """Runs the whole model, and looks at it."""
-    seen, begun, handles = Passage(), False, []
+    seen, handles = Passage(), []
+    now: set[nn.Module] | None = seen.before
 
     def called(module: nn.Module, args: Any) -> None:
-        if not begun:
-            seen.before.add(module)
+        if now is not None:
+            now.add(module)
 
     def begins(module: nn.Module, args: Any) -> None:
-        nonlocal begun
-        begun = True
+        nonlocal now
+        now = None
+
+    def ends(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal now
+        now = seen.after
 
     def arrives(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         seen.arrived = (args[0] if args else kwargs["hidden_states"]).clone()
@@ -118,6 +125,7 @@ def _passage(model: nn.Module, batch: RaggedBatch, layers: list[nn.Module], star
 
     handles += [module.register_forward_pre_hook(called) for _, _, module in _around(causal_model(model), layers)]
     handles.append(layers[0].register_forward_pre_hook(begins))
+    handles.append(layers[-1].register_forward_hook(ends))
     handles.append(layers[start].register_forward_pre_hook(arrives, with_kwargs=True))
     handles.append(layers[stop - 1].register_forward_hook(leaves))
     try:
@@ -136,32 +144,34 @@ def _scored(model: nn.Module, batch: RaggedBatch) -> Any:
 
 
 def _around(module: nn.Module, layers: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(module, name, child) of the largest modules with weights that hold no layer."""
+    """(module, name, child) of the largest modules that hold no layer."""
     held = set(layers)
     for name, child in module.named_children():
         if not held.isdisjoint(child.modules()):
             if child not in held:
                 yield from _around(child, layers)
-        elif any(True for _ in child.parameters()):
+        else:
             yield module, name, child
 
 
-def _replace(
-    inner: PreTrainedModel, layers: nn.ModuleList, start: int, stop: int, before: set[nn.Module], stage: Stage
-) -> None:
+def _replace(inner: PreTrainedModel, layers: nn.ModuleList, own: range, seen: Passage, stage: Stage) -> None:
     """Puts something that passes hidden states on in the place of what lies on other ranks."""
     pipeline, embedding = stage.pipeline, inner.get_input_embeddings()
     for module, name, child in [*_around(inner, [*layers])]:
-        opens = child in before
-        if pipeline.is_first if opens else pipeline.is_last:
+        weighs = any(True for _ in child.parameters())
+        if child in seen.before:
+            needed = pipeline.is_first or not weighs  # rotary embeddings, say, are every rank's
+        else:
+            needed = pipeline.is_last or not (weighs or child in seen.after)
+        if needed:
             continue
         embeds = child is embedding or isinstance(child, nn.Embedding)
         setattr(module, name, NoEmbedding(child) if embeds else Elsewhere())
     for number, layer in enumerate(layers):
-        if not start <= number < stop:
+        if number not in own:
             facts = {key: value for key, value in vars(layer).items() if isinstance(value, str | int | bool | None)}
             facts = {key: value for key, value in facts.items() if not key.startswith("_") and key != "training"}
-            layers[number] = Elsewhere(stage if number == start - 1 else None, **facts)
+            layers[number] = Elsewhere(stage if number == own.start - 1 else None, **facts)
 
 
 def _error(model: nn.Module, batch: RaggedBatch, seen: Passage, stage: Stage) -> float:

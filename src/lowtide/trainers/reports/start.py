@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from lowtide.compat.torch import cpu_has_bf16
 from lowtide.engine.forward import causal_model
+from lowtide.engine.stage import stage_of
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
 from lowtide.ranks.shards import whole_shape
@@ -64,8 +65,10 @@ class StartReport(TrainerCallback):
     def lines(self) -> list[tuple[str, str]]:
         """What will happen, as (name, text)."""
         args, model = self.trainer.args, causal_model(self.trainer.model)
-        trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
-        total = sum(whole_shape(p).numel() for p in self.trainer.model.parameters())
+        stage = stage_of(model)
+        parameters = [*(self.trainer.model if stage is None else stage.whole).parameters()]
+        trained = [p for p in parameters if p.requires_grad]
+        total = sum(whole_shape(p).numel() for p in parameters)
         share = sum(whole_shape(p).numel() for p in trained) / max(total, 1)
         optimizer = "" if self.states.optimizer is None else f" + optimizer {bytes_text(self.states.optimizer)}"
         ranks = "rank(s)" if args.data_ranks == args.world_size else "group(s) of ranks"
@@ -106,6 +109,10 @@ class StartReport(TrainerCallback):
     def _sharding_line(self) -> list[tuple[str, str]]:
         """Where the weights of a run of several ranks lie."""
         sharding = self.trainer.args.sharding
+        if (stages := sharding.pipeline_parallel) > 1:
+            copies = f", {sharding.data_ranks} copies" if sharding.data_ranks > 1 else ""
+            held = f"{bytes_text(self.states.weights)} on the first rank"
+            return [("weights", f"the layers are split between {stages} ranks (a pipeline){copies}, {held}")]
         if sharding.shards == 1:
             return [("weights", f"whole on each of {sharding.replicas} ranks")] if sharding.replicas > 1 else []
         copies = f", {sharding.replicas // sharding.shards} copies" if sharding.hybrid else ""

@@ -151,3 +151,14 @@ def test_a_value_is_read_at_the_last_token_that_is_not_padding():
     assert batch.select_rows([0]).score_index.tolist() == [2, 1]
     whole = RaggedBatch.from_segments([[5, 6], [7, 0, 0]], prefix=[-1, 0], row=[0, 0], score_rule=LastToken())
     assert whole.score_index.tolist() == [4]
+
+
+def test_a_batch_several_times_shares_no_prefix_between_two():
+    pair = RaggedBatch.from_segments([[1, 2, 3], [4], [1, 2, 3], [5]], prefix=[-1, 0, -1, 2], row=[0, 0, 1, 1])
+    pair = pair.unscored()
+    keyed = replace(pair, segments=tuple(s._replace(key=7 if s.prefix < 0 else 0) for s in pair.segments))
+    shared = keyed.share_prefixes().tokens
+    assert shared < keyed.tokens
+    again = keyed.times(3)
+    assert again.token_ids.tolist() == keyed.token_ids.tolist() * 3
+    assert again.share_prefixes().tokens == 3 * shared

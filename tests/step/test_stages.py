@@ -28,7 +28,7 @@ from tests.support.tiny_models import tokens
 RANKS = 2
 SHARE_KEYS = ("gemma4",)
 """Whose later layers attend to keys of earlier ones."""
-REFUSED = "its layers share more than hidden states"
+REFUSED = "where its layers share more than hidden states"
 
 
 def batch() -> RaggedBatch:

@@ -168,7 +168,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"model": "mixtral", "router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1 weighs a loss of the exp"),
     "in backward": ({"optimizer_in_backward": True, "max_grad_norm": 0.0}, "2 ranks are added up after backward"),
     "nothing trained": ({"peft_config": "of the last layer"}, "the layers of a rank have nothing to train"),
-    "shared keys": ({"model": "shared keys"}, "its layers share more than hidden states"),
+    "shared keys": ({"model": "shared keys"}, "where its layers share more than hidden states"),
 }
 
 

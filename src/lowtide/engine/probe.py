@@ -143,7 +143,7 @@ def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, fl
                 split = inputs[PLAN]
     assert isinstance(split, SplitPlan)
     tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
-    return head_of(inner).distances(*found).mean().item(), tolerance, split.copied
+    return head_of(causal_model(model)).distances(*found).mean().item(), tolerance, split.copied
 
 
 def attention_backends(model: nn.Module) -> list[str]:

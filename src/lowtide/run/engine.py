@@ -27,10 +27,10 @@ from lowtide.memory.allocators.out_of_memory import is_out_of_memory
 from lowtide.ranks.pipeline import Pipeline
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import is_sharded
+from lowtide.ranks.world import worst_of_ranks
 from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer, check_sharded
 from lowtide.run.options.deepspeed import sized
 from lowtide.run.options.training import TrainingConfig
-from lowtide.step.rank_sync import worst_of_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -73,9 +73,9 @@ def cut_into_stages(model: nn.Module, pipeline: Pipeline, device: torch.device) 
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     if not worst.item() <= SAME:
         raise ValueError(
-            f"model type {inner.config.model_type} cannot be cut into the stages of a pipeline, since its layers share "
-            f"more than hidden states (a stage by itself differs by {worst.item():.2g} from what it was): leave "
-            "pipeline_parallel_size out"
+            f"model type {inner.config.model_type} cannot be cut into the stages of a pipeline: a stage by itself does "
+            "not run as it does in the whole model, as where its layers share more than hidden states (relative "
+            f"difference {worst.item():.2g}). Leave pipeline_parallel_size out"
         )
     if getattr(inner, "hf_device_map", None) is None and not getattr(inner, "is_quantized", False):
         model.to(device)

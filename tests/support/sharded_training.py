@@ -72,6 +72,7 @@ def trained(
     checkpoint: str | None = None,
     save_to: Path | None = None,
     sequence: int = 1,
+    tensor: int = 1,
     **options: Any,
 ) -> Any:
     """(losses, weights by name, evaluation) of a training of the tiny Llama of `matrix`.
@@ -79,15 +80,17 @@ def trained(
     Args:
         ranks: that train, each on its share of the rows of a step.
         lora: whether adapters are trained; with what differs from `LORA`.
-        sequence: so many of them have the same rows.
+        sequence: so many of them split sequences, and have the same rows.
+        tensor: so many of them split layers, likewise.
     """
-    if sequence > 1:
-        options["parallelism_config"] = {"sp_size": sequence, **options.get("parallelism_config", {})}
+    split = {name: size for name, size in (("sp_size", sequence), ("tp_size", tensor)) if size > 1}
+    if split:
+        options["parallelism_config"] = {**split, **options.get("parallelism_config", {})}
     base = matrix.COMMON["per_device_train_batch_size"] if kind not in matrix.ONLINE else matrix.ROWS
     evaluated = options.pop("evaluated", False)
     rows = options.pop("rows", options.get("per_device_train_batch_size", base))
     options = {"output_dir": str(folder), "max_steps": 3, **options}
-    options["per_device_train_batch_size"] = rows * sequence // ranks
+    options["per_device_train_batch_size"] = rows * sequence * tensor // ranks
     task = "SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
     adapters = LoraConfig(**{**LORA, **(lora if isinstance(lora, Mapping) else {})}, task_type=task) if lora else None
     given = None if model is None else build(model)

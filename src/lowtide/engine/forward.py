@@ -28,8 +28,10 @@ from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.cached_attention import CachedPlan
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.group import RankGroup
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import whole_shape
+from lowtide.ranks.tensor import TensorParallel
 
 COMPUTED_IN = "_lowtide_computed_in"
 """The attribute of a model that says in which dtype `score` has autocast take its products."""
@@ -37,6 +39,8 @@ FIRST_POSITION = "_lowtide_first_position"
 """The attribute of a model that says which number it gives to the first position of a row."""
 SPLIT_OVER = "_lowtide_split_over"
 """The attribute of a model that says which ranks `score` splits the tokens of a batch over."""
+TENSOR_PARALLEL = "_lowtide_tensor_parallel"
+"""The attribute of a model that says which ranks its layers are split between."""
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
@@ -120,6 +124,16 @@ def computing(model: nn.Module) -> AbstractContextManager:
 def sequence_of(model: nn.Module) -> SequenceParallel | None:
     """The ranks that the tokens of a batch are split over, where `engine.splitting.split_over` says so."""
     return vars(causal_model(model)).get(SPLIT_OVER)
+
+
+def tensor_parallel_of(model: nn.Module) -> TensorParallel | None:
+    """The ranks that the matrices of each layer are split between, where `engine.weights.split_layers` did so."""
+    return vars(causal_model(model)).get(TENSOR_PARALLEL)
+
+
+def same_rows_of(model: nn.Module) -> RankGroup | None:
+    """The ranks that hold the same rows and compute a batch together; None where each rank has rows of its own."""
+    return sequence_of(model) or tensor_parallel_of(model)
 
 
 def score(

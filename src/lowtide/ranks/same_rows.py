@@ -1,5 +1,5 @@
 """Ranks read the same rows, and each takes its share of every batch; ranks with different rows are refused. So are
-ranks that split the tokens of a batch and hold different ones.
+ranks that compute a batch together and hold different ones.
 
 With different lengths they would run different numbers of steps, and wait for each other in the end; with different
 rows of one length some would be trained on twice and others never.
@@ -18,7 +18,7 @@ from datasets import Dataset
 from jaxtyping import Int
 from torch import Tensor
 
-from lowtide.ranks.sequence import SequenceParallel
+from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import distributed
 
 
@@ -50,25 +50,25 @@ def check_same_rows(dataset: Any, lengths_of: Callable[[Any], np.ndarray | None]
         )
 
 
-def check_same_batch(batch: Sequence[Int[Tensor, " _"]], sequence: SequenceParallel | None) -> None:
+def check_same_batch(batch: Sequence[Int[Tensor, " _"]], together: RankGroup | None) -> None:
     """Refuses a batch that is another one on another rank of a group; all ranks of it ask together.
 
     Args:
         batch: its tokens and the like.
-        sequence: the ranks that split it; None where each rank has its own.
+        together: the ranks that compute it together; None where each rank has its own.
 
     Raises:
         ValueError: with what to look at.
     """
-    if sequence is None:
+    if together is None:
         return
     sums = [((torch.arange(len(each), device=each.device) % 8191 + 1) * each).sum() for each in batch]
     mine = torch.stack([*sums, torch.tensor(sum(map(len, batch)), device=sums[0].device)])
     most = torch.cat([mine, -mine])
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=sequence.group)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=together.group)
     if not torch.equal(*most.abs().chunk(2)):
         raise ValueError(
-            f"the {sequence.size} ranks that split the tokens of a batch have different ones: a data collator, a "
+            f"the {together.size} ranks that compute a batch together have different ones: a data collator, a "
             "sampler or a stream that draws random numbers has to draw the same on all of them, so seed it alike"
         )
 

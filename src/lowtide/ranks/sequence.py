@@ -13,7 +13,6 @@ data parallelism takes anyway, divides by `size` again. So no gradient needs ano
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,13 +23,12 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from lowtide.ranks.group import RankGroup
+
 
 @dataclass(frozen=True, eq=False)
-class SequenceParallel:
+class SequenceParallel(RankGroup):
     """The ranks that split the tokens of a batch; those of one group hold the same batch."""
-
-    group: dist.ProcessGroup | None = None
-    """None for all ranks."""
 
     @classmethod
     def of_size(cls, size: int) -> SequenceParallel:
@@ -44,25 +42,6 @@ class SequenceParallel:
             raise ValueError(f"{ranks} ranks cannot be put into groups of {size}: take a divisor of {ranks}")
         group, _ = dist.new_subgroups(size)
         return cls(cast(dist.ProcessGroup, group))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
-        """A copy of a model belongs to the same ranks."""
-        return self
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return dist.get_world_size(self.group)
-
-    @functools.cached_property
-    def rank(self) -> int:
-        """This rank's number in the group."""
-        return dist.get_rank(self.group)
-
-    @functools.cached_property
-    def leader(self) -> int:
-        """The first rank of the group, by its number among all ranks."""
-        return dist.get_process_group_ranks(self.group)[0]
 
     def lengths(self, tokens: int) -> list[int]:
         """How many of so many tokens each rank has; some have none where tokens are fewer than ranks."""

@@ -94,6 +94,11 @@ class TrainingRun:
                 f"{type(args).__name__}: sequences cannot be split over {args.sharding.sequence_parallel} ranks yet, "
                 "which would have to write the same completions: leave sp_size and cp_size out"
             )
+        if method.writes and args.sharding.tensor_parallel > 1:
+            raise ValueError(
+                f"{type(args).__name__}: layers cannot be split between {args.sharding.tensor_parallel} ranks yet, "
+                "which would have to write the same completions: leave tp_size out, and shard weights with fsdp=True"
+            )
         if method.compares and args.compares:
             self._references = ReferenceMaker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
         self.model, self.tokenizer = self._loaded()

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from lowtide.data.batches.values import REFERENCE
 from lowtide.engine.adapters import adapter_of
-from lowtide.engine.forward import score_shared, sequence_of
+from lowtide.engine.forward import same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.sequence import SequenceParallel
+from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import distributed
 from lowtide.step.metrics import Totals
 from lowtide.step.rank_sync import RankSync, random_state, set_random_state
@@ -45,14 +45,14 @@ class Models:
     """Each forward is one of all ranks, since it gathers weights that are sharded."""
 
     @property
-    def sequence(self) -> SequenceParallel | None:
-        """The ranks that hold the same rows and split their tokens; None where each rank has rows of its own."""
-        return sequence_of(self.policy)
+    def same_rows(self) -> RankGroup | None:
+        """The ranks that hold the same rows and compute them together; None where each rank has rows of its own."""
+        return same_rows_of(self.policy)
 
     @property
     def copies(self) -> int:
         """How many ranks hold the same rows."""
-        return 1 if self.sequence is None else self.sequence.size
+        return 1 if self.same_rows is None else self.same_rows.size
 
     @property
     def waited_for(self) -> bool:
@@ -62,7 +62,7 @@ class Models:
     @property
     def leads(self) -> bool:
         """Whether this rank adds to the metrics: of those that hold the same rows, the first does."""
-        return self.sequence is None or self.sequence.rank == 0
+        return self.same_rows is None or self.same_rows.rank == 0
 
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
         """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
@@ -198,7 +198,7 @@ class WholeRun(MicrobatchRun):
         with self.sync.local(waited_for=self.models.waited_for):
             self._first_pass(leaves, rows)
         self.sync.meet(self.device)
-        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows), self.models.sequence)))
+        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows), self.models.same_rows)))
         self.slopes = iter(torch.autograd.grad(outcome.loss, leaves))
         self.loss = outcome.loss.detach()
         self.totals.take_outcome(outcome)
@@ -257,17 +257,17 @@ def join_rows(rows: Sequence[Any]) -> Any:
     return type(first)(**joined)
 
 
-def gathered_rows(rows: Any, sequence: SequenceParallel | None = None) -> list[Any]:
+def gathered_rows(rows: Any, same: RankGroup | None = None) -> list[Any]:
     """Statistics of this rank's rows, with gradients, and those of the other ranks, in the order of ranks.
 
     Args:
-        sequence: the ranks that hold the same rows as this one, which are taken once.
+        same: the ranks that hold the same rows as this one, which are taken once.
     """
     if not distributed():
         return [rows]
     detached = {each.name: getattr(rows, each.name) for each in fields(rows)}
     mine = {name: None if value is None else value.detach().cpu() for name, value in detached.items()}
-    leader = dist.get_rank() if sequence is None else sequence.leader
+    leader = dist.get_rank() if same is None else same.leader
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (leader, mine))
     device = next(value.device for value in detached.values() if value is not None)

@@ -33,6 +33,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 5.0},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "olmo2": {"model_type": "olmo2"},
+    "qwen3_moe": {
+        **{"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    },
 }
 SIZES = {
     "hidden_size": 32,

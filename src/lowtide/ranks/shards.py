@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lowtide.compat.deepspeed import gathered, is_partitioned, shape_of
 from lowtide.compat.torch import fully_sharded_modules, subclassed
@@ -99,6 +99,25 @@ def place_of(tensor: Tensor) -> Place:
         return Place(tuple(tensor.shape), 0, 1)
     along, mesh = cut_along(tensor)[0], tensor.device_mesh
     return Place(tuple(tensor.shape), mesh.get_local_rank(along), mesh.size(along))
+
+
+def part_of(whole: Tensor, weight: Tensor) -> Tensor:
+    """The part that lies here of a tensor of a weight's shape, all of which is known: as the weight is cut."""
+    if not isinstance(weight, DTensor):
+        return whole
+    return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+
+
+def parts_of(weights: Iterable[Tensor]) -> dict[str, tuple[int, int]]:
+    """(number of this rank, how many) along each dimension of device meshes whose ranks hold parts of weights."""
+    found: dict[str, tuple[int, int]] = {}
+    for weight in weights:
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            for along in cut_along(weight):
+                name = (mesh.mesh_dim_names or ())[along] if mesh.mesh_dim_names else str(along)
+                found[name] = mesh.get_local_rank(along), mesh.size(along)
+    return dict(sorted(found.items()))
 
 
 def group_of(tensor: DTensor) -> dist.ProcessGroup:

@@ -156,7 +156,7 @@ def _refused(model: Any, reason: str, divisor: int | None = None) -> ValueError:
     remedy = "shard its weights in place of it (`fsdp=True`)"
     if divisor is not None:
         remedy = f"take a `tp_size` that divides {divisor}, or {remedy}"
-    return ValueError(f"model type {model.config.model_type} cannot be split by tp_size: {reason}. {remedy.capitalize()}")
+    return ValueError(f"model type {model.config.model_type} cannot be split by tp_size: {reason}. {remedy[0].upper()}{remedy[1:]}")
 
 
 # -- splitting -----------------------------------------------------------------------------------------------------

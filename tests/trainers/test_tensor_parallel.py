@@ -95,13 +95,16 @@ PLACES: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": True},
     "shards by size": {"parallelism_config": {"dp_shard_size": 2}},
 }
-PLACED = ("DPO", "epochs", "biases, tied", "LoRA, on the head too and with dropout", "checkpointing", "clipped")
+PLACED = ("DPO", "epochs", "biases, tied", "LoRA, DPO", "checkpointing", "clipped")
 
 
 def cells() -> list[tuple[str, str]]:
     """Most cases in copies, and some of them otherwise; dropout on other rows draws other numbers."""
     same = [name for name in CASES if name not in OF_SINGLE_BATCHES and "dropout" not in name and name != "noise"]
-    return [*((name, "copies") for name in same), *((n, p) for p in PLACES if p != "copies" for n in PLACED if n in same)]
+    return [
+        *((name, "copies") for name in same),
+        *((n, p) for p in PLACES if p != "copies" for n in PLACED if n in same),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -192,11 +195,17 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no plan": ({"described": GPT2}, "model type gpt2 cannot be split by tp_size: transformers has no plan for it"),
     "heads": ({"described": {**LINE, **THREE}}, "q_proj has 3 heads, which 2 ranks cannot share equally"),
     "widths": ({"described": {**LINE, **ODD}}, "gate_proj has a width of 15, which 2 ranks"),
-    "DoRA": ({"adapters": {"use_dora": True}}, "q_proj has an adapter of the kind Dora.*, and plain LoRA alone is split"),
+    "DoRA": (
+        {"adapters": {"use_dora": True}},
+        "q_proj has an adapter of the kind Dora.*, and plain LoRA",
+    ),
     "IA3": ({"adapters": "IA3"}, "q_proj has an adapter of the kind peft.tuners.ia3.*, and plain LoRA alone"),
     "matrices": ({"optim": "adafactor"}, "looks at whole matrices"),
     "states in bfloat16": ({"optim": "adamw_compressed"}, "would make the float32 weights bfloat16"),
-    "plan": ({"model_init_kwargs": {"tp_plan": "auto"}, "by": "name"}, "tp_plan='auto' has transformers split the model"),
+    "plan": (
+        {"model_init_kwargs": {"tp_plan": "auto"}, "by": "name"},
+        "tp_plan='auto' has transformers split",
+    ),
     "reference stored": ({"kind": "DPO", "ref_model_storage": "8bit"}, "ref_model_storage='8bit' stores a whole ref"),
     "written": ({"kind": "GRPO"}, "GRPOConfig: layers cannot be split between 2 ranks yet"),
     "stepped in backward": ({"optimizer_in_backward": True, "max_grad_norm": 0.0}, "gradients of 2 ranks are added up"),

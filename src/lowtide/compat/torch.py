@@ -380,6 +380,17 @@ def sum_own_of_ranks(found: Tensor, everyones: Tensor, group: dist.ProcessGroup)
     scatter(found, everyones.contiguous(), group=group)
 
 
+@contextlib.contextmanager
+def parameters_replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """While it lasts, a module has these tensors, which need not be leaves, in place of parameters of its own."""
+    own = dict(module._parameters)
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+
+
 def strided_shard(dimension: int, parts: int) -> Any:
     """How a tensor is cut of which each of so many parts along a dimension is cut alike; there is no public name."""
     return _StridedShard(dimension, split_factor=parts)

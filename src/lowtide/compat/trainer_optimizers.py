@@ -36,7 +36,10 @@ def trainer_optimizer(model: nn.Module, args: Any, kind: tuple[Any, Any] | None 
 
 @contextlib.contextmanager
 def groups_as_on_one_rank() -> Iterator[None]:
-    """While it lasts, the Trainer makes an optimizer's groups as on one rank. It would make a group for each device mesh
-    that parameters are on, for kernels that step several at once; here they step the parts that lie on this rank."""
+    """While it lasts, the Trainer makes an optimizer's groups as on one rank.
+
+    It would make a group for each device mesh that parameters are on, for kernels that step several at once. Here those
+    step the parts that lie on this rank.
+    """
     with patch.object(transformers.trainer, "has_mixed_dtensor", lambda parameters: False, create=True):
         yield

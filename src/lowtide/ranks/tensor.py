@@ -2,8 +2,9 @@
 
 The first matrices of a block are split by their outputs and the last by their inputs, so that a rank computes its heads
 and its part of the MLP with nothing to exchange between, as in Megatron-LM (arXiv 1909.08053, section 3). Hidden states
-between blocks are whole and equal on all ranks. Each exchange here goes backward as Megatron's does, for a loss that all
-ranks of the group compute alike: what comes back at a tensor that is equal on all ranks is its whole gradient, on each.
+between blocks are whole and equal on all ranks. Each exchange here goes backward as Megatron's does, for a loss that
+all ranks of the group compute alike: what comes back at a tensor that is equal on all ranks is its whole gradient, on
+each of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from lowtide.ranks.group import RankGroup
-
 
 MESH = "tp"
 """The dimension of a device mesh that these ranks are in, as transformers and accelerate call it."""

@@ -55,15 +55,16 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device, *, s
     install(model, padding_free=False)
     equal_weights(model, device)
     mesh = mesh_of(sharding, device)
+    names = mesh.mesh_dim_names or ()
     if sharding.tensor_parallel > 1:
-        replicas = mesh[COPIES].get_group() if COPIES in mesh.mesh_dim_names and sharding.kind != "fsdp2" else None
+        replicas = mesh[COPIES].get_group() if COPIES in names and sharding.kind != "fsdp2" else None
         split_layers(model, TensorParallel(mesh[MESH].get_group(), replicas), mesh[MESH], device)
     if sharding.kind != "fsdp2":
         return
     check_shardable(model)
     _check_dtypes(model)
     offload = CPUOffloadPolicy() if sharding.offload_weights and device.type != "cpu" else OffloadPolicy()
-    mesh = mesh[*(name for name in mesh.mesh_dim_names if name != MESH)]
+    mesh = mesh[*(name for name in names if name != MESH)]
     split = cut_vocabulary(causal_model(model), mesh, device) if split_vocabulary else set()
     more: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": split}
     more["reshard_after_forward"] = sharding.reshard  # of what is left too: a forward without gradients lets go of all

@@ -9,10 +9,10 @@ rank. Head and embedding are split by the vocabulary (`engine.weights.split_voca
 
 from __future__ import annotations
 
-import contextlib
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lowtide.compat.torch import strided_shard
+from lowtide.compat.torch import parameters_replaced, strided_shard
 from lowtide.engine.forward import TENSOR_PARALLEL, causal_model
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.split_vocabulary import split_vocabulary
@@ -117,7 +117,7 @@ def _check(model: Any, path: str, module: Any, style: str, ranks: int) -> None:
     if style in (WHOLE, EXPERTS):
         if hasattr(module, "base_layer"):
             raise _refused(model, f"{path} has an adapter, which is not split: leave it out of what is adapted")
-        names = [name for name, _ in module.named_parameters(recurse=False)] if style == EXPERTS else []
+        names = [name for name, _ in _own(module)] if style == EXPERTS else []
         unknown = [name for name in names if name not in ("gate_up_proj", "down_proj")]
         if unknown:
             raise _refused(model, f"{path} has experts of another kind ({unknown[0]})")
@@ -156,7 +156,9 @@ def _refused(model: Any, reason: str, divisor: int | None = None) -> ValueError:
     remedy = "shard its weights in place of it (`fsdp=True`)"
     if divisor is not None:
         remedy = f"take a `tp_size` that divides {divisor}, or {remedy}"
-    return ValueError(f"model type {model.config.model_type} cannot be split by tp_size: {reason}. {remedy[0].upper()}{remedy[1:]}")
+    return ValueError(
+        f"model type {model.config.model_type} cannot be split by tp_size: {reason}. {remedy[0].upper()}{remedy[1:]}"
+    )
 
 
 # -- splitting -----------------------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def _split(
     if style == WHOLE:
         _install(module, _forward_of_own_heads, ranks)
     elif style == EXPERTS:
-        for name, p in [*module.named_parameters(recurse=False)]:
+        for name, p in _own(module):
             setattr(module, name, _cut(p, STYLES[style_of(f"{path}.{name}", plan)], ranks, mesh))
         _install(module, _forward_of_experts, ranks)
     elif hasattr(module, "base_layer"):
@@ -195,7 +197,7 @@ def _split_linear(module: nn.Linear, style: Style, ranks: TensorParallel, mesh: 
     _install(module, _forward_of_linear, ranks)
 
 
-def _cut(whole: nn.Parameter, style: Style, ranks: TensorParallel, mesh: DeviceMesh) -> nn.Parameter:
+def _cut(whole: Tensor, style: Style, ranks: TensorParallel, mesh: DeviceMesh) -> nn.Parameter:
     """The part of a weight, or of a bias with a number for each output, that lies here."""
     dimension = whole.dim() + style.dimension if whole.dim() > 1 else 0
     parts = [part.chunk(ranks.size, dimension)[ranks.rank] for part in whole.detach().chunk(style.parts, dimension)]
@@ -218,20 +220,16 @@ def _install(module: Any, forward: Callable[..., Any], ranks: TensorParallel) ->
     module.forward = types.MethodType(forward, module)  # a copy of the module calls its own
 
 
-@contextlib.contextmanager
-def _parts_here(module: nn.Module, ranks: TensorParallel, *, shared: bool = False) -> Iterator[None]:
-    """While it lasts, a module's parameters are the parts that lie here; what is whole goes by `ranks.shared`, if asked
-    for. Gradients arrive at the parameters themselves."""
-    own = dict(module._parameters)
-    for name, p in own.items():
-        if isinstance(p, DTensor):
-            module._parameters[name] = p.to_local()  # type: ignore[assignment]
-        elif shared and p is not None:
-            module._parameters[name] = ranks.shared(p)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        module._parameters.update(own)
+def _parts_here(module: nn.Module, ranks: TensorParallel) -> AbstractContextManager[None]:
+    """While it lasts, a module's parameters are the parts that lie here, and what is whole goes by `ranks.shared`.
+    Gradients arrive at the parameters themselves."""
+    own = {name: p.to_local() if isinstance(p, DTensor) else ranks.shared(p) for name, p in _own(module)}
+    return parameters_replaced(module, own)
+
+
+def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a module itself."""
+    return [*module.named_parameters(recurse=False)]
 
 
 def _forward_of_linear(self: Any, x: Tensor) -> Tensor:
@@ -244,7 +242,7 @@ def _forward_of_linear(self: Any, x: Tensor) -> Tensor:
 
 
 def _forward_of_own_heads(self: Any, *args: Any, **kwargs: Any) -> Any:
-    with _parts_here(self, self._ranks, shared=True):
+    with _parts_here(self, self._ranks):
         return type(self).forward(self, *args, **kwargs)
 
 

@@ -168,7 +168,9 @@ class ResumableRuns(WholeCheckpoints):
             self._load_partitioned(own, checkpoint)
             return
         sharded = is_sharded(own)
-        with implicit_replication() if sharded else contextlib.nullcontext():  # each rank copies its part of what the file holds
+        with (
+            implicit_replication() if sharded else contextlib.nullcontext()
+        ):  # each rank copies its part of what the file holds
             if hasattr(own, "peft_config") or not is_converted(own):
                 with contextlib.nullcontext() if sharded else same_weights_trained(own):
                     super()._load_from_checkpoint(checkpoint, model)

@@ -84,7 +84,10 @@ def save_optimizer_shard(optimizer: Any, folder: Path) -> None:
     """Writes the states of the shards that lie here, and how many hold parts along which dimension of the ranks."""
     place = _place(optimizer)
     folder.mkdir(parents=True, exist_ok=True)  # the first rank's may be on another disk
-    torch.save({**optimizer.state_dict(), CUT: _cut_into(optimizer)}, folder / f"optimizer-{place.rank + 1:05}-of-{place.ranks:05}.pt")
+    torch.save(
+        {**optimizer.state_dict(), CUT: _cut_into(optimizer)},
+        folder / f"optimizer-{place.rank + 1:05}-of-{place.ranks:05}.pt",
+    )
 
 
 def optimizer_files(folder: Path) -> list[Path]:

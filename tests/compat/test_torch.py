@@ -310,3 +310,19 @@ def test_the_allocators_history_has_its_functions():
     for name in ("enabled", "context", "stacks", "max_entries", "clear_history"):
         assert name in record, f"torch.cuda.memory._record_memory_history takes no {name}"
     assert callable(torch.cuda.memory._snapshot), "torch.cuda.memory._snapshot is gone"
+
+
+def test_parameters_of_a_module_are_replaced_for_a_while():
+    layer = nn.Linear(2, 3)
+    weight, bias = layer.weight, layer.bias
+    with inside.parameters_replaced(layer, {"weight": weight * 2}):
+        layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight is weight
+    assert layer.bias is bias
+    assert torch.equal(weight.grad, torch.full((3, 2), 2.0)), "a gradient goes by what stood in a parameter's place"
+
+
+def test_a_strided_shard_cuts_each_part():
+    cut = inside.strided_shard(1, 2)
+    assert (cut.dim, cut.split_factor) == (1, 2), "torch's _StridedShard takes other arguments"
+    assert not cut.is_replicate()

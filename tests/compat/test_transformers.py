@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import lowtide
 from lowtide.compat import transformers as inside
+from lowtide.compat.trainer_optimizers import groups_as_on_one_rank
 from lowtide.compat.transformers import HOOKS, USED, Hook
 
 TRAINERS = Path(lowtide.__file__).parent / "trainers"
@@ -185,3 +186,13 @@ def test_the_trainer_says_whose_schedule_it_has(model, tmp_path):
     trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
     trainer.create_optimizer_and_scheduler(num_training_steps=2)
     assert inside.made_own_schedule(trainer), "Trainer._created_lr_scheduler is not set for its own schedule"
+
+
+def test_the_trainer_asks_whether_parameters_are_on_several_meshes():
+    assert "has_mixed_dtensor" not in vars(Trainer), "it is no name of the module any more"
+    source = inspect.getsource(inspect.getmodule(Trainer))
+    if "has_mixed_dtensor" in source:
+        with groups_as_on_one_rank():
+            assert not inspect.getmodule(Trainer).has_mixed_dtensor([torch.ones(1)])
+    else:
+        assert "by_mesh" not in source, "the Trainer makes groups by mesh in another way"

@@ -145,6 +145,47 @@ def test_statistics_and_gradients_are_those_of_a_whole_head(ranks: int, tmp_path
     run_ranks(compare_all, ranks, str(tmp_path), ranks=ranks)
 
 
+def compare_same(rank: int, ranks: int, folder: str) -> None:
+    """Ranks with the same scores: every number is that of a whole head, and no gradient is divided."""
+    mesh = group_of_ranks(rank, ranks, folder)
+    split = SplitVocabulary(mesh.get_group(), VOCAB, same_scores=True)
+    cases = itertools.product(("logprobs", "loss"), PROJECTIONS.values(), (False, True), (None, 4))
+    for kind, projection, in_place, chunk in cases:
+        dtype, problem = torch.float64, Problem(ranks, torch.float64)
+        options: dict[str, Any] = {"projection": projection, "want": EVERYTHING, "accumulate": in_place}
+        found: list[tuple[Tensor, TokenStats, list[Tensor]]] = []
+        whole = [nn.Parameter(weight.clone()) for weight in [*problem.weights, problem.bias]]
+        mine = [cut(weight, mesh) for weight in [*problem.weights, problem.bias]]
+        for weights, more in ((whole, {}), (mine, {"split": split, "chunk": chunk})):
+            terms, xs = problem.terms(0, weights[:2])
+            where = problem.indices[0], problem.targets[0]
+            total, stats = run(kind, terms, *where, bias=weights[2], **more, **options)
+            backward(total, kind)
+            found.append((total.detach(), stats, xs))
+        for name in ("logprobs", "entropies", "mean_logprobs", "collisions"):
+            assert_near(getattr(found[1][1], name), getattr(found[0][1], name), dtype)
+        assert_near(found[1][0], found[0][0], dtype)
+        for own, known in zip([*found[1][2]], [*found[0][2]], strict=True):
+            assert_near(own.grad, known.grad, dtype)
+        for own, known in zip(mine, whole, strict=True):
+            assert_near(own.grad.full_tensor(), known.grad, dtype)
+    table, ids = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0)), torch.tensor([[3, 36, 3, 0]])
+    whole_table, own_table = nn.Parameter(table.clone()), cut(table, mesh)
+    for padding_idx in (None, 3):
+        (embed_tokens(ids, whole_table, padding_idx) ** 2).sum().backward()
+        looked_up = embed_tokens(ids, own_table, padding_idx, split)
+        (looked_up**2).sum().backward()
+        assert torch.equal(looked_up, table[ids])
+        torch.testing.assert_close(own_table.grad.full_tensor(), whole_table.grad)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
+def test_ranks_with_the_same_scores_have_the_numbers_of_a_whole_head(ranks: int, tmp_path: Path) -> None:
+    run_ranks(compare_same, ranks, str(tmp_path), ranks=ranks)
+
+
 def look_up(rank: int, ranks: int, folder: str) -> None:
     mesh = group_of_ranks(rank, ranks, folder)
     split = SplitVocabulary(mesh.get_group(), VOCAB)

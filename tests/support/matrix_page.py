@@ -38,7 +38,8 @@ and losses and weights are compared with those of one rank that trains with the 
 rounding, 2e-5 of any loss and of the norm of any weight. *Not exact* is a technique that rounds, and does so in blocks
 that lie otherwise in a shard, or of sums in another order.
 
-`2 ranks` are whole copies, FSDP2 is `fsdp=True`, ZeRO-2 and ZeRO-3 are DeepSpeed's stages, SP splits sequences.
+`2 ranks` are whole copies, FSDP2 is `fsdp=True`, ZeRO-2 and ZeRO-3 are DeepSpeed's stages, SP splits sequences, TP
+layers.
 """
 
 

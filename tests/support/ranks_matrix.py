@@ -24,6 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 2}}},
     "ZeRO-3": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 3}}},
     "SP": {"sequence": 2},
+    "TP": {"tensor": 2},
 }
 """The columns: how a config says it."""
 NEEDS = {"ZeRO-2": "deepspeed", "ZeRO-3": "deepspeed"}

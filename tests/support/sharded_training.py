@@ -47,6 +47,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 5.0},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "olmo2": {"model_type": "olmo2"},
+    "qwen3_moe": {
+        **{"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    },
 }
 SIZES = {
     "hidden_size": 32,
@@ -86,6 +93,7 @@ def trained(
     checkpoint: str | None = None,
     save_to: Path | None = None,
     sequence: int = 1,
+    tensor: int = 1,
     stages: int = 1,
     **options: Any,
 ) -> Any:
@@ -94,18 +102,20 @@ def trained(
     Args:
         ranks: that train, each on its share of the rows of a step.
         lora: whether adapters are trained; with what differs from `LORA`.
-        sequence: so many of them have the same rows.
-        stages: likewise, and each has its layers.
+        sequence: so many of them split sequences, and have the same rows.
+        tensor: so many of them split layers, likewise.
+        stages: so many of them have layers of their own, likewise.
     """
+    split = {name: size for name, size in (("sp_size", sequence), ("tp_size", tensor)) if size > 1}
+    if split:
+        options["parallelism_config"] = {**split, **options.get("parallelism_config", {})}
     if stages > 1:
         options["pipeline_parallel_size"] = stages
-    if sequence > 1:
-        options["parallelism_config"] = {"sp_size": sequence, **options.get("parallelism_config", {})}
     base = matrix.COMMON["per_device_train_batch_size"] if kind not in matrix.ONLINE else matrix.ROWS
     evaluated = options.pop("evaluated", False)
     rows = options.pop("rows", options.get("per_device_train_batch_size", base))
     options = {"output_dir": str(folder), "max_steps": 3, **options}
-    options["per_device_train_batch_size"] = rows * sequence * stages // ranks
+    options["per_device_train_batch_size"] = rows * sequence * tensor * stages // ranks
     task = "SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
     adapters = LoraConfig(**{**LORA, **(lora if isinstance(lora, Mapping) else {})}, task_type=task) if lora else None
     given = None if model is None else build(model)

@@ -211,7 +211,6 @@ def read(monkeypatch, tmp_path):
         ({"sp_size": 2, "dp_shard_size": 4}, "dp_shard_size=4 times sp_size=2 is 8, and there are 4 processes"),
         ({"sp_size": 2, "dp_replicate_size": 4}, "dp_replicate_size=4 times dp_shard_size=1 times sp_size=2 is 8"),
         ({"sp_size": 2, "cp_size": 2}, "sp_size=2 and cp_size=2 both split sequences: leave one of them out"),
-        ({"sp_size": 2, "tp_size": 2}, "tp_size=2 is not built yet"),
         ("two", "parallelism_config='two' is no ParallelismConfig: give its sizes"),
         ({"sq_size": 2}, "no key 'sq_size'; did you mean 'sp_size'"),
     ],

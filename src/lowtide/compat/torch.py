@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -377,6 +378,22 @@ def sum_own_of_ranks(found: Tensor, everyones: Tensor, group: dist.ProcessGroup)
     """Fills `found` with this rank's part of the sum over ranks; likewise."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(found, everyones.contiguous(), group=group)
+
+
+@contextlib.contextmanager
+def parameters_replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """While it lasts, a module has these tensors, which need not be leaves, in place of parameters of its own."""
+    own = dict(module._parameters)
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+
+
+def strided_shard(dimension: int, parts: int) -> Any:
+    """How a tensor is cut of which each of so many parts along a dimension is cut alike; there is no public name."""
+    return _StridedShard(dimension, split_factor=parts)
 
 
 def fully_sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import transformers.trainer
 from torch import nn
 from transformers import Trainer
 
@@ -28,3 +32,14 @@ def trainer_optimizer(model: nn.Module, args: Any, kind: tuple[Any, Any] | None 
     stand_in: Any = _AsTrainer(model, args)
     stand_in.optimizer_cls_and_kwargs = kind
     return Trainer.create_optimizer(stand_in)
+
+
+@contextlib.contextmanager
+def groups_as_on_one_rank() -> Iterator[None]:
+    """While it lasts, the Trainer makes an optimizer's groups as on one rank.
+
+    It would make a group for each device mesh that parameters are on, for kernels that step several at once. Here those
+    step the parts that lie on this rank.
+    """
+    with patch.object(transformers.trainer, "has_mixed_dtensor", lambda parameters: False, create=True):
+        yield

@@ -32,6 +32,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import whole_shape
+from lowtide.ranks.tensor import TensorParallel
 
 COMPUTED_IN = "_lowtide_computed_in"
 """The attribute of a model that says in which dtype `score` has autocast take its products."""
@@ -39,6 +40,8 @@ FIRST_POSITION = "_lowtide_first_position"
 """The attribute of a model that says which number it gives to the first position of a row."""
 SPLIT_OVER = "_lowtide_split_over"
 """The attribute of a model that says which ranks `score` splits the tokens of a batch over."""
+TENSOR_PARALLEL = "_lowtide_tensor_parallel"
+"""The attribute of a model that says which ranks its layers are split between."""
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
@@ -126,10 +129,15 @@ def sequence_of(model: nn.Module) -> SequenceParallel | None:
     return vars(causal_model(model)).get(SPLIT_OVER)
 
 
-def group_of(model: nn.Module) -> RankGroup | None:
-    """The ranks that hold the same rows as this one and compute a batch together; None where it is alone."""
+def tensor_parallel_of(model: nn.Module) -> TensorParallel | None:
+    """The ranks that the matrices of each layer are split between, where `engine.weights.split_layers` did so."""
+    return vars(causal_model(model)).get(TENSOR_PARALLEL)
+
+
+def same_rows_of(model: nn.Module) -> RankGroup | None:
+    """The ranks that hold the same rows and compute a batch together; None where each rank has rows of its own."""
     stage = stage_of(causal_model(model))
-    return sequence_of(model) if stage is None else stage.pipeline
+    return (sequence_of(model) or tensor_parallel_of(model)) if stage is None else stage.pipeline
 
 
 def score(
@@ -163,13 +171,13 @@ def score(
             with noisy_embeddings(causal_model(model), batch, inputs["attention_mask"]):
                 return model(**inputs, scores=replace(scores, index=index))
         sequence, inner = sequence_of(model), causal_model(model)
+        stage = stage_of(inner)
         own = slice(None) if sequence is None else sequence.runs(batch.tokens)
         with (
             ragged_inputs(batch, sequence, first_position=vars(inner)[FIRST_POSITION]) as inputs,
             noisy_embeddings(inner, batch, own=own),
-            _own_random(group_of(model), inner, batch.token_ids.device),
+            _own_random(sequence if stage is None else stage.pipeline, inner, batch.token_ids.device),
         ):
-            stage = stage_of(inner)
             if stage is None or stage.entered:
                 return model(**inputs, scores=scores)
             return stage.run_through(lambda: model(**inputs, scores=scores), batch.tokens, batch.token_ids.device)

@@ -88,6 +88,8 @@ def _compiled_or_tiled(name: str) -> Callable[[Site], str | None]:
 def _compile_refused(site: Site) -> str | None:
     if site.options.sharding.sequence_parallel > 1:
         return "compiled layers cannot exchange heads between ranks that split sequences: leave one of them off"
+    if site.options.sharding.tensor_parallel > 1:
+        return "compiled layers cannot exchange between ranks that layers are split between: leave one of them off"
     return _compiled_or_tiled("torch_compile")(site)
 
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowtide.ops.in_place import gradient_in_place, lies_here, lying_as, takes_gradient_in_place
-from lowtide.ops.split_vocabulary import Lookup, SplitVocabulary
-from lowtide.ops.target import target_of
+from lowtide.ops.in_place import add_rows, gradient_in_place, lies_here, lying_as, takes_gradient_in_place
+from lowtide.ops.split_vocabulary import Lookup, SharedLookup, SplitVocabulary
 
 
 def embed_tokens(
@@ -47,14 +46,14 @@ class _EmbedTokens(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         (token_ids,) = ctx.saved_tensors
         grad = _of_tokens(grads[0], token_ids, ctx.padding_idx)
-        _add_rows(gradient_in_place(ctx.weight), token_ids.flatten(), grad)
+        add_rows(gradient_in_place(ctx.weight), token_ids.flatten(), grad)
         return None, None, None
 
 
 class _EmbedSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, token_ids: Tensor, weight: Tensor, padding_idx: int | None, split: SplitVocabulary):
-        lookup = Lookup(split, token_ids.flatten())
+        lookup = (SharedLookup if split.same_scores else Lookup)(split, token_ids.flatten())
         ctx.save_for_backward(token_ids)
         ctx.lookup, ctx.weight, ctx.padding_idx = lookup, weight, padding_idx
         return lookup.answered(lies_here(weight).index_select(0, lookup.rows)).view(*token_ids.shape, -1)
@@ -63,11 +62,9 @@ class _EmbedSplit(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         (token_ids,), lookup, weight = ctx.saved_tensors, ctx.lookup, ctx.weight
         grad = _of_tokens(grads[0], token_ids, ctx.padding_idx)
-        asked = grad.new_zeros(sum(lookup.sent), grad.shape[1])
-        _add_rows(asked, lookup.place, grad)
         in_place = takes_gradient_in_place(weight)
         into = gradient_in_place(weight) if in_place else torch.zeros_like(lies_here(weight))
-        _add_rows(into, lookup.rows, lookup.returned(asked))
+        add_rows(into, lookup.rows, lookup.returned(grad))
         return None, None if in_place else lying_as(weight, into), None, None
 
 
@@ -75,11 +72,3 @@ def _of_tokens(grad: Tensor, token_ids: Tensor, padding_idx: int | None) -> Floa
     """The gradient at each token, zero where it is padding."""
     grad = grad.flatten(0, -2)
     return grad if padding_idx is None else grad.masked_fill((token_ids.flatten() == padding_idx)[:, None], 0)
-
-
-def _add_rows(into: Tensor, rows: Tensor, grad: Tensor) -> None:
-    grad = grad.to(into.dtype)
-    if target_of(grad).kind == "cuda":  # sorts, where index_add_ would add in any order
-        into.index_put_((rows,), grad, accumulate=True)
-    else:
-        into.index_add_(0, rows, grad)

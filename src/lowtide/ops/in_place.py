@@ -12,11 +12,13 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lowtide.compat.torch import has_gradient_hooks
+from lowtide.ops.target import target_of
 
 
 def takes_gradient_in_place(weight: Tensor) -> bool:
@@ -44,6 +46,15 @@ def gradient_in_place(weight: Tensor) -> Tensor:
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     return lies_here(weight.grad)
+
+
+def add_rows(into: Float[Tensor, "all hidden"], rows: Int[Tensor, " some"], grad: Float[Tensor, "some hidden"]) -> None:
+    """Adds to some rows of a tensor; a row may come several times."""
+    grad = grad.to(into.dtype)
+    if target_of(grad).kind == "cuda":  # sorts, where index_add_ would add in any order
+        into.index_put_((rows,), grad, accumulate=True)
+    else:
+        into.index_add_(0, rows, grad)
 
 
 def _node_is_hooked(weight: Tensor) -> bool:

@@ -212,13 +212,20 @@ def _pairs(flat: Sequence[Tensor]) -> tuple[Term, ...]:
 
 
 class OwnScores:
-    """This rank's scores, for a head whose rows of the vocabulary all lie here; `SplitScores` has all ranks'."""
+    """This rank's scores, for a head whose rows of the vocabulary all lie here, or on ranks that hold the same scores;
+    `SplitScores` has all ranks'."""
 
     factor = 1.0
     """Of the gradients of weights."""
 
-    def __init__(self, index: Int[Tensor, " scores"], target: Int[Tensor, " scores"], most_at_once: int) -> None:
-        self.index, self.target, self.rows = index, target, min(most_at_once, len(index))
+    def __init__(
+        self,
+        index: Int[Tensor, " scores"],
+        target: Int[Tensor, " scores"],
+        most_at_once: int,
+        split: SplitVocabulary | None,
+    ) -> None:
+        self.index, self.target, self.rows, self.split = index, target, min(most_at_once, len(index)), split
 
     def spans(self) -> Iterator[slice]:
         """The scores of each chunk."""
@@ -231,7 +238,7 @@ class OwnScores:
 
     def add_back(self, into: Tensor, span: slice, x: Tensor) -> None:
         """Adds up the gradients of a chunk's hidden states."""
-        into.index_add_(0, self.index[span], x)
+        into.index_add_(0, self.index[span], x if self.split is None else self.split.summed(x))
 
     def of_own(self, stats: RowStats, span: slice) -> RowStats:
         """Those of this rank, of the statistics of a part of a chunk; the other two, of all scores, likewise."""
@@ -255,7 +262,9 @@ def _scores_of(spec: _Spec, index: Tensor, target: Tensor, terms: Sequence[Term]
     first, split = terms[0].x, spec.split
     vocab = terms[0].weight.shape[0] if split is None else split.each
     most = spec.chunk or chunk_rows(vocab, _dtype_of(first), target_of(first).kind)
-    return OwnScores(index, target, most) if split is None else SplitScores(split, index, target, most)
+    if split is None or split.same_scores:
+        return OwnScores(index, target, most, split)
+    return SplitScores(split, index, target, most)
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:

@@ -9,6 +9,9 @@ the embedding, the rows that a rank asks for are sent to it, and their gradients
 The loss of a rank is of its own scores, and its scale is such that the mean over ranks is the loss of all. So gradients
 of weights are divided by the number of ranks, as `fully_shard` does for other weights. All calls are of all ranks
 together.
+
+Ranks may also hold the same tokens and scores, as in tensor parallelism. Then nothing travels but what is put together:
+the statistics of a score, the rows of the embedding, and the gradient of a hidden state, which are sums over ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from lowtide.compat.torch import gather_from_ranks, sum_own_of_ranks
+from lowtide.ops.in_place import add_rows
 from lowtide.ops.logit_rows import Projection, RowStats, Slopes, Want
 from lowtide.ops.rows_of import rows_of
 
@@ -39,6 +43,8 @@ class SplitVocabulary:
     group: dist.ProcessGroup
     vocab: int
     """Rows of all ranks."""
+    same_scores: bool = False
+    """Whether the ranks hold the same tokens and scores, and compute the same loss."""
     alone: ClassVar[bool] = False
     """Whether exchanges take memory, and ask no other rank."""
 
@@ -79,6 +85,13 @@ class SplitVocabulary:
         if SplitVocabulary.alone:
             return found.copy_(x[: len(found)])
         sum_own_of_ranks(found, x, self.group)
+        return found
+
+    def summed(self, x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+        """The sum over ranks, on all of them."""
+        found = x.clone(memory_format=torch.contiguous_format)
+        if not SplitVocabulary.alone:
+            dist.all_reduce(found, group=self.group)
         return found
 
     def exchanged(self, x: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
@@ -257,6 +270,26 @@ class Lookup:
         """The rows of this rank's tokens."""
         return self.split.exchanged(rows, self.taken, self.sent).index_select(0, self.place)
 
-    def returned(self, grad: Float[Tensor, "asked hidden"]) -> Float[Tensor, "answered hidden"]:
-        """The gradients of `rows`, from those of the tokens that this rank asked for, each added up already."""
-        return self.split.exchanged(grad, self.sent, self.taken) / self.split.ranks
+    def returned(self, grad: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "answered hidden"]:
+        """The gradients of `rows`, from those of this rank's tokens."""
+        asked = grad.new_zeros(sum(self.sent), grad.shape[1])
+        add_rows(asked, self.place, grad)
+        return self.split.exchanged(asked, self.sent, self.taken) / self.split.ranks
+
+
+class SharedLookup:
+    """The rows of tokens that all ranks ask for alike: each gives those that lie there, and they are added up."""
+
+    def __init__(self, split: SplitVocabulary, token_ids: Int[Tensor, " tokens"]) -> None:
+        row = token_ids - split.first
+        self.split, self.elsewhere = split, ((row < 0) | (row >= split.rows))[:, None]
+        self.rows = row.clamp(0, split.rows - 1)
+        """[tokens]: the rows that lie here, and any row for tokens elsewhere."""
+
+    def answered(self, rows: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
+        """The rows of the tokens."""
+        return self.split.summed(rows.masked_fill(self.elsewhere, 0))
+
+    def returned(self, grad: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
+        """The gradients of `rows`, from those of the tokens."""
+        return grad.masked_fill(self.elsewhere, 0)

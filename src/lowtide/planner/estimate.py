@@ -129,8 +129,6 @@ def _sharded(run: FakeRun, device: Device, sharding: Sharding, beside: int) -> E
         replace(sharding, backend="gloo") if device.kind == "cpu" else sharding,
     )
     notes = (*traced.notes, *found.notes)
-    if not sharding.runs:
-        notes = (*notes, f"lowtide's trainers do not run {sharding} yet: this is what it would take")
     speed = traced.tokens_per_second(device, exchanged_bytes=found.traffic.per_rank)
     return replace(_estimate(found.phases, device, speed, beside, notes), host_bytes=found.host_bytes)
 

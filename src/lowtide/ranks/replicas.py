@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide.compat.torch import backward_number
+from lowtide.ranks.shards import local_of
 
 BUCKET_BYTES = 16 << 20
 """Gradients exchanged at a time: enough to use the link well, small beside the gradients."""
@@ -60,8 +61,8 @@ class Piece:
 
     def put(self, numbers: Tensor) -> None:
         """Writes other ones in their place."""
-        gradient = self.parameter.grad
-        assert gradient is not None
+        assert self.parameter.grad is not None
+        gradient = local_of(self.parameter.grad)
         if gradient.is_contiguous():
             gradient.view(-1)[self.start : self.stop] = numbers
         else:  # never cut: see `_buckets`
@@ -95,7 +96,7 @@ class Averaging:
     last: Sequence[nn.Parameter] = ()
     """Whose gradients are complete when backward is over: the embedding's, likewise."""
     group: dist.ProcessGroup | None = None
-    """The ranks that hold the same weights; None for all."""
+    """The ranks that hold the same weights, or the same parts of them; None for all."""
     _flying: deque[Flight] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -183,7 +184,8 @@ class Averaging:
     @torch.no_grad()
     def _post(self, counts: bool) -> None:
         bucket = self.buckets[self._posted]
-        room, gradient = None, bucket[0].parameter.grad
+        room, first = None, bucket[0].parameter.grad
+        gradient = None if first is None else local_of(first)
         if counts and len(bucket) == 1 and gradient is not None and gradient.is_contiguous():
             flat = bucket[0].of(gradient)
         else:
@@ -191,7 +193,7 @@ class Averaging:
             flat = room[: _bytes(bucket)].view(bucket[0].parameter.dtype)
             for piece, copy in _within(flat, bucket):
                 if counts and piece.parameter.grad is not None:
-                    copy.copy_(piece.of(piece.parameter.grad))
+                    copy.copy_(piece.of(local_of(piece.parameter.grad)))
                 else:
                     copy.zero_()
         work = dist.all_reduce(flat, group=self.group, async_op=True)
@@ -236,8 +238,9 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[Piece]]:
     bucket: list[Piece] = []
     for parameter in parameters:
         most = max(BUCKET_BYTES // parameter.element_size(), 1)
-        count = parameter.numel()
-        if count > most and parameter.is_contiguous():
+        part = local_of(parameter)
+        count = part.numel()
+        if count > most and part.is_contiguous():
             if bucket:
                 yield bucket
             bucket = []

@@ -50,25 +50,25 @@ def check_same_rows(dataset: Any, lengths_of: Callable[[Any], np.ndarray | None]
         )
 
 
-def check_same_batch(batch: Sequence[Int[Tensor, " _"]], group: RankGroup | None) -> None:
+def check_same_batch(batch: Sequence[Int[Tensor, " _"]], together: RankGroup | None) -> None:
     """Refuses a batch that is another one on another rank of a group; all ranks of it ask together.
 
     Args:
         batch: its tokens and the like.
-        group: the ranks that compute it together; None where each rank has its own.
+        together: the ranks that compute it together; None where each rank has its own.
 
     Raises:
         ValueError: with what to look at.
     """
-    if group is None:
+    if together is None:
         return
     sums = [((torch.arange(len(each), device=each.device) % 8191 + 1) * each).sum() for each in batch]
     mine = torch.stack([*sums, torch.tensor(sum(map(len, batch)), device=sums[0].device)])
     most = torch.cat([mine, -mine])
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group.group)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=together.group)
     if not torch.equal(*most.abs().chunk(2)):
         raise ValueError(
-            f"the {group.size} ranks that compute a batch together have different ones: a data collator, a "
+            f"the {together.size} ranks that compute a batch together have different ones: a data collator, a "
             "sampler or a stream that draws random numbers has to draw the same on all of them, so seed it alike"
         )
 

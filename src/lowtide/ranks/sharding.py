@@ -3,8 +3,8 @@ transformers' `fsdp` and its config.
 
 The options are the ones that change memory or traffic, with the defaults of DeepSpeed 0.19 (`runtime/zero/config.py`),
 of `torch.distributed.fsdp.fully_shard`, and of transformers, which fills in what a DeepSpeed config leaves to `"auto"`.
-What they cost is in `planner.sharded`. lowtide's trainers run all of them; tensor parallelism is predicted for
-those who choose machines, and `Sharding.runs` says so.
+What they cost is in `planner.sharded`. lowtide's trainers run all of them, but for some combinations that are
+predicted for those who choose machines, and `Sharding.runs` says so.
 """
 
 from __future__ import annotations
@@ -141,14 +141,14 @@ class Sharding:
         return self.devices // self.tensor_parallel
 
     @property
-    def copies(self) -> int:
-        """Ranks that hold the same rows."""
-        return self.sequence_parallel * self.pipeline_parallel
-
-    @property
     def data_ranks(self) -> int:
         """Ranks that see different rows; those that split sequences or layers count as one."""
-        return self.replicas // self.copies
+        return self.devices // self.same_rows
+
+    @property
+    def same_rows(self) -> int:
+        """Ranks that hold the same rows and compute them together."""
+        return self.tensor_parallel * self.sequence_parallel * self.pipeline_parallel
 
     @property
     def shards(self) -> int:
@@ -160,7 +160,7 @@ class Sharding:
     @property
     def runs(self) -> bool:
         """Whether lowtide's own trainers can run it."""
-        return self.tensor_parallel == 1
+        return self.tensor_parallel == 1 or not (self.by_deepspeed or self.sequence_parallel > 1)
 
     @property
     def by_deepspeed(self) -> bool:
@@ -169,8 +169,8 @@ class Sharding:
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether weights themselves lie in shards, so that each forward is one of all ranks."""
-        return self.kind in ("zero3", "fsdp2") and self.shards > 1
+        """Whether weights themselves lie in parts, each on another rank."""
+        return self.tensor_parallel > 1 or (self.kind in ("zero3", "fsdp2") and self.shards > 1)
 
     @classmethod
     def read(cls, given: Any, *, devices: int, nodes: int = 1, **more: Any) -> Sharding:

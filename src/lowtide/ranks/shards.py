@@ -14,15 +14,20 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lowtide.compat.deepspeed import gathered, is_partitioned, shape_of
 from lowtide.compat.torch import fully_sharded_modules, subclassed
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a model's weights lie in shards, so that each of its forwards is one of all ranks together."""
+def is_gathered(model: nn.Module) -> bool:
+    """Whether each forward of a model gathers its weights from all ranks, and so is one of all of them together."""
     return bool(fully_sharded_modules(model)) or any(is_partitioned(p) for p in model.parameters())
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parts of a model's weights lie on other ranks."""
+    return is_gathered(model) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
@@ -92,15 +97,37 @@ def place_of(tensor: Tensor) -> Place:
     """Which rows of a weight lie on this rank; all of one that is not sharded, as if one rank held it."""
     if not isinstance(tensor, DTensor):
         return Place(tuple(tensor.shape), 0, 1)
-    along = next(number for number, each in enumerate(tensor.placements) if isinstance(each, Shard))
-    mesh = tensor.device_mesh
+    along, mesh = cut_along(tensor)[0], tensor.device_mesh
     return Place(tuple(tensor.shape), mesh.get_local_rank(along), mesh.size(along))
+
+
+def part_of(whole: Tensor, weight: Tensor) -> Tensor:
+    """The part that lies here of a tensor of a weight's shape, all of which is known: as the weight is cut."""
+    if not isinstance(weight, DTensor):
+        return whole
+    return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+
+
+def parts_of(weights: Iterable[Tensor]) -> dict[str, tuple[int, int]]:
+    """(number of this rank, how many) along each dimension of device meshes whose ranks hold parts of weights."""
+    found: dict[str, tuple[int, int]] = {}
+    for weight in weights:
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            for along in cut_along(weight):
+                name = (mesh.mesh_dim_names or ())[along] if mesh.mesh_dim_names else str(along)
+                found[name] = mesh.get_local_rank(along), mesh.size(along)
+    return dict(sorted(found.items()))
 
 
 def group_of(tensor: DTensor) -> dist.ProcessGroup:
     """The ranks that hold the shards of one copy of a weight."""
-    along = next(number for number, each in enumerate(tensor.placements) if isinstance(each, Shard))
-    return tensor.device_mesh.get_group(along)
+    return tensor.device_mesh.get_group(cut_along(tensor)[0])
+
+
+def cut_along(tensor: DTensor) -> list[int]:
+    """The dimensions of its device mesh whose ranks hold parts of a tensor, and not copies."""
+    return [number for number, each in enumerate(tensor.placements) if not each.is_replicate()]
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -108,10 +135,16 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if not sharded:
         return nn.utils.get_total_norm(tensors)
-    square = nn.utils.get_total_norm([local_of(tensor) for tensor in sharded]).double() ** 2
-    dist.all_reduce(square, group=group_of(sharded[0]))
-    rest = nn.utils.get_total_norm([tensor for tensor in tensors if not isinstance(tensor, DTensor)]).to(square)
-    return (square + rest**2).sqrt().to(local_of(sharded[0]).dtype)
+    alike: dict[Any, list[Tensor]] = {}
+    for tensor in sharded:
+        alike.setdefault((tensor.device_mesh, *cut_along(tensor)), []).append(local_of(tensor))
+    total = nn.utils.get_total_norm([tensor for tensor in tensors if not isinstance(tensor, DTensor)]).double() ** 2
+    for (mesh, *along), parts in alike.items():
+        square = nn.utils.get_total_norm(parts).double() ** 2
+        for number in along:
+            dist.all_reduce(square, group=mesh.get_group(number))
+        total = total.to(square.device) + square
+    return total.sqrt().to(local_of(sharded[0]).dtype)
 
 
 def local_twin(tensor: Tensor) -> Tensor:

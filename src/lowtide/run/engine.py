@@ -26,7 +26,7 @@ from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
 from lowtide.ranks.pipeline import Pipeline
 from lowtide.ranks.sequence import SequenceParallel
-from lowtide.ranks.shards import is_sharded
+from lowtide.ranks.shards import is_gathered
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer, check_sharded
 from lowtide.run.options.deepspeed import sized
@@ -60,7 +60,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     _check_precision(model, args)
     if args.optim in OPTIMIZERS:
         check_own_optimizer(model)
-    if args.sharding.shards > 1:
+    if args.sharding.shards > 1 or args.sharding.tensor_parallel > 1:
         check_sharded(model, args)
     adapters = cast(Any, getattr(model, "peft_config", {})).values()
     check_adapters(*adapters)
@@ -197,7 +197,7 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
         return Engine(ragged, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
     release_file(causal_model(model))
     _place(model, args)
-    settle_heap(model, gathers=is_sharded(model))
+    settle_heap(model, gathers=is_gathered(model))
     inner = causal_model(model)
     implementation = _implementation(inner)
     found = probe(model, ragged=prompt is None)

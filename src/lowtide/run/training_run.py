@@ -91,13 +91,8 @@ class TrainingRun:
         """Of the training set."""
         self.skips_preparation = bool(getattr(args, "skips_preparation", False))
         self._references = None
-        if method.writes and args.sharding.copies > 1:
-            sequences = args.sharding.sequence_parallel > 1
-            what, option = ("sequences", "sp_size and cp_size") if sequences else ("layers", "pipeline_parallel_size")
-            raise ValueError(
-                f"{type(args).__name__}: {what} cannot be split over {args.sharding.copies} ranks yet, which would "
-                f"have to write the same completions: leave {option} out"
-            )
+        if method.writes:
+            _check_writes(args)
         if method.compares and args.compares:
             self._references = ReferenceMaker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
         self.model, self.tokenizer = self._loaded()
@@ -250,6 +245,18 @@ class TrainingRun:
             updater=updater,
             techniques=self.active,
         )
+
+
+def _check_writes(args: Any) -> None:
+    """Refuses ranks that would have to write the same completions."""
+    why, instead = "yet, which would have to write the same completions", "and shard weights with fsdp=True"
+    for size, what in {
+        "sequence_parallel": f"sequences cannot be split over {{}} ranks {why}: leave sp_size and cp_size out",
+        "tensor_parallel": f"layers cannot be split between {{}} ranks {why}: leave tp_size out, {instead}",
+        "pipeline_parallel": f"layers cannot be split over {{}} ranks {why}: leave pipeline_parallel_size out, {instead}",
+    }.items():
+        if (ranks := getattr(args.sharding, size)) > 1:
+            raise ValueError(f"{type(args).__name__}: {what.format(ranks)}")
 
 
 def head_with_adapter(args: Any) -> type[Head] | None:

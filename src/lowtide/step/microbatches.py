@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowtide.data.batches.values import REFERENCE
 from lowtide.engine.adapters import adapter_of
-from lowtide.engine.forward import causal_model, group_of, score_shared
+from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.stage import Stage, stage_of
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
@@ -46,10 +46,9 @@ class Models:
     """Each forward is one of all ranks, since it gathers weights that are sharded."""
 
     @property
-    def group(self) -> RankGroup | None:
-        """The ranks that hold the same rows and split their tokens, or the model's layers; None where each rank has
-        rows of its own."""
-        return group_of(self.policy)
+    def same_rows(self) -> RankGroup | None:
+        """The ranks that hold the same rows and compute them together; None where each rank has rows of its own."""
+        return same_rows_of(self.policy)
 
     @property
     def stage(self) -> Stage | None:
@@ -64,7 +63,7 @@ class Models:
     @property
     def copies(self) -> int:
         """How many ranks hold the same rows."""
-        return 1 if self.group is None else self.group.size
+        return 1 if self.same_rows is None else self.same_rows.size
 
     @property
     def waited_for(self) -> bool:
@@ -76,7 +75,7 @@ class Models:
         """Whether this rank adds to the metrics: of those that hold the same rows one does, of a pipeline the last."""
         if self.stage is not None:
             return self.stage.pipeline.is_last
-        return self.group is None or self.group.rank == 0
+        return self.same_rows is None or self.same_rows.rank == 0
 
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
         """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
@@ -229,7 +228,7 @@ class WholeRun(MicrobatchRun):
         with self.sync.local(waited_for=self.models.waited_for):
             self._first_pass(leaves, rows)
         self.sync.meet(self.device)
-        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows), self.models.group)))
+        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows), self.models.same_rows)))
         self.slopes = iter(torch.autograd.grad(outcome.loss, leaves))
         self.loss = outcome.loss.detach()
         self.totals.take_outcome(outcome)
@@ -290,17 +289,17 @@ def join_rows(rows: Sequence[Any]) -> Any:
     return type(first)(**joined)
 
 
-def gathered_rows(rows: Any, group: RankGroup | None = None) -> list[Any]:
+def gathered_rows(rows: Any, same: RankGroup | None = None) -> list[Any]:
     """Statistics of this rank's rows, with gradients, and those of the other ranks, in the order of ranks.
 
     Args:
-        group: the ranks that hold the same rows as this one, which are taken once.
+        same: the ranks that hold the same rows as this one, which are taken once.
     """
     if not distributed():
         return [rows]
     detached = {each.name: getattr(rows, each.name) for each in fields(rows)}
     mine = {name: None if value is None else value.detach().cpu() for name, value in detached.items()}
-    leader = dist.get_rank() if group is None else group.leader
+    leader = dist.get_rank() if same is None else same.leader
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (leader, mine))
     device = next(value.device for value in detached.values() if value is not None)

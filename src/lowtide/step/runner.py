@@ -23,7 +23,7 @@ from lowtide.engine.noise import set_noise
 from lowtide.memory.table import ActiveTechniques
 from lowtide.methods.method import Objective, Scorer
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.shards import is_sharded
+from lowtide.ranks.shards import is_gathered
 from lowtide.ranks.world import distributed
 from lowtide.step.in_backward import InBackward
 from lowtide.step.metrics import Totals
@@ -32,7 +32,7 @@ from lowtide.step.phases import Phases
 from lowtide.step.rank_sync import NotFinite, check_finite
 from lowtide.step.recovery import StepSnapshot, surviving_scores, surviving_step
 from lowtide.step.train_step import BackwardPlan, Limits, accompany, evaluate_batch
-from lowtide.step.updater import REMEDIES, NotFiniteStep, ShardedUpdater, Updater
+from lowtide.step.updater import REMEDIES, NotFiniteStep, Updater, updater_of
 
 
 @dataclass
@@ -77,9 +77,9 @@ class StepRunner:
     ) -> None:
         self.model, self.objective, self.reference, self.padding_free = model, objective, reference, padding_free
         self.options = StepOptions() if options is None else options
-        self.together = is_sharded(model)
+        self.together = is_gathered(model)
         """Weights lie in shards, so that each forward is one of all ranks."""
-        self.updater = (ShardedUpdater() if self.together else Updater()) if updater is None else updater
+        self.updater = updater or updater_of(model)
         self.techniques = techniques
         self.phases = Phases()
         self.totals = Totals()

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.compat.torch import let_go, reset_fully_sharded, without_exchange
-from lowtide.engine.forward import direct_weights
+from lowtide.engine.forward import direct_weights, tensor_parallel_of
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ops.split_vocabulary import exchanging_nothing
 from lowtide.ranks.replicas import Averaging, broadcast_weights
-from lowtide.ranks.shards import local_gradients, local_twin, norm_of
+from lowtide.ranks.shards import is_gathered, local_gradients, local_twin, norm_of
 from lowtide.ranks.world import distributed
 from lowtide.step.recovery import surviving_optimizer_step
 
@@ -83,9 +83,13 @@ class Updater:
     def exchange(self, model: nn.Module) -> Averaging | None:
         """What brings the gradients of all ranks together; None on one."""
         if self._averaging is None and distributed():
-            first, last = direct_weights(model)
-            self._averaging = Averaging(model, first, last)
+            self._averaging = self.averaging(model)
         return self._averaging
+
+    def averaging(self, model: nn.Module, group: Any = None) -> Averaging:
+        """What averages the gradients of ranks that hold the same weights, by default of all."""
+        first, last = direct_weights(model)
+        return Averaging(model, first, last, group)
 
     def abandon(self, model: nn.Module) -> None:
         """After a step that was left in the middle."""
@@ -189,3 +193,30 @@ class ShardedUpdater(Updater):
     def step(self, *args: Any) -> Any:
         with local_gradients(self.inner):
             return super().step(*args)
+
+
+class SplitUpdater(Updater):
+    """The same for weights of which each rank has a part, and computes with it (`engine.weights.split_layers`): the
+    gradients of a part are complete where it lies, those of what is whole are equal on all ranks, and ranks that hold
+    the same parts average theirs."""
+
+    def start(self, model: nn.Module) -> None:
+        """Ranks got equal weights before these were split."""
+
+    def exchange(self, model: nn.Module) -> Averaging | None:
+        ranks = tensor_parallel_of(model)
+        assert ranks is not None, "the layers of this model are not split"
+        if self._averaging is None and ranks.replicas is not None:
+            self._averaging = self.averaging(model, ranks.replicas)
+        return self._averaging
+
+    def step(self, *args: Any) -> Any:
+        with local_gradients(self.inner):
+            return super().step(*args)
+
+
+def updater_of(model: nn.Module) -> Updater:
+    """Who goes backward and steps, by where a model's weights lie."""
+    if is_gathered(model):
+        return ShardedUpdater()
+    return SplitUpdater() if tensor_parallel_of(model) is not None else Updater()

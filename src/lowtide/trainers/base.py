@@ -22,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.compat.accelerate import leave_models_unwrapped, share_batches
 from lowtide.data.batches.collate import ragged_from_collated
-from lowtide.engine.forward import group_of
+from lowtide.engine.forward import same_rows_of
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_rows import check_same_batch
@@ -135,7 +135,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
     def as_ragged(self, inputs: Any) -> RaggedBatch:
         batch = inputs if isinstance(inputs, RaggedBatch) else ragged_from_collated(inputs)
         batch = batch.to(self.args.device, non_blocking=True)
-        check_same_batch((batch.token_ids, batch.score_index), group_of(self.model))
+        check_same_batch((batch.token_ids, batch.score_index), same_rows_of(self.model))
         return batch
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
@@ -178,7 +178,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         if every and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.seconds_in_steps += time.perf_counter() - start
-        self.tokens_in_steps += inputs.tokens // self.args.sharding.copies
+        self.tokens_in_steps += inputs.tokens // self.args.sharding.same_rows
         return loss
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -192,12 +192,12 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         model's forward stays its own: `engine.forward` has autocast around it."""
         super().create_accelerator_and_postprocess()
         leave_models_unwrapped(self.accelerator)
-        if self.args.sharding.copies > 1:
-            share_batches(self.accelerator, self.args.sharding.copies)
+        if self.args.sharding.same_rows > 1:
+            share_batches(self.accelerator, self.args.sharding.same_rows)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """As the Trainer's, which does not know of ranks that hold the same rows."""
-        return super().get_total_train_batch_size(args) // args.sharding.copies
+        return super().get_total_train_batch_size(args) // args.sharding.same_rows
 
     def _begin_steps(self, model: nn.Module) -> None:
         """What precedes the first step, and a rehearsal of the heaviest micro-batch."""
@@ -235,14 +235,14 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         """6 FLOPs a parameter a real token that this rank computes."""
         if inputs is None:
             return 0
-        own = inputs.tokens // self.args.sharding.sequence_parallel
+        own = inputs.tokens // self.args.sharding.same_rows
         return 6 * own * self.model.num_parameters(exclude_embeddings=True)
 
     def _track_num_input_tokens(self, inputs: RaggedBatch | None) -> None:
         if inputs is not None and self.args.include_num_input_tokens_seen != "no":
             tokens = torch.tensor(inputs.tokens, device=self.args.device)
             seen = int(cast(Tensor, self.accelerator.reduce(tokens, "sum")).item())
-            self.state.num_input_tokens_seen += seen // self.args.sharding.copies
+            self.state.num_input_tokens_seen += seen // self.args.sharding.same_rows
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 

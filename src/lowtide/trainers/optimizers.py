@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from lowtide.compat.accelerate import leave_states_in_place
 from lowtide.compat.torch import let_go
+from lowtide.compat.trainer_optimizers import groups_as_on_one_rank
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.ranks.shards import step_local_shards
@@ -79,7 +80,8 @@ class OwnOptimizers(Trainer):
         """As the Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""
         let_go(cast(nn.Module, self.model))
         if self.optimizer_cls_and_kwargs is None:
-            return super().create_optimizer(model)
+            with groups_as_on_one_rank():
+                return super().create_optimizer(model)
         kind, options = self.optimizer_cls_and_kwargs
         given = {name: list(value) if name == "params" else value for name, value in options.items()}
         groups = [dict(each) if isinstance(each, dict) else each for each in given.get("params", ())]

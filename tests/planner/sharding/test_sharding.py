@@ -120,8 +120,9 @@ def test_says_what_the_trainers_cannot_run_yet():
     assert shard(layout, EMPTY, Sharding(kind="ddp", devices=2)).notes == ()
     for kind in ("zero1", "zero2", "zero3", "fsdp2"):
         assert shard(layout, EMPTY, Sharding(kind=kind, devices=2)).notes == ()
-    split = Sharding(kind="fsdp2", devices=4, tensor_parallel=2)
-    assert not split.runs
+    assert Sharding(kind="fsdp2", devices=4, tensor_parallel=2).runs
+    for more in ({"kind": "zero3"}, {"kind": "ddp", "sequence_parallel": 2}):
+        assert not Sharding(**{"devices": 4, "tensor_parallel": 2, **more}).runs
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

@@ -25,32 +25,46 @@ from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model, install, score
 from lowtide.engine.heads.head import body
 from lowtide.engine.weights.quantized import check_shardable
+from lowtide.engine.weights.split_layers import split_layers
 from lowtide.engine.weights.split_vocabulary import split_vocabulary as cut_vocabulary
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import equal_weights
+from lowtide.ranks.tensor import MESH, TensorParallel
+
+COPIES = "replicate"
+"""The dimension of a device mesh whose ranks hold the same weights."""
 
 
 def shard_model(model: nn.Module, sharding: Sharding, device: torch.device, *, split_vocabulary: bool = False) -> None:
     """Leaves on each rank its shard of a model's weights, on `device`; all ranks call it together.
 
+    With tensor parallelism layers are split first (`engine.weights.split_layers`), and their parts are sharded.
+
     Args:
         model: whole on each rank, wrapped by PEFT or not; the engine is installed on it here, since what is replaced
             in modules has to stand before they are sharded. Ranks whose weights differ get those of the first.
-        sharding: of kind "fsdp2".
+        sharding: of kind "fsdp2", or with tensor parallelism alone.
         split_vocabulary: head and embedding are never gathered, where they can run on rows; not with copies (HSDP) or
             shards in the host's memory.
 
     Raises:
         ValueError: trained parameters of a unit are of several dtypes, or quantized weights cannot be cut.
     """
-    check_shardable(model)
     install(model, padding_free=False)
-    _check_dtypes(model)
     equal_weights(model, device)
-    offload = CPUOffloadPolicy() if sharding.offload_weights and device.type != "cpu" else OffloadPolicy()
     mesh = mesh_of(sharding, device)
+    names = mesh.mesh_dim_names or ()
+    if sharding.tensor_parallel > 1:
+        replicas = mesh[COPIES].get_group() if COPIES in names and sharding.kind != "fsdp2" else None
+        split_layers(model, TensorParallel(mesh[MESH].get_group(), replicas), mesh[MESH], device)
+    if sharding.kind != "fsdp2":
+        return
+    check_shardable(model)
+    _check_dtypes(model)
+    offload = CPUOffloadPolicy() if sharding.offload_weights and device.type != "cpu" else OffloadPolicy()
+    mesh = mesh[*(name for name in names if name != MESH)]
     split = cut_vocabulary(causal_model(model), mesh, device) if split_vocabulary else set()
     more: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": split}
     more["reshard_after_forward"] = sharding.reshard  # of what is left too: a forward without gradients lets go of all
@@ -73,11 +87,10 @@ def sharing_weights(model: nn.Module) -> nn.Module:
 
 
 def mesh_of(sharding: Sharding, device: torch.device) -> DeviceMesh:
-    """The ranks, in one line of shards, or in lines that each hold a copy (HSDP)."""
-    if sharding.hybrid:
-        lines = (sharding.replicas // sharding.shards, sharding.shards)
-        return init_device_mesh(device.type, lines, mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device.type, (sharding.shards,), mesh_dim_names=("shard",))
+    """The ranks: copies, of shards, of groups that layers are split between; of these, what there is several of."""
+    sizes = {COPIES: sharding.replicas // sharding.shards, "shard": sharding.shards, MESH: sharding.tensor_parallel}
+    several = {name: size for name, size in sizes.items() if size > 1} or {"shard": 1}
+    return init_device_mesh(device.type, (*several.values(),), mesh_dim_names=(*several,))
 
 
 def units_of(model: nn.Module) -> list[Any]:

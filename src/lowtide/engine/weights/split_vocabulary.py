@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -19,11 +20,14 @@ from torch.distributed.tensor import DTensor, Shard
 from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit
 from lowtide.ops.split_vocabulary import SplitVocabulary
 from lowtide.ranks.shards import group_of, held_whole, rows_of
+from lowtide.ranks.tensor import MESH, TensorParallel
 
 
 def split_of(weight: Tensor) -> SplitVocabulary | None:
     """The ranks that hold the rows of a weight; None where it is whole, as one is that was gathered for this call."""
-    return SplitVocabulary(group_of(weight), weight.shape[0]) if isinstance(weight, DTensor) else None
+    if not isinstance(weight, DTensor):
+        return None
+    return SplitVocabulary(group_of(weight), weight.shape[0], same_scores=_of_tensor_parallel(weight))
 
 
 def split_vocabulary(model: Any, mesh: DeviceMesh, device: torch.device) -> set[nn.Parameter]:
@@ -60,12 +64,15 @@ def split_vocabulary(model: Any, mesh: DeviceMesh, device: torch.device) -> set[
 @contextlib.contextmanager
 def whole_vocabulary(model: nn.Module) -> Iterator[None]:
     """While it lasts, each rank holds all rows of what `split_vocabulary` split, without gradients; all ranks enter
-    together."""
+    together. Where ranks hold the same tokens, they make all logits without."""
     gathered = {id(p) for module in fully_sharded_modules(model) for p in parameters_of_unit(module)}
     split = [
         module
         for module in model.modules()
-        if any(isinstance(p, DTensor) and id(p) not in gathered for p in module.parameters(recurse=False))
+        if any(
+            isinstance(p, DTensor) and id(p) not in gathered and not _of_tensor_parallel(p)
+            for p in module.parameters(recurse=False)
+        )
     ]
     with held_whole(split):
         yield
@@ -84,9 +91,25 @@ def _cut(whole: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> nn.Para
 
 def _all_logits(self: nn.Linear, input: Tensor) -> Tensor:
     """The forward of a head's module where it is called for all logits, and not by `engine.heads`."""
+    if isinstance(self.weight, DTensor) and _of_tensor_parallel(self.weight):
+        return _gathered_logits(self, input)
     if isinstance(self.weight, DTensor):
         raise ValueError(
             "all logits were asked of a model whose vocabulary is split over ranks, of which none can make them: score "
             "tokens with `lowtide.engine.forward.score`, or set fsdp_split_vocabulary=False"
         )
     return type(self).forward(self, input)
+
+
+def _of_tensor_parallel(weight: DTensor) -> bool:
+    """Whether the ranks that hold the rows of a weight hold the same tokens."""
+    return MESH in (weight.device_mesh.mesh_dim_names or ())
+
+
+def _gathered_logits(head: Any, hidden: Tensor) -> Tensor:
+    """All logits, from those of the ranks that hold the same tokens."""
+    split = split_of(head.weight)
+    assert split is not None
+    ranks = TensorParallel(split.group)
+    own = F.linear(ranks.shared(hidden), head.weight.to_local(), None if head.bias is None else head.bias.to_local())
+    return ranks.gathered(F.pad(own, (0, split.each - split.rows)))[..., : split.vocab]

@@ -68,7 +68,7 @@ def _most(moments: Iterable[PeakMoment], sharding: Sharding, buffers: int) -> di
 
 
 def _notes(sharding: Sharding) -> tuple[str, ...]:
-    notes = () if sharding.runs else (f"lowtide's trainers cannot run {sharding} yet: they do not split layers",)
+    notes = () if sharding.runs else (f"lowtide's trainers cannot run {sharding}: this is what it would take",)
     if sharding.sequence_parallel == 1:
         return notes
     return (

@@ -11,11 +11,11 @@ it, and the trace of it has the activations of a rank.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lowtide.engine.weights.split_layers import style_of
 from lowtide.planner.sharding.layout import Layout, Parameter
 
 SPLIT: dict[str, int] = {
@@ -86,9 +86,3 @@ def _local(parameter: Parameter, plan: Mapping[str, str], ranks: int) -> Paramet
     shape[dimension] = -(-shape[dimension] // ranks)
     gathered = parameter.numel if style == "embedding_rowwise" else 0
     return replace(parameter, shape=tuple(shape), whole_gradient=gathered)
-
-
-def style_of(name: str, plan: Mapping[str, str]) -> str:
-    """How the plan treats a parameter: by its own name, or by its module's."""
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    return plan.get(generic) or plan.get(generic.rpartition(".")[0], "")

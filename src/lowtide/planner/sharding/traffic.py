@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.engine.weights.split_layers import style_of
 from lowtide.planner.sharding.layout import Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice
-from lowtide.planner.sharding.tensor_parallel import style_of
 from lowtide.planner.sharding.zero import wanted_again
 from lowtide.ranks.sharding import Sharding
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -83,6 +84,7 @@ def load_inputs(
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
     )
+    _check_not_split(model, init)
     if args.padding_free:  # attention without padding is lowtide's; the start-up report says which backend runs
         init.pop("attn_implementation", None)
     if not isinstance(model, str):
@@ -110,6 +112,18 @@ def load_inputs(
             _adopt_template(template, tokenizer, model, has_adapters=has_adapters)
         check_tokenizer(tokenizer, embedding_weight(model).shape[0])
     return model, tokenizer
+
+
+def _check_not_split(model: Any, init: Mapping[str, Any]) -> None:
+    """Refuses a model that transformers splits over ranks as it loads it: here ranks first hold the same weights."""
+    asked = next((name for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh") if init.get(name)), None)
+    came = not isinstance(model, str) and getattr(causal_model(model), "is_distributed_loading_by_transformers", False)
+    if asked or came:
+        how = f"model_init_kwargs: {asked}={init[asked]!r} has" if asked else "the model came split: its loader had"
+        raise ValueError(
+            f"{how} transformers split the model over ranks as it is loaded, and lowtide splits a whole one itself, by "
+            "the same plan: load it without, and set parallelism_config={'tp_size': 2}, or another number of ranks"
+        )
 
 
 def _adopt_template(path: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module, *, has_adapters: bool) -> None:

@@ -81,15 +81,18 @@ def sharding_of(config: Any, ranks: int | None = None) -> Sharding:
     if len({*found.values()}) > 1:
         (first, one), (second, other), *_ = found.items()
         raise ValueError(f"{first} says {one}, and {second} says {other}: leave one of them out")
-    sequence = _sequence_of(sizes)
+    sequence, tensor = _sequence_of(sizes), _tensor_of(sizes)
     sharding = next(iter(found.values()), Sharding.read(None, devices=ranks))
-    if ranks == 1 and (sharding.kind != "none" or sequence > 1):
-        what = f"{next(iter(found))} shards" if found else f"sequences are to be split over {sequence} processes, not"
+    if ranks == 1 and (sharding.kind != "none" or sequence > 1 or tensor > 1):
+        split, over = ("layers", tensor) if tensor > 1 else ("sequences", sequence)
+        what = f"{next(iter(found))} shards" if found else f"{split} are to be split over {over} processes, not"
         _warn(
             f"{what} over 1 process, which has all of them: start several, `torchrun --nproc_per_node N` say"
             + ("; optimizer_states_on_host=True offloads without sharding" if sharding.offload_optimizer else "")
         )
         return Sharding.read(None, devices=1)
+    if tensor > 1:
+        sharding = _with_tensor_parallel(sharding, tensor, sequence)
     return _in_stages(replace(sharding, sequence_parallel=sequence), config.pipeline_parallel_size)
 
 
@@ -101,11 +104,31 @@ def _in_stages(sharding: Sharding, stages: int) -> Sharding:
     if ranks == 1:
         _warn(f"{asked}, and 1 process has all layers: start several, `torchrun --nproc_per_node {stages}` say")
         return sharding
-    if sharding.kind != "ddp" or sharding.sequence_parallel > 1:
+    if sharding.kind != "ddp" or sharding.same_rows > 1:
         raise ValueError(f"{asked} does not go with {sharding}: leave one of them out")
     if ranks % stages:
         raise ValueError(f"{asked} does not divide the {ranks} processes: start a multiple of {stages}")
     return replace(sharding, pipeline_parallel=stages)
+
+
+def _with_tensor_parallel(sharding: Sharding, tensor: int, sequence: int) -> Sharding:
+    """The same, with the matrices of each layer split between so many ranks.
+
+    Raises:
+        ValueError: it does not go with what else is split.
+    """
+    if sharding.tensor_parallel not in (1, tensor):
+        raise ValueError(f"tp_size={tensor} and autotp_size={sharding.tensor_parallel}: leave one of them out")
+    other = f"sp_size or cp_size={sequence}" if sequence > 1 else "deepspeed" if sharding.by_deepspeed else None
+    if other is None and sharding.offload_weights:
+        other = "weights in the host's memory"
+    if other is not None:
+        raise ValueError(
+            f"tp_size={tensor} does not go with {other}: leave one of them out; with tp_size weights can be sharded by "
+            "dp_shard_size or fsdp=True"
+        )
+    kind = "none" if sharding.kind == "ddp" and sharding.devices == tensor else sharding.kind
+    return replace(sharding, kind=kind, tensor_parallel=tensor)
 
 
 @contextlib.contextmanager
@@ -187,8 +210,6 @@ def _of_sizes(sizes: Mapping[str, int], where: str, ranks: int) -> Sharding | No
     """How weights are spread where some sizes shard them; sequences are split within their ranks."""
     if not sizes:
         return None
-    if sizes["tp"] > 1:
-        raise ValueError(f"{where}: tp_size={sizes['tp']} is not built yet: take dp_shard_size for all ranks")
     if sizes["sp"] > 1 and sizes["cp"] > 1:
         raise ValueError(
             f"{where}: sp_size={sizes['sp']} and cp_size={sizes['cp']} both split sequences: leave one of them out"
@@ -208,18 +229,33 @@ def _of_sizes(sizes: Mapping[str, int], where: str, ranks: int) -> Sharding | No
     return Sharding(kind="fsdp2", devices=ranks, nodes=replicas if ranks > 1 else 1, hybrid=replicas > 1)
 
 
+def _tensor_of(sizes: Mapping[str, Mapping[str, int]]) -> int:
+    """Between how many ranks the matrices of each layer are split."""
+    return _agreed({f"{where}: tp_size": size["tp"] for where, size in sizes.items() if size})
+
+
 def _sequence_of(sizes: Mapping[str, Mapping[str, int]]) -> int:
     """Over how many ranks sequences are split."""
     said = {f"{where}: {name}_size": size[name] for where, size in sizes.items() for name in ("sp", "cp") if size}
+    over = _agreed(said)
+    for name, size in said.items():
+        if name.endswith("cp_size") and size > 1:
+            logger.info(
+                f"{name}={size}: attention heads are exchanged (Ulysses) in place of ring attention; same numbers"
+            )
+    return over
+
+
+def _agreed(said: Mapping[str, int]) -> int:
+    """The size that those above 1 have, 1 if there is none.
+
+    Raises:
+        ValueError: two of them differ; with both.
+    """
     found = {name: size for name, size in said.items() if size > 1}
     if len({*found.values()}) > 1:
         (first, one), (second, other), *_ = found.items()
         raise ValueError(f"{first}={one}, and {second}={other}: leave one of them out")
-    for name, size in found.items():
-        if name.endswith("cp_size"):
-            logger.info(
-                f"{name}={size}: attention heads are exchanged (Ulysses) in place of ring attention; same numbers"
-            )
     return max(found.values(), default=1)
 
 

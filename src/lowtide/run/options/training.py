@@ -165,13 +165,13 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different rows; those that split sequences or layers count as one."""
-        return self.world_size // self.sharding.copies
+        """Ranks that see different rows; those that compute the same ones together count as one."""
+        return self.world_size // self.sharding.same_rows
 
     @property
     def data_rank(self) -> int:
         """The number of this rank, or of its group, among these."""
-        return self.process_index // self.sharding.copies
+        return self.process_index // self.sharding.same_rows
 
     @property
     def requested(self) -> dict[str, Any]:
@@ -220,6 +220,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             "requires fsdp=True" if sharding.kind != "fsdp2"
             else "is not built for copies of shards (HSDP)" if sharding.hybrid
             else "is not built for weights in the host's memory" if sharding.offload_weights
+            else "is done by tp_size already" if sharding.tensor_parallel > 1
             else None
         )  # fmt: skip
         if reason is not None:

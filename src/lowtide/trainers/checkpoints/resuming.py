@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.experimental import implicit_replication
 
 from lowtide.compat.deepspeed import is_partitioned, replaced_by_first_rank
@@ -183,16 +184,16 @@ class ResumableRuns(WholeCheckpoints):
         if any(is_partitioned(p) for p in own.parameters()):
             self._load_partitioned(own, checkpoint)
             return
-        if is_sharded(own):
-            with implicit_replication():  # each rank copies its rows of what the file holds
-                super()._load_from_checkpoint(checkpoint, model)
-            return
-        if hasattr(own, "peft_config") or not is_converted(own):
-            with same_weights_trained(own):
-                super()._load_from_checkpoint(checkpoint, model)
-            return
-        twin = type(own).from_pretrained(checkpoint, config=own.config, dtype=own.dtype)
-        own.load_state_dict(twin.state_dict())
+        sharded = is_sharded(own)
+        with (
+            implicit_replication() if sharded else contextlib.nullcontext()
+        ):  # each rank copies its part of what the file holds
+            if hasattr(own, "peft_config") or not is_converted(own):
+                with contextlib.nullcontext() if sharded else same_weights_trained(own):
+                    super()._load_from_checkpoint(checkpoint, model)
+                return
+            kind: Any = next(each for each in type(own).__mro__ if not issubclass(each, FSDPModule))
+            own.load_state_dict(kind.from_pretrained(checkpoint, config=own.config, dtype=own.dtype).state_dict())
 
     def _load_partitioned(self, model: Any, checkpoint: str) -> None:
         """Into parameters of ZeRO-3: those that are trained are gathered for it, all of adapters and one at a time."""

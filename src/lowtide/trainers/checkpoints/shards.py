@@ -22,12 +22,15 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.stages import gathered_weights
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
-from lowtide.ranks.shards import Place, is_sharded, place_of, rows_of, whole_of
+from lowtide.ranks.shards import Place, is_sharded, part_of, parts_of, place_of, rows_of, whole_of
+from lowtide.ranks.tensor import MESH
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, Damage, load_states
 from lowtide.trainers.checkpoints.weights import weights_in
 
 SHARD = re.compile(r"optimizer-(\d+)-of-(\d+)\.pt")
 """The name of a rank's file."""
+CUT = "cut"
+"""The key of a rank's file that says how states are cut."""
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
@@ -84,11 +87,12 @@ def states_are_cut(model: nn.Module, optimizer: Any) -> bool:
 
 
 def save_optimizer_shard(optimizer: Any, folder: Path) -> None:
-    """Writes the states of what lies here: of shards of all weights, or of the weights of a pipeline's stage."""
+    """Writes the states of what lies here: of shards of all weights and how many ranks hold parts along which dimension
+    of the ranks, or of the weights of a pipeline's stage."""
     place = _place(optimizer)
     folder.mkdir(parents=True, exist_ok=True)  # the first rank's may be on another disk
     torch.save(
-        optimizer.state_dict(),
+        {**optimizer.state_dict(), CUT: _cut_into(optimizer)},
         folder / f"optimizer-{place.rank + 1:05}-of-{place.ranks:05}.pt",
     )
 
@@ -108,34 +112,67 @@ def load_optimizer_states(optimizer: Any, folder: Path) -> Any:
     """A checkpoint's optimizer states for the shards that lie here, cut anew where other ranks wrote them.
 
     Raises:
-        Damage: states that are not a row for each row of their weight, and were written by another number of ranks.
+        Damage: states that are not a row for each row of their weight, and were written by another number of ranks; or
+            parts of layers that were split otherwise.
     """
     files = optimizer_files(folder)
     here = _place(optimizer)
     if here.ranks == len(files):
-        return load_states(files[here.rank])
+        states = load_states(files[here.rank])
+        _check_cut(states.pop(CUT, None), optimizer)
+        return states
     if hasattr(unwrap_optimizer(optimizer), "place"):
         raise Damage(
             f"optimizer states of {len(files)} rank(s) cannot be cut anew for {here.ranks}, where each steps parts of "
             f"its own: resume on {len(files)}, or with resume_without_states=True"
         )
     saved = [load_states(path) for path in files]
+    _check_cut(saved[0].pop(CUT, {}), optimizer)
     parameters = _parameters(optimizer)
     state = {}
     for number, parameter in enumerate(parameters):
         of_ranks = [each["state"].get(number, {}) for each in saved]
         state[number] = {
-            name: _cut(f"{name} of parameter {number}", [each[name] for each in of_ranks], place_of(parameter))
+            name: _cut(f"{name} of parameter {number}", [each[name] for each in of_ranks], parameter)
             for name in of_ranks[0]
         }
     return {**saved[0], "state": {number: values for number, values in state.items() if values}}
 
 
-def _cut(what: str, values: Sequence[Any], place: Place) -> Any:
-    """The rows that lie here of a state, from what each rank wrote of it; what has no rows is every rank's."""
+def _check_cut(cut: Mapping[str, int] | None, optimizer: Any) -> None:
+    """Refuses states of layers that were split otherwise than here: their parts are no rows.
+
+    Args:
+        cut: how they were cut, as `_cut_into` says; empty of whole ones, None where it is not known.
+    """
+    here = _cut_into(optimizer)
+    if cut is None or cut == here or MESH not in {*cut, *here} or not cut:
+        return
+    raise Damage(
+        f"optimizer states of layers that were split {_text(cut)} cannot be cut anew for layers that are split "
+        f"{_text(here)}: resume as they were, or with resume_without_states=True"
+    )
+
+
+def _text(cut: Mapping[str, int]) -> str:
+    names = {MESH: "tp_size"}
+    return "by " + " and ".join(f"{names.get(name, 'shards')}={size}" for name, size in cut.items()) if cut else "by 1"
+
+
+def _cut_into(optimizer: Any) -> dict[str, int]:
+    """How many ranks hold parts, by the dimension of the ranks."""
+    return {name: ranks for name, (_, ranks) in parts_of(_parameters(optimizer)).items()}
+
+
+def _cut(what: str, values: Sequence[Any], parameter: Tensor) -> Any:
+    """The part that lies here of a parameter's state, from what each rank wrote of it; what has no rows is every
+    rank's."""
     first = values[0]
     if not isinstance(first, Tensor) or first.dim() == 0:
         return first
+    if len(values) == 1 and first.shape == parameter.shape:
+        return part_of(first, parameter)
+    place = place_of(parameter)
     ranks, (start, stop) = len(values), place.rows
     spans = [rows_of(place.shape[0], rank, ranks) for rank in range(ranks)]
     if any(tuple(v.shape) != (b - a, *place.shape[1:]) for v, (a, b) in zip(values, spans, strict=True)):
@@ -154,6 +191,11 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _place(optimizer: Any) -> Place:
-    """DeepSpeed's optimizers say it themselves."""
+    """Of all ranks that hold parts, this one; DeepSpeed's optimizers say it themselves."""
     own: Place | None = getattr(unwrap_optimizer(optimizer), "place", None)
-    return place_of(_parameters(optimizer)[0]) if own is None else own
+    if own is not None:
+        return own
+    rank, ranks = 0, 1
+    for number, size in parts_of(_parameters(optimizer)).values():
+        rank, ranks = rank * size + number, ranks * size
+    return Place((0,), rank, ranks)

@@ -18,6 +18,7 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
+from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import whole_shape
 from lowtide.run.engine import Engine
 from lowtide.run.options.without_effect import without_effect
@@ -113,6 +114,8 @@ class StartReport(TrainerCallback):
             copies = f", {sharding.data_ranks} copies" if sharding.data_ranks > 1 else ""
             held = f"{bytes_text(self.states.weights)} on the first rank"
             return [("weights", f"the layers are split between {stages} ranks (a pipeline){copies}, {held}")]
+        if sharding.tensor_parallel > 1:
+            return [("weights", self._split_text(sharding))]
         if sharding.shards == 1:
             return [("weights", f"whole on each of {sharding.replicas} ranks")] if sharding.replicas > 1 else []
         copies = f", {sharding.replicas // sharding.shards} copies" if sharding.hybrid else ""
@@ -120,6 +123,17 @@ class StartReport(TrainerCallback):
         kept = "" if sharding.reshard else "; kept whole from forward to backward"
         held = f"{bytes_text(self.states.weights)} a rank{where}"
         return [("weights", f"sharded over {sharding.shards} ranks (FSDP2){copies}, {held}{kept}")]
+
+    def _split_text(self, sharding: Sharding) -> str:
+        """Where the weights lie of layers that are split."""
+        groups = sharding.replicas
+        text = f"layers split between {sharding.tensor_parallel} ranks (tensor parallelism)"
+        if sharding.shards > 1:
+            copies = f" in {groups // sharding.shards} copies" if sharding.hybrid else ""
+            text += f", their parts sharded over {sharding.shards} groups (FSDP2){copies}"
+        elif groups > 1:
+            text += f", {groups} groups with the same weights"
+        return f"{text}, {bytes_text(self.states.weights)} a rank"
 
     def _technique_lines(self) -> list[tuple[str, str]]:
         """The techniques that a user switched on, and what they change."""

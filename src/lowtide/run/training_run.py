@@ -249,11 +249,12 @@ class TrainingRun:
 
 def _check_writes(args: Any) -> None:
     """Refuses ranks that would have to write the same completions."""
-    why, instead = "yet, which would have to write the same completions", "and shard weights with fsdp=True"
+    why = "yet, which would have to write the same completions"
     for size, what in {
         "sequence_parallel": f"sequences cannot be split over {{}} ranks {why}: leave sp_size and cp_size out",
-        "tensor_parallel": f"layers cannot be split between {{}} ranks {why}: leave tp_size out, {instead}",
-        "pipeline_parallel": f"layers cannot be split over {{}} ranks {why}: leave pipeline_parallel_size out, {instead}",
+        "tensor_parallel": f"layers cannot be split between {{}} ranks {why}: shard by fsdp=True in place of tp_size",
+        "pipeline_parallel": f"layers cannot be split over {{}} ranks {why}: shard by fsdp=True in place of "
+        "pipeline_parallel_size",
     }.items():
         if (ranks := getattr(args.sharding, size)) > 1:
             raise ValueError(f"{type(args).__name__}: {what.format(ranks)}")

@@ -224,8 +224,13 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             raise ValueError(f"fsdp_split_vocabulary=True {reason}, and the run is spread as {sharding}: leave it out")
 
     def _check_saving(self) -> None:
-        """Refuses to push a model that is saved in parts, which is none that others could load."""
+        """Refuses parts of a model where no rank holds rows, and to push them, which others could not load."""
         sharding = self.sharding
+        if sharding.tensor_parallel > 1 and not sharding.gather_on_save:
+            raise ValueError(
+                "SHARDED_STATE_DICT has each rank save its rows of weights, and with tp_size ranks hold other parts: "
+                "leave it out, or tp_size"
+            )
         if self.push_to_hub and sharding.cuts_weights and not sharding.gather_on_save:
             raise ValueError(
                 "push_to_hub=True pushes what is saved, and each rank is to save its part of the model "

@@ -21,6 +21,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from lowtide.compat.deepspeed import is_partitioned, replaced_by_first_rank
 from lowtide.compat.peft import same_weights_trained
+from lowtide.engine.weights.shard_files import shards_in
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.shards import is_sharded
@@ -28,7 +29,7 @@ from lowtide.trainers.checkpoints.choosing import last_whole, named, said
 from lowtide.trainers.checkpoints.durable import remove
 from lowtide.trainers.checkpoints.lock import only_run_in
 from lowtide.trainers.checkpoints.run_record import OF_METRICS, differences, run_record, scheduler_name, unfit_states
-from lowtide.trainers.checkpoints.shards import load_optimizer_states, load_partitioned, optimizer_files, states_are_cut
+from lowtide.trainers.checkpoints.shards import load_optimizer_states, load_weights, optimizer_files, states_are_cut
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, OPTIMIZERS, RANDOM, SCHEDULER, damage, load_states
 from lowtide.trainers.checkpoints.states import check_states
 from lowtide.trainers.checkpoints.weights import check_weights, is_converted
@@ -164,6 +165,9 @@ class ResumableRuns(WholeCheckpoints):
     def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
         """As the Trainer's, which loads nothing that has another name in checkpoints than in the model."""
         own: Any = self.model if model is None else model
+        if shards := shards_in(Path(checkpoint)):
+            load_weights(own, shards)
+            return
         if any(is_partitioned(p) for p in own.parameters()):
             self._load_partitioned(own, checkpoint)
             return
@@ -189,7 +193,7 @@ class ResumableRuns(WholeCheckpoints):
                 f"checkpoints of model type {model.config.model_type} name weights otherwise than the model, which "
                 "ZeRO-3 cannot load yet: resume with stage 2, or FSDP2"
             )
-        load_partitioned(model, Path(checkpoint))
+        load_weights(model, sorted(Path(checkpoint).glob("model*.safetensors")))
 
     def _load_best_model(self) -> None:
         """As the Trainer's, from a checkpoint that is checked first, and with all adapters."""

@@ -313,9 +313,8 @@ PHASES = ("forward", "head", "backward", "optimizer")
 
 
 def held(layout: Layout, traced: OneDevice, kind: str, **more) -> dict[str, int]:
-    """The bytes of tensors, to which copies that gloo makes do not belong."""
     sizes: dict[str, Any] = {"reduce_bucket": 100_000, "prefetch": 50_000, "persistence": 1_000}
-    sharding = Sharding.read(kind, devices=sharded_run.RANKS, **{**sizes, **more})
+    sharding = Sharding.read(kind, devices=sharded_run.RANKS, **{"backend": "gloo", **sizes, **more})
     return {phase: sum(found.values()) for phase, found in shard(layout, traced, sharding).phases.items()}
 
 

@@ -24,6 +24,7 @@ from bench.results import (
     ESTIMATE,
     LONGEST,
     MEMORY,
+    SHARDED_ESTIMATE,
     VOCABULARY,
     dated,
     described,
@@ -38,6 +39,8 @@ README = ROOT / "README.md"
 RESULTS_MARK, RESULTS_END = "<!-- results: written by `make docs` from bench/results -->", "<!-- /results -->"
 MEMORY_PAGE = ROOT / "docs" / "memory.md"
 COSTS_MARK, COSTS_END = "<!-- written by `make docs` from bench/results -->", "<!-- /costs -->"
+SHARDING_PAGE = ROOT / "docs" / "sharding-estimate.md"
+PEAKS_MARK, PEAKS_END = "<!-- written by `make docs` from bench/results -->", "<!-- /peaks -->"
 TECHNIQUES_MARK, TECHNIQUES_END = "<!-- written by `make docs` from lowtide.memory.table -->", "<!-- /techniques -->"
 
 OPENING = f"""# Benchmarks
@@ -89,6 +92,8 @@ def main() -> int:
     memory = [result for result in results if result.get("kind") == MEMORY]
     for page in sorted((ROOT / "docs" / "memory").glob("*.md")):
         write_measured(page, memory)
+    sharded = [result for result in results if result.get("kind") == SHARDED_ESTIMATE]
+    write_between(SHARDING_PAGE, PEAKS_MARK, [line for each in sharded for line in sharded_lines(each)], PEAKS_END)
     write_between(MEMORY_PAGE, COSTS_MARK, costs_table(memory), COSTS_END)
     write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
     print(f"wrote {Path(PAGE).relative_to(ROOT)} from {len(results)} recorded results")
@@ -215,6 +220,21 @@ def estimate_section(results: dict[str, Any]) -> str:
             "",
         ]
     )
+
+
+def sharded_lines(results: dict[str, Any]) -> list[str]:
+    """Returns the peaks of a rank that were predicted beside those that were measured."""
+    runs = results["runs"]
+    return [
+        f"{estimate_summary(runs, 'cpu')}.",
+        "",
+        "| run | predicted | measured | error |",
+        "|---|---:|---:|---:|",
+        *(f"| {' | '.join(estimate_cells(run)[:4])} |" for run in runs),
+        "",
+        f"{described(results['hardware'])}. {dated(runs[-1]['versions'])}. Measured with "
+        "`python -m bench.sharded_estimate`.",
+    ]
 
 
 def vocabulary_section(results: dict[str, Any]) -> str:

@@ -10,21 +10,22 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.estimate_cases import CASES
+from bench.estimate_cases import CASES, EstimateCase
 from bench.measure import GIGABYTE, hardware
 from bench.memory import device_here, saved_weights
-from bench.processes import ChildFailed, run_child
+from bench.processes import ChildFailed, run_child, run_ranks
 from bench.results import ESTIMATE, merged, path_of, versions, write
 from lowtide.memory.allocators.settings import steady_malloc
 
 SUMMARY = "Compare predicted peaks with measured ones."
-NAME = "estimate"
+CHILD = "bench.estimate_child"
 SECONDS = 1800
 """After which a run is given up."""
 
@@ -40,18 +41,34 @@ class Target(NamedTuple):
 TARGETS = {"cpu": Target(0.03, 0.06, -0.02), "cuda": Target(0.02, 0.05, -0.05)}
 
 
+class Comparison(NamedTuple):
+    """Runs whose peaks are compared, and where the results are kept."""
+
+    name: str
+    kind: str
+    cases: Mapping[str, EstimateCase]
+
+
+ESTIMATES = Comparison("estimate", ESTIMATE, CASES)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints and records; returns 1 where a run fails."""
-    options, console = parse(argv), Console()
+    return compare(ESTIMATES, parse(argv, ESTIMATES, SUMMARY))
+
+
+def compare(comparison: Comparison, options: argparse.Namespace) -> int:
+    """Measures, prints and records the runs that are asked for; returns 1 where one fails."""
+    console = Console()
     table = Table("run", "predicted", "measured", "error", "seconds", title=f"peaks on {options.device}")
     runs, failed = [], False
-    for name in options.only or names(options.device):
-        if missing := [package for package in CASES[name].needs if find_spec(package) is None]:
+    for name in options.only or names(comparison, options.device):
+        if missing := [package for package in comparison.cases[name].needs if find_spec(package) is None]:
             console.print(f"{name}: needs {', '.join(missing)}")
             continue
         try:
             with console.status(name):
-                run = compared(name, options.device, options.predict)
+                run = compared(comparison, name, options.device, options.predict)
         except ChildFailed as failure:
             failed = True
             console.print(name, failure.reason, *failure.last_lines, sep="\n", markup=False, highlight=False)
@@ -60,31 +77,39 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(*cells(run))
         console.print(*cells(run), sep="  ")
         if options.record:
-            record(run, options.device)
+            record(comparison, run, options.device)
     console.print(table)
     console.print(summary(runs, options.device))
     return int(failed)
 
 
-def names(device: str) -> list[str]:
+def names(comparison: Comparison, device: str) -> list[str]:
     """The runs for a device."""
-    return [name for name, case in CASES.items() if device == "cuda" or not case.large]
+    return [name for name, case in comparison.cases.items() if device == "cuda" or not case.large]
 
 
-def compared(name: str, device: str, again: bool) -> dict[str, Any]:
+def compared(comparison: Comparison, name: str, device: str, again: bool) -> dict[str, Any]:
     """One run, predicted and measured; `error` is the share by which the first is above the second.
+
+    Of several ranks, the one that holds most is measured.
 
     Args:
         again: beside what was measured of it before, if it was.
     """
-    weights = saved_weights() if CASES[name].four_bit else ""
+    case = comparison.cases[name]
+    spec = {"case": name, "weights": saved_weights() if case.four_bit else "", "device": device}
 
     def child(what: str) -> dict[str, Any]:
-        spec = {"case": name, "what": what, "weights": weights, "device": device}
-        return run_child(spec, lambda step: None, SECONDS, "bench.estimate_child", steady_malloc({}))
+        return run_child(spec | {"what": what}, lambda step: None, SECONDS, CHILD, steady_malloc({}))
+
+    def measure() -> dict[str, Any]:
+        if case.ranks == 1:
+            return child("measure")
+        found = run_ranks(spec | {"what": "measure"}, case.ranks, CHILD, SECONDS, environment=steady_malloc({}))
+        return max(found, key=lambda rank: rank["peak_bytes"])
 
     predicted = child("predict")
-    measured = (measured_before(name, device) if again else None) or child("measure")
+    measured = (measured_before(comparison, name, device) if again else None) or measure()
     run = {
         "case": name,
         "measured_bytes": measured["peak_bytes"],
@@ -102,8 +127,8 @@ def compared(name: str, device: str, again: bool) -> dict[str, Any]:
     return run
 
 
-def measured_before(name: str, device: str) -> dict[str, int] | None:
-    path = path_of(NAME, hardware(device))
+def measured_before(comparison: Comparison, name: str, device: str) -> dict[str, int] | None:
+    path = path_of(comparison.name, hardware(device))
     known = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
     found = next((run for run in known if run["case"] == name), None)
     if found is None:
@@ -140,16 +165,17 @@ def cells(run: dict[str, Any]) -> list[str]:
     return [run["case"], size("predicted"), size("measured"), error, f"{run['seconds']:.1f}"]
 
 
-def record(run: dict[str, Any], device: str) -> None:
+def record(comparison: Comparison, run: dict[str, Any], device: str) -> None:
     """Puts a run beside those that were recorded of this machine, over an earlier one of the same name."""
-    facts = {"kind": ESTIMATE, "hardware": hardware(device)}
-    runs = merged(NAME, facts["hardware"], run | {"versions": versions()}, key=("case",))
-    write(NAME, facts | {"runs": runs})
+    facts = {"kind": comparison.kind, "hardware": hardware(device)}
+    runs = merged(comparison.name, facts["hardware"], run | {"versions": versions()}, key=("case",))
+    write(comparison.name, facts | {"runs": runs})
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.estimate", description=SUMMARY)
-    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these runs")
+def parse(argv: list[str] | None, comparison: Comparison, text: str) -> argparse.Namespace:
+    """The options of a comparison, which its `text` describes."""
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--only", nargs="+", choices=comparison.cases, metavar="NAME", help="these runs")
     parser.add_argument("--predict", action="store_true", help="predict anew, beside what was measured before")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options = parser.parse_args(argv)

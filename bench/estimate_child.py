@@ -1,5 +1,6 @@
 """One run of `estimate.py`, in a process of its own: trains a few steps as a user's script would, or predicts them."""
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ from bench.arguments import specification
 from bench.cases import longtail_rows
 from bench.child import say
 from bench.estimate_cases import CASES, MODELS, EstimateCase
-from bench.measure import reset_high_water_mark, resident_bytes
+from bench.measure import PhasePeaks, reset_high_water_mark
 from bench.memory_child import four_bits, quantized
 from bench.online_cases import generated
 from bench.online_child import even_tokens
 from bench.preferences import longtail_labelled, longtail_pairs
+from bench.sharded_estimate_cases import CASES as SHARDED_CASES
 from bench.tokenizer import load_tokenizer, tokenizer_for
 from lowtide.memory.allocators.host_heap import trim_heap
 
@@ -23,7 +25,7 @@ NAMES = {"reward": "Reward", "online_dpo": "OnlineDPO"}
 
 
 def main(spec: dict[str, Any]) -> None:
-    case, device = CASES[spec["case"]], spec["device"]
+    case, device = (CASES | SHARDED_CASES)[spec["case"]], spec["device"]
     found = measured(case, device, spec["weights"]) if spec["what"] == "measure" else predicted(case, device)
     say("result", **found)
 
@@ -45,9 +47,12 @@ def measured(case: EstimateCase, device: str, weights: str) -> dict[str, Any]:
         model = model_of(case, device, weights)
         args = config_of(case, device, folder)
         trainer = trainer_class(model, args=args, **inputs, **rewarded, peft_config=adapters(case))
+        phases = PhasePeaks()
+        trainer.phases.listeners.append(phases)
         trainer.train()
+        phases(trainer.phases.now, "")
     if device == "cpu":
-        return {"peak_bytes": resident_bytes("VmHWM")}
+        return {"peak_bytes": max(phases.bytes.values()), "phases": phases.bytes}
     return {"peak_bytes": torch.cuda.max_memory_reserved(), "allocated_bytes": torch.cuda.max_memory_allocated()}
 
 
@@ -77,7 +82,11 @@ def data(case: EstimateCase) -> dict[str, Any]:
             "train_dataset": Dataset.from_list(generated(60, 0.35, seed=38)[:64]),
             "processing_class": load_tokenizer(Path(tokenizer_for(longtail_rows()))),
         }
-    dataset = Dataset.from_list(ROWS.get(case.method, longtail_pairs)()[:64])
+    rows = ROWS.get(case.method, longtail_pairs)()[:64]
+    if case.ranks > 1:  # ranks take the heaviest micro-batch in each step: not all engines rehearse it
+        heaviest = sorted(rows, key=lambda row: len(json.dumps(row)))[-case.rows :]
+        rows = heaviest * (len(rows) // case.rows)
+    dataset = Dataset.from_list(rows)
     evaluated = {"eval_dataset": dataset} if "eval_strategy" in case.options else {}
     return {
         "train_dataset": dataset,
@@ -123,6 +132,7 @@ def model_of(case: EstimateCase, device: str, weights: str) -> Any:
         return model
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    torch.manual_seed(0)  # ranks make the same weights
     kind = AutoModelForSequenceClassification if case.method == "reward" else AutoModelForCausalLM
     return kind.from_config(described(case), dtype=getattr(torch, case.dtype))
 
@@ -156,6 +166,7 @@ def predicted(case: EstimateCase, device: str) -> dict[str, Any]:
             peft_config=adapters(case),
             quantization_config=four_bits() if case.four_bit else None,
             device=device,
+            world_size=case.ranks,
             **rewarded,
         )
         seconds = time.perf_counter() - began

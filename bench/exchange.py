@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bench.measure import hardware
 from bench.results import EXCHANGE, versions, write
-from bench.sharded import Case, parser_of_ranks, run_ranks, summary
+from bench.sharded import Case, parser_of_ranks, run_case, summary
 
 GIGABITS = 1.0
 LEAST_SPEED = 1.3
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     for turn in range(options.turns):
         for way, overlap in list(WAYS.items()) if turn % 2 == 0 else list(WAYS.items())[::-1]:
             console.print(f"{way}, turn {turn + 1}")
-            turns[way].append(run_ranks(case, "lowtide", options, gigabits=GIGABITS, overlap=overlap))
+            turns[way].append(run_case(case, "lowtide", options, gigabits=GIGABITS, overlap=overlap))
     found = {way: summary(each) for way, each in turns.items()}
     after, within = (found[way]["seconds_per_step"] for way in WAYS)
     speed = after / within

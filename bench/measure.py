@@ -78,6 +78,22 @@ def resident_bytes(field: str) -> int:
     raise ValueError(f"/proc/self/status has no field {field}: resident memory can only be measured on Linux")
 
 
+class PhasePeaks:
+    """The peak of the process's resident memory in each phase, in bytes; a listener of `lowtide.step.phases.Phases`.
+
+    It begins in the phase "loading", for which it takes all that was before it. Where the high-water mark cannot be
+    reset, a phase has the peak of all that came before it.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = {}
+        self("loading", "")
+
+    def __call__(self, ended: str, begins: str) -> None:
+        self.bytes[ended] = max(self.bytes.get(ended, 0), resident_bytes("VmHWM"))
+        reset_high_water_mark()
+
+
 def reset_high_water_mark() -> bool:
     try:
         Path("/proc/self/clear_refs").write_text("5")

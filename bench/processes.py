@@ -1,14 +1,17 @@
 """Runs a benchmark child and listens to it: steps as they end, its result, or how it failed."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,6 +20,14 @@ ROOT = Path(__file__).parents[1]
 MARK = "##bench "
 """Begins the lines that a child prints for its parent."""
 LAST_LINES = 15
+PORT = 29517
+"""Where ranks meet."""
+OF_RANKS = {
+    "MASTER_ADDR": "localhost",
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "ACCELERATE_USE_CPU": "true",
+}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
@@ -72,6 +83,59 @@ def run_child(
     if result is None:
         raise ChildFailed(f"no result within {timeout:.0f} s" if timed_out else ended(status), list(last_lines))
     return result
+
+
+def run_ranks(
+    spec: dict[str, Any],
+    ranks: int,
+    module: str,
+    timeout: float,
+    *,
+    port: int = PORT,
+    environment: dict[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Runs so many ranks of a child's module on one `spec`, on a CPU with a thread each; returns what each found.
+
+    Raises `ChildFailed` with the last lines of the first rank that ended without a result; the others are killed, and
+    none outlives this call.
+    """
+    shared = os.environ | OFFLINE | OF_RANKS | (environment or {})
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_PORT": str(port)}
+    processes: list[subprocess.Popen] = []
+    with contextlib.ExitStack() as ends:
+        printed = [ends.enter_context(tempfile.TemporaryFile()) for _ in range(ranks)]
+        ends.callback(_end, processes)
+        for rank, output in enumerate(printed):
+            own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", module, json.dumps(spec)]
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT))
+        until = time.monotonic() + timeout
+        while (statuses := [each.poll() for each in processes]).count(None):
+            if any(status and _result(output)[0] is None for status, output in zip(statuses, printed, strict=True)):
+                break
+            if time.monotonic() > until:
+                raise ChildFailed(f"no result within {timeout:.0f} s", _result(printed[0])[1])
+            time.sleep(0.05)
+        found = [_result(output) for output in printed]
+    for number in sorted(range(ranks), key=lambda rank: not statuses[rank]):
+        if found[number][0] is None:
+            raise ChildFailed(f"rank {number}: {ended(statuses[number] or 0)}", found[number][1])
+    return [result for result, _ in found if result is not None]
+
+
+def _end(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def _result(output: IO[bytes]) -> tuple[dict[str, Any] | None, list[str]]:
+    """What a child found, and the last lines that it printed beside."""
+    output.seek(0)
+    lines = output.read().decode(errors="replace").splitlines()
+    marked = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
+    plain = [line for line in lines if not line.startswith(MARK)]
+    return json.loads(marked[-1]) if marked else None, plain[-LAST_LINES:]
 
 
 def ended(status: int) -> str:

@@ -7,10 +7,7 @@ trains, above what it held with its libraries imported; what loading took is rec
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -20,7 +17,7 @@ from rich.console import Console
 
 from bench.cases import CASES as METHOD_CASES
 from bench.measure import hardware
-from bench.processes import MARK, OFFLINE, ROOT
+from bench.processes import PORT, run_ranks
 from bench.results import SHARDED, versions, write
 from bench.tokenizer import tokenizer_for
 
@@ -63,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         for turn in range(options.turns):
             for contestant in CONTESTANTS if turn % 2 == 0 else CONTESTANTS[::-1]:
                 console.print(f"{name}: {contestant}, turn {turn + 1}")
-                turns[contestant].append(run_ranks(CASES[name], contestant, options))
+                turns[contestant].append(run_case(CASES[name], contestant, options))
         found[name] = {contestant: summary(each) for contestant, each in turns.items()}
         reached &= report(name, found[name], console)
     if options.record:
@@ -72,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if reached else 1
 
 
-def run_ranks(case: Case, contestant: str, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+def run_case(case: Case, contestant: str, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What the ranks of one run measured: the slowest, and the one that held most.
 
     Args:
@@ -91,34 +88,8 @@ def run_ranks(case: Case, contestant: str, options: argparse.Namespace, **more: 
 def results_of_ranks(
     spec: dict[str, Any], options: argparse.Namespace, module: str = "bench.sharded_child"
 ) -> list[dict[str, Any]]:
-    """What each of `spec["ranks"]` processes of a child's module says.
-
-    Raises:
-        SystemExit: one says nothing, or not within the time; with the end of what it printed.
-    """
-    ranks = [_start(spec, rank, options.port, module) for rank in range(spec["ranks"])]
-    found = []
-    for process in ranks:
-        try:
-            text = process.communicate(timeout=options.timeout)[0]
-        except subprocess.TimeoutExpired:
-            text = "no result in time"
-        lines = [line.removeprefix(MARK) for line in text.splitlines() if line.startswith(MARK)]
-        if not lines:
-            for each in ranks:
-                each.kill()
-            raise SystemExit("\n".join(text.splitlines()[-15:]))
-        found.append(json.loads(lines[-1]))
-    return found
-
-
-def _start(spec: dict[str, Any], rank: int, port: int, module: str) -> subprocess.Popen:
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec["ranks"]), "MASTER_ADDR": "localhost"}
-    own |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
-    own["LOCAL_SIZE"] = own["WORLD_SIZE"]
-    command = [sys.executable, "-m", module, json.dumps(spec)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | OFFLINE | own, **pipes)
+    """What each of `spec["ranks"]` processes of a child's module says; see `bench.processes.run_ranks`."""
+    return run_ranks(spec, spec["ranks"], module, options.timeout, port=options.port)
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
@@ -158,7 +129,7 @@ def parser_of_ranks(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed [%(default)s]")
     parser.add_argument("--timed", type=int, default=4, help="steps that are [%(default)s]")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of a run [%(default)s]")
-    parser.add_argument("--port", type=int, default=29517, help="at which ranks meet [%(default)s]")
+    parser.add_argument("--port", type=int, default=PORT, help="at which ranks meet [%(default)s]")
     parser.add_argument("--no-record", dest="record", action="store_false", help="record nothing")
     return parser
 

@@ -1,10 +1,25 @@
-"""The small run that shows what a training process holds beside tensors; `lowtide.planner.process` runs it."""
+"""The small run that shows what a training process holds beside tensors; `lowtide.planner.process` runs it.
+
+Given an engine, it is one of two ranks, which meet on this machine: an engine brings libraries, threads and buffers.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
+import socket
+import subprocess
 import sys
 import tempfile
 from typing import Any
+
+RANKS = 2
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {"fsdp": True},
+    "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}},
+}
+"""The options of each."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4_000,
@@ -18,7 +33,7 @@ SIZES: dict[str, Any] = {
 ROWS, TOKENS = 4, 256
 
 
-def small_run(folder: str, adapters: bool) -> dict[str, Any]:
+def small_run(folder: str, adapters: bool, engine: str = "") -> dict[str, Any]:
     """Config, model description, rows and adapters of the run that is measured."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -35,6 +50,7 @@ def small_run(folder: str, adapters: bool) -> dict[str, Any]:
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
+        **ENGINES.get(engine, {}),
     )
     rows = [{"input_ids": list(range(1, TOKENS + 1))} for _ in range(4 * ROWS)]
     peft_config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if adapters else None
@@ -46,35 +62,81 @@ def small_run(folder: str, adapters: bool) -> dict[str, Any]:
     }
 
 
-def main(adapters: bool) -> int:
-    """Trains the small model in this process; returns what it held beside tensors, in bytes."""
+def peak_of_training(adapters: bool, engine: str) -> int:
+    """Trains the small model in this process; returns its peak in bytes."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     from lowtide import SFTTrainer
     from lowtide.demo.model import make_tokenizer
     from lowtide.memory.allocators import host_heap
     from lowtide.memory.allocators.measure import peak_resident_bytes
-    from lowtide.planner.devices import device_named
-    from lowtide.planner.estimate import estimate_run
-    from lowtide.planner.tracing.fake_run import FakeRun
-    from lowtide.run.options.configs import method_of
 
     host_heap.LARGE, host_heap.TRIM_ABOVE = 0, 1 << 20  # without holes, what is beside tensors is the process
+    torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        run = small_run(folder, adapters)
-        trainer = SFTTrainer(
+        run = small_run(folder, adapters, engine)
+        SFTTrainer(
             AutoModelForCausalLM.from_config(run["described"]),
             args=run["config"],
             train_dataset=run["dataset"],
             processing_class=make_tokenizer(),
             peft_config=run["peft_config"],
-        )
-        trainer.train()
-        peak = peak_resident_bytes()
+        ).train()
+        return peak_resident_bytes()
+
+
+def predicted_bytes(adapters: bool, engine: str) -> int:
+    """What is predicted of its tensors."""
+    from lowtide.demo.model import make_tokenizer
+    from lowtide.memory.allocators import host_heap
+    from lowtide.planner.devices import device_named
+    from lowtide.planner.estimate import estimate_run
+    from lowtide.planner.tracing.fake_run import FakeRun
+    from lowtide.run.options.configs import method_of
+    from lowtide.run.options.sharding import sharding_of
+
+    host_heap.LARGE, host_heap.TRIM_ABOVE = 0, 1 << 20
+    with tempfile.TemporaryDirectory() as folder:
+        run = small_run(folder, adapters, engine)
         traced = FakeRun(method_of(run["config"]), **run, processing_class=make_tokenizer())
-        predicted = estimate_run(traced, device_named("cpu"), beside=0)
-    return peak - predicted.peak_bytes
+        sharding = sharding_of(run["config"], RANKS) if engine else None
+        return estimate_run(traced, device_named("cpu"), sharding=sharding, beside=0).peak_bytes
+
+
+def peak_of_ranks(adapters: bool, engine: str) -> int:
+    """The peak of the rank that holds most, of two that train the small model together."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", __spec__.name, "--engine", engine, *(["--adapters"] if adapters else [])]
+    shared = {"WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    shared |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    ranks = [
+        subprocess.Popen(command, env=os.environ | shared | {"RANK": str(n), "LOCAL_RANK": str(n)}, **pipes)
+        for n in range(RANKS)
+    ]
+    try:
+        return max(int(rank.communicate()[0].split()[-1]) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def main() -> int:
+    """What the process held beside tensors, in bytes; a rank says its peak."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--adapters", action="store_true")
+    parser.add_argument("--engine", choices=ENGINES, default="")
+    options = parser.parse_args()
+    given = options.adapters, options.engine
+    if "RANK" in os.environ:
+        return peak_of_training(*given)
+    peak = peak_of_ranks(*given) if options.engine else peak_of_training(*given)
+    return peak - predicted_bytes(*given)
 
 
 if __name__ == "__main__":
-    print(main("adapters" in sys.argv))
+    print(main(), flush=True)

@@ -93,7 +93,10 @@ def _spread(config: TrainingConfig, sharding: Any, world_size: int) -> Sharding 
     """How a run is spread, as the caller says it or the config; None for one device."""
     if world_size == 1:
         return None
-    return Sharding.read(sharding, devices=world_size) if sharding else sharding_of(config, world_size)
+    if not sharding:
+        return sharding_of(config, world_size)
+    said = Sharding.read(sharding, devices=world_size)
+    return replace(said, split_vocabulary=said.kind == "fsdp2" and config.fsdp_split_vocabulary)
 
 
 def _estimated(

@@ -203,7 +203,7 @@ def test_no_layer_is_told_by_others_that_are_not_like_it(tmp_path):
 
 
 def test_an_estimate_splits_its_peak_and_has_every_phase(tmp_path, monkeypatch):
-    monkeypatch.setattr("lowtide.planner.estimate.process_bytes", lambda adapters: 500_000_000)
+    monkeypatch.setattr("lowtide.planner.estimate.process_bytes", lambda adapters, sharding: 500_000_000)
     config = config_of("SFTConfig", {"eval_strategy": "steps"}, str(tmp_path))
     found = estimate(config, LlamaConfig(**SIZES), lengths=TEXTS)
     assert found.peak_bytes == sum(found.phases[found.phase].values())

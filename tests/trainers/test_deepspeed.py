@@ -29,6 +29,9 @@ SIZES = {
 }
 """Small enough for the tiny Llama to have several buckets, and parameters that are let go."""
 
+KEPT = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+"""What makes stage 3 keep all weights of a small model."""
+
 CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", "evaluated": True},
     "DPO": {"kind": "DPO", "tokens_per_microbatch": 90, "evaluated": True},
@@ -58,6 +61,8 @@ OF_STAGES: dict[str, dict[str, Any]] = {
     "states on the host": {"stage": 2, "kind": "SFT", "tokens_per_microbatch": 64, "zero": ["offload_optimizer"]},
     "weights on the host": {"stage": 3, "kind": "DPO", "zero": ["offload_param", "offload_optimizer"]},
     "gradients not in one piece": {"stage": 1, "kind": "SFT", "contiguous_gradients": False},
+    "weights let go at once": {"stage": 3, "kind": "SFT", **dict.fromkeys(KEPT, 0)},
+    "weights let go at once, rows": {"stage": 3, "kind": "DPO", "tokens_per_microbatch": 90, **dict.fromkeys(KEPT, 0)},
 }
 """Cases of one stage; `zero` names what lies in the host's memory."""
 IN_STAGE_1 = ("SFT", "DPO", "LoRA, DPO", "accumulation", "tied", "no scores, small micro-batches")
@@ -79,7 +84,7 @@ def cells() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     for name, case in OF_STAGES.items():
         options = dict(case)
         more: dict[str, Any] = {each: {"device": "cpu"} for each in options.pop("zero", ())}
-        more |= {key: options.pop(key) for key in ("contiguous_gradients",) if key in options}
+        more |= {key: options.pop(key) for key in ("contiguous_gradients", *KEPT) if key in options}
         found[name] = (options, config_of(options.pop("stage"), **more))
     return found
 

@@ -19,9 +19,9 @@ from lowtide.planner.allocators.glibc_heap import GlibcHeap
 from lowtide.planner.allocators.replay import Allocator, peaks, run_of
 from lowtide.planner.devices import Device
 from lowtide.planner.process import process_bytes
-from lowtide.planner.sharding.moment import OneDevice as OnOneDevice
 from lowtide.planner.sharding.sharded import shard
 from lowtide.planner.sharding.tensor_parallel import one_rank
+from lowtide.planner.sharding.traced_step import one_device
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.host_memory import host_bytes
 from lowtide.ranks.sharding import Sharding
@@ -91,46 +91,56 @@ def estimate_run(
     Raises:
         ValueError: an operation has no form without values, so that the step cannot be traced; names it.
     """
+    sharding = sharding or Sharding()
     if device.kind == "cuda":
         beside = device.context_bytes
     elif beside is None:
-        beside = process_bytes(run.peft_config is not None)
-    if sharding is not None and sharding.devices > 1:
+        beside = process_bytes(run.peft_config is not None, sharding)
+    if sharding.devices > 1:
         return _sharded(run, device, sharding, beside)
     traced = run.traced(device)
-    allocator: Allocator = CudaAllocator()
-    workspaces = device.workspaces
-    if device.kind == "cpu":
-        allocator = GlibcHeap(host_heap.MMAP_ABOVE, host_heap.TRIM_ABOVE, thread_cache=has_thread_cache())
-        workspaces = (_packed(run),)
-    for number, size in enumerate(workspaces):
+    allocator: Allocator = CudaAllocator() if device.kind == "cuda" else _heap(run)
+    for number, size in enumerate(device.workspaces):
         allocator.born(("workspace", number), size)
     events = list(run_of(traced.events, rehearsal=run.rehearsal))
     found = _estimate(peaks(events, allocator), device, traced.tokens_per_second(device), beside, traced.notes)
     return replace(found, host_bytes=host_bytes(events))
 
 
-def _packed(run: FakeRun) -> int:
-    head = min(PACKED, 4 * run.method.head.packed_elements(run.described))
-    return head + (PACKED if run.has_16_bits else 0)
+def _heap(run: FakeRun) -> GlibcHeap:
+    """A CPU's, with the workspaces of its libraries."""
+    heap = GlibcHeap(host_heap.MMAP_ABOVE, host_heap.TRIM_ABOVE, thread_cache=has_thread_cache())
+    packed = min(PACKED, 4 * run.method.head.packed_elements(run.described))
+    heap.born("workspace", packed + (PACKED if run.has_16_bits else 0))
+    return heap
 
 
 def _sharded(run: FakeRun, device: Device, sharding: Sharding, beside: int) -> Estimate:
     split = sharding.tensor_parallel
     part = run if split == 1 else run.of(one_rank(run.described, split))
-    traced = part.traced(device)
+    traced = part.gathering(sharding.cuts_weights or sharding.by_deepspeed).traced(device)
+    on_cpu = device.kind == "cpu"
     found = shard(
         run.layout(),
-        OnOneDevice(
-            phases=peaks(run_of(traced.events, rehearsal=False)),
+        one_device(
+            run_of(traced.events, rehearsal=run.rehearsal and not sharding.by_deepspeed),
+            _heap(run) if on_cpu else None,
             tokens=traced.tokens,
             micro_batches=traced.micro_batches,
         ),
-        replace(sharding, backend="gloo") if device.kind == "cpu" else sharding,
+        _over_gloo(sharding) if on_cpu else sharding,
     )
+    if on_cpu:  # what is offloaded lies in the same memory
+        found = found.with_host_bytes()
     notes = (*traced.notes, *found.notes)
     speed = traced.tokens_per_second(device, exchanged_bytes=found.traffic.per_rank)
     return replace(_estimate(found.phases, device, speed, beside, notes), host_bytes=found.host_bytes)
+
+
+def _over_gloo(sharding: Sharding) -> Sharding:
+    """The same on a CPU, where `fully_shard` offloads nothing."""
+    offloads = {} if sharding.by_deepspeed else {"offload_weights": False, "offload_optimizer": False}
+    return replace(sharding, backend="gloo", **offloads)
 
 
 def _estimate(

@@ -73,6 +73,8 @@ class Sharding:
     """Shards inside a node and whole copies across nodes (HSDP)."""
     reshard: bool = True
     """Layers are let go after forward and gathered again for backward (FSDP2)."""
+    split_vocabulary: bool = False
+    """Head and embedding are never gathered: each rank keeps its rows (FSDP2)."""
     reduce_each: bool = True
     """Gradients are reduced after each micro-batch. Else FSDP2 keeps whole ones until the last."""
     compute_width: int | None = None

@@ -197,7 +197,7 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
         return Engine(ragged, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
     release_file(causal_model(model))
     _place(model, args)
-    settle_heap(model, gathers=is_gathered(model))
+    settle_heap(model, gathers=args.sharding.by_deepspeed or is_gathered(model))
     inner = causal_model(model)
     implementation = _implementation(inner)
     found = probe(model, ragged=prompt is None)

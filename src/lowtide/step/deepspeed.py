@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lowtide.compat.deepspeed import engine_of, going_on, masters
 from lowtide.compat.torch import mark_stepped
 from lowtide.engine.weights.zero import stop_gathering
+from lowtide.memory.allocators.host_heap import trim_heap
 from lowtide.ranks.shards import Place
 from lowtide.step.updater import NotFiniteStep, Updater
 
@@ -86,6 +87,8 @@ class DeepSpeedUpdater(Updater):
         Raises:
             NotFiniteStep: gradients are no numbers; the weights are as before.
         """
+        if self.device.type == "cpu":
+            trim_heap()  # gradients that were brought together leave holes, beside which the step takes its buffers
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
         if not self.engine.was_step_applied():

@@ -196,7 +196,8 @@ def head_parts(model: PreTrainedModel) -> HeadParts:
             )
         if not (head.disable_adapters or head.merged):
             lora, adapters = head, [a for a in head.active_adapters if a in head.lora_A]
-    if not isinstance(base, nn.Linear) or is_quantized(base.weight):
+    # asked of the module by name outside of its own call, ZeRO-3 would gather it for all of the model's forward
+    if not isinstance(base, nn.Linear) or is_quantized(next(base.parameters(recurse=False))):
         raise ValueError(
             f"the output head of {type(model).__name__} is a {type(base).__module__}.{type(base).__name__} with "
             f"weights of type {type(getattr(base, 'weight', None)).__name__}, which lowtide cannot fuse: keep the head "

@@ -42,7 +42,8 @@ def settle_heap(model: nn.Module, *, gathers: bool = False) -> bool:
 
     Args:
         model: its lists of layers are found by their type; each looks as its forward and its backward begin.
-        gathers: each layer takes and frees memory for its weights, so that it pays for a small model too.
+        gathers: each layer takes and frees memory for its weights or gradients on their way between ranks, so that it
+            pays for a small model too.
 
     Returns:
         whether its layers trim: as each begins, and when the last has ended, forward and backward.

@@ -1,15 +1,22 @@
-"""torch's `fully_shard` (FSDP2), wrapped as accelerate does: each layer by itself, the embedding, and the rest.
+"""torch's `fully_shard` (FSDP2), as lowtide's trainers cut a model: each layer, the embedding and the head by itself.
 
 From `torch/distributed/fsdp/_fully_shard` of 2.13 (`_fsdp_collectives.py`, `_fsdp_param_group.py`). Each parameter is
 cut along its first dimension into chunks of equal length, the last ones shorter, and padded. To compute with a unit,
 its shards are gathered into one flat buffer, which is copied out into a tensor for each parameter:
 
-- forward: a unit's flat buffer stays until the next unit has been copied out, so that two flat buffers and one whole
-  unit are there at a time;
+- forward: a unit's flat buffer stays until the next unit is there, so that two flat buffers and one whole unit are
+  there at a time, and the head runs beside its own flat buffer;
+- the head's gradient is whole from where it is made: with the loss, or as backward begins;
 - backward: the flat buffer goes at once, but the unit before is gathered ahead; whole gradients are copied into a
   buffer that is reduced and scattered, and that stays until the next unit's is wanted;
-- the last unit (final norm and head, and a tied embedding) is kept from forward to backward. A tied embedding's
-  gradient stays whole to the end, as nothing before it tells that it is complete.
+- a tied embedding is whole from its own forward to the head's, and all through backward. Its gradient stays whole to
+  the end, as nothing before it tells that it is complete.
+
+Where head and embedding stay in rows (`engine.weights.split_vocabulary`), they are no units: hidden states of a chunk
+travel in their place, and each rank has the gradient of its own rows.
+
+gloo gathers into a copy of what it gathers, and scatters from a copy of what it reduces: one more buffer of the whole
+size, while it does.
 """
 
 from __future__ import annotations
@@ -17,10 +24,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.sharding.layout import Layout, Parameter, byte_sum
 from lowtide.planner.sharding.moment import OneDevice, PeakMoment
 from lowtide.ranks.sharding import Sharding
 
+DIGEST = 8
+"""Bytes a number while ranks find out whether their weights are equal, a parameter at a time (`ranks.shards`)."""
+EXCHANGED = 4
+"""Copies of the hidden states of a chunk, or of the looked-up rows of a micro-batch, while they travel: what is sent,
+what comes, and both on the way back."""
 Found = tuple[Mapping[str, Sequence[PeakMoment]], int]
 
 
@@ -49,38 +64,39 @@ def moments(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
     """Moments by phase, and bytes in the host's memory."""
     ranks = sharding.shards
     units = units_of(layout, sharding)
+    in_rows = split_parameters(layout, sharding)
+    own_rows = sum(chunk_elements(p, ranks) * p.width for p in in_rows if p.trained)
     shards = sum(chunk_elements(p, ranks) * p.width for p in layout.parameters)
     optimizer = sum(layout.state_bytes(chunk_elements(p, ranks), p.width) for p in layout.trained)
-    gradients = sum(unit.shard for unit in units)
+    gradients = sum(unit.shard for unit in units) + own_rows
     host = (shards + gradients if sharding.offload_weights else 0) + (optimizer if sharding.offload_optimizer else 0)
     base = PeakMoment(
         weights=0 if sharding.offload_weights else shards, optimizer=0 if sharding.offload_optimizer else optimizer
     )
     held = 0
     if traced.accumulates:
-        held = sum(unit.gradients for unit in units) if not sharding.reduce_each else gradients
+        held = gradients if sharding.reduce_each else sum(unit.gradients for unit in units) + own_rows
     if sharding.offload_weights:
         gradients = held = 0
-    steps = sum(unit.is_layer for unit in units)
+    travelling = _travelling(layout, traced, sharding) if in_rows else 0
+
+    def at(point: Point, phase: str) -> PeakMoment:
+        rows = 0 if held or phase == "forward" else own_rows
+        return replace(
+            base,
+            gradients=point.gradients + rows,
+            communication=point.gathered + travelling,
+            rest=_activations(traced, point, phase),
+        )
+
     found = {phase: [replace(base, gradients=held, rest=traced.rest(phase))] for phase in traced.phases}
     found["loading"] = _loading(layout, traced, units, sharding)
-    found["forward"] = [
-        replace(base, gradients=held, communication=point.gathered, rest=_activations(traced, point, "forward"))
-        for point in _forward(units, steps)
-    ]
-    kept = sum(unit.flat for unit in units if unit.keeps)
-    found["head"] = [replace(base, gradients=held, communication=kept, rest=traced.rest("head"))]
-    found["backward"] = [
-        replace(
-            base,
-            gradients=point.gradients,
-            communication=point.gathered,
-            rest=_activations(traced, point, "backward"),
-        )
-        for point in _backward(units, held, gradients, sharding)
-    ]
+    forward = [*_forward(units, held)]
+    found["forward"] = [at(point, "forward") for point in forward]
+    found["head"] = [at(_at_head(units, held, traced.gradients_in_head), "head")]
+    found["backward"] = [at(point, "backward") for point in _backward(units, held, gradients - own_rows, sharding)]
     if "evaluation" in found:
-        most = max(point.gathered for point in _forward(units, steps))
+        most = max(point.gathered for point in forward)
         found["evaluation"] = [replace(base, communication=most, rest=traced.rest("evaluation"))]
     if "saving" in found:
         one = max(_padded(p, ranks) * p.width for p in layout.parameters) if sharding.gather_on_save else 0
@@ -93,22 +109,44 @@ def moments(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
     return {phase: found[phase] for phase in traced.phases}, host
 
 
+def split_parameters(layout: Layout, sharding: Sharding) -> list[Parameter]:
+    """The parameters of head and embedding, where each rank keeps its rows of them."""
+    if not sharding.split_vocabulary:
+        return []
+    vocab = next((p.shape[0] for p in layout.parameters if p.name == layout.embedding), 0)
+    return [p for p in layout.parameters if not p.layer and p.shape[:1] == (vocab,)]
+
+
+def _travelling(layout: Layout, traced: OneDevice, sharding: Sharding) -> int:
+    """Bytes of hidden states on their way between ranks that hold rows of the vocabulary: of a chunk of scores, or of
+    the tokens of a micro-batch."""
+    vocab = next((p.shape[0] for p in layout.parameters if p.name == layout.embedding), 1)
+    width = sharding.compute_width or max(p.width for p in layout.parameters)
+    dtype = torch.float32 if width == torch.float32.itemsize else torch.bfloat16
+    chunk = chunk_rows(-(-vocab // sharding.shards), dtype, "cpu" if sharding.backend == "gloo" else "cuda")
+    rows = max(min(chunk, traced.tokens * sharding.shards), traced.tokens)
+    return EXCHANGED * rows * layout.hidden_size * width
+
+
 def units_of(layout: Layout, sharding: Sharding) -> list[Unit]:
-    """In the order of forward: the embedding, the layers, the rest; a tied embedding opens with the rest."""
+    """In the order of forward: the embedding, the layers, the head and what is left; a tied embedding opens first and
+    is the head's too."""
+    in_rows = split_parameters(layout, sharding)
     layers: dict[str, list[Parameter]] = {}
     outside = []
     for parameter in layout.parameters:
         if parameter.layer:
             layers.setdefault(parameter.layer, []).append(parameter)
-        else:
+        elif parameter not in in_rows:
             outside.append(parameter)
-    each = [_unit(p, sharding, is_layer=True, keeps=not sharding.reshard) for p in layers.values()]
-    if layout.tied:
+    keeps = not sharding.reshard
+    each = [_unit(p, sharding, is_layer=True, keeps=keeps) for p in layers.values()]
+    if layout.tied and not in_rows:
         return [_unit(outside, sharding, keeps=True, is_last=True), *each]
     first = [p for p in outside if p.name == layout.embedding]
     rest = [p for p in outside if p.name != layout.embedding]
-    opening = [_unit(first, sharding, keeps=not sharding.reshard)] if first else []
-    return [*opening, *each, *([_unit(rest, sharding, keeps=True)] if rest else [])]
+    opening = [_unit(first, sharding, keeps=keeps)] if first else []
+    return [*opening, *each, *([_unit(rest, sharding, keeps=keeps)] if rest else [])]
 
 
 def chunk_elements(parameter: Parameter, ranks: int) -> int:
@@ -148,6 +186,8 @@ class Point:
 
 
 def _activations(traced: OneDevice, point: Point, phase: str) -> dict[str, int]:
+    if phase == "head":
+        return traced.rest("head")
     if point.where == "between":
         return traced.between(point.gone)
     if phase == "forward":
@@ -155,16 +195,25 @@ def _activations(traced: OneDevice, point: Point, phase: str) -> dict[str, int]:
     return traced.at_head() if point.where == "head" else traced.in_backward(point.gone)
 
 
-def _forward(units: Sequence[Unit], layers: int) -> Iterator[Point]:
+def _forward(units: Sequence[Unit], held: int) -> Iterator[Point]:
     """As each unit opens, and as it runs."""
     kept = flat_before = 0
-    gone = layers
+    gone = sum(unit.is_layer for unit in units)
     for unit in units:
-        yield Point(kept + flat_before + 2 * unit.flat, gone, "between")
+        yield Point(kept + flat_before + 2 * unit.flat, gone, "between", held)
         gone -= unit.is_layer
-        yield Point(kept + 2 * unit.flat, gone, "layer")
+        yield Point(kept + 2 * unit.flat, gone, "layer" if unit.is_layer else "between", held)
         kept += unit.flat if unit.keeps else 0
         flat_before = unit.flat
+
+
+def _at_head(units: Sequence[Unit], held: int, makes_gradients: bool) -> Point:
+    """As the head makes its loss: whole, beside the flat buffer of what was gathered last, and with its gradient."""
+    tied = units[0].is_last
+    head = units[0] if tied else units[-1]
+    kept = sum(unit.flat for unit in units if unit.keeps)
+    gathered = kept + (0 if head.keeps else head.flat) + units[-1].flat
+    return Point(gathered, 0, "head", held + (head.gradients if makes_gradients and not head.is_layer else 0))
 
 
 def _backward(units: Sequence[Unit], held: int, gradients: int, sharding: Sharding) -> Iterator[Point]:
@@ -173,33 +222,34 @@ def _backward(units: Sequence[Unit], held: int, gradients: int, sharding: Shardi
     Args:
         units: in the order of forward.
         held: bytes of gradients of micro-batches before.
-        gradients: bytes of a rank's gradients when all are reduced.
+        gradients: bytes of a rank's gradients when all are reduced, but for rows that are never gathered.
         sharding: how they are reduced.
     """
     copies = 2 if sharding.backend == "gloo" else 1
-    whole = held > gradients  # those before are whole, and what is computed is added to them
+    whole = not sharding.reduce_each and held > 0  # those before are whole, and what is computed is added to them
     tied = units[0].is_last
     early = units[0].gradients if tied and not whole else 0
     kept = sum(unit.flat for unit in units if unit.keeps)
     scattered = gone = 0
     done = held
     if tied:
-        yield Point(kept + (0 if units[-1].keeps else units[-1].flat), gone, "head", done + early)
+        yield Point(kept + units[0].flat, 0, "between", done + early)  # it is gathered anew, and copied out
     for index in reversed(range(len(units))):
         unit = units[index]
-        at_head = index == len(units) - 1 and not tied
-        next_flat = units[index - 1].flat if index and not units[index - 1].keeps else 0
+        is_head = index == len(units) - 1 and not tied and not unit.is_layer
         own = 0 if unit.is_last or whole else unit.gradients
+        made = own if is_head else 0  # a head's are there before it opens
         if not unit.keeps:
-            yield Point(kept + 2 * unit.flat + scattered, gone, "between", done + early)
+            yield Point(kept + 2 * unit.flat + scattered, gone, "between", done + early + made)
             kept += unit.flat
-        open_bytes = kept + next_flat + scattered
+        ahead = units[index - 1].flat if index and not units[index - 1].keeps else 0
+        yield Point(kept + copies * ahead + scattered, gone, "between", done + early + made)
         if unit.is_layer:  # most passes through it while its first gradients are made
-            yield Point(open_bytes, gone, "layer", done + early + min(own, unit.largest))
-        yield Point(open_bytes, gone, "head" if at_head else "between", done + early + own)
+            yield Point(kept + ahead + scattered, gone, "layer", done + early + min(own, unit.largest))
+        yield Point(kept + ahead + scattered, gone, "head" if is_head else "between", done + early + own)
         gone += unit.is_layer
         kept -= unit.flat
-        yield Point(kept + next_flat + copies * unit.reduced, gone, "between", done + early + own + unit.shard)
+        yield Point(kept + ahead + copies * unit.reduced, gone, "between", done + early + own + unit.shard)
         done = held or min(done + unit.shard, gradients)
         scattered = unit.reduced
 
@@ -208,7 +258,8 @@ def _loading(layout: Layout, traced: OneDevice, units: Sequence[Unit], sharding:
     """On a CPU the whole model is there while its first unit is cut. Elsewhere it waits in the host's memory, and one
     parameter is whole at a time."""
     if sharding.backend == "gloo":
-        first = PeakMoment(weights=byte_sum(layout.parameters), communication=max(unit.shard for unit in units))
+        digest = DIGEST * max((p.numel for p in layout.parameters), default=0)
+        first = PeakMoment(weights=byte_sum(layout.parameters), communication=digest)
         return [first, PeakMoment(weights=sum(traced.phases.get("loading", {}).values()) - layout.buffers)]
     shards = sum(chunk_elements(p, sharding.shards) * p.width for p in layout.parameters)
     largest = max((byte_sum([p]) for p in layout.parameters), default=0)

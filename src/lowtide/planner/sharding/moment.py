@@ -45,8 +45,10 @@ class OneDevice:
     saved_per_layer: int = 0
     """Activations that each keeps from forward to backward: what the trace of one layer more holds more, in bytes.
     With 0 all stay to the end, which is too much where a late point of backward holds most."""
+    gradients_in_head: bool = False
+    """Whether the head's gradient is made with its loss, before backward begins."""
     tokens: int = 0
-    """That one rank sees in a step."""
+    """Of a micro-batch."""
     micro_batches: int = 1
     """In a step of one rank."""
     largest: int = 0

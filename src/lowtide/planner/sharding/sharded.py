@@ -38,6 +38,11 @@ class Sharded:
     def peak_bytes(self) -> int:
         return max(sum(held.values()) for held in self.phases.values())
 
+    def with_host_bytes(self) -> Sharded:
+        """The same where the host's memory is the device's."""
+        phases = {phase: {**held, "host": self.host_bytes} for phase, held in self.phases.items() if phase != "loading"}
+        return replace(self, phases={**self.phases, **phases} if self.host_bytes else self.phases, host_bytes=0)
+
 
 def shard(layout: Layout, traced: OneDevice, sharding: Sharding) -> Sharded:
     """The bytes of one rank, by phase and category.

@@ -8,6 +8,7 @@ read from DeepSpeed 0.19 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `partiti
 - the buffer that gradients are reduced in, allocated whole however small the model is, and a copy of its content;
 - the partition's gradients in a buffer of their own, which holds whole the parameters that are cut at its ends, and in
   stages 1 and 2 comes anew in each backward;
+- over gloo, which gathers into a copy, all weights once more as they are gathered after the step in stages 1 and 2;
 - the flat copy of all weights in stages 1 and 2, beside them while it is made;
 - in stage 3 what is gathered: it lets go only what is not wanted again within `max_reuse` elements, so that a model of
   less than half as many is whole from the end of forward to the end of backward.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from lowtide.planner.sharding.layout import MASTER, Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice, PeakMoment
@@ -72,9 +74,11 @@ def stages_1_and_2(layout: Layout, traced: OneDevice, sharding: Sharding) -> Fou
     stepping = 0 if offloaded else part * MASTER
     step = traced.temporaries(stepping, stepping)
     rest = traced.rest("optimizer")
+    whole = elements * width if sharding.backend == "gloo" else 0
     found["optimizer"] = [
         replace(base, gradients=within + stepping * width // MASTER, rest=rest),
         replace(base, gradients=stepping, optimizer=optimizer + step, rest=rest),
+        replace(base, gradients=within + stepping * width // MASTER, communication=whole, rest=rest),
     ]
     for phase in {"saving", "evaluation"} & set(found):
         found[phase] = [replace(base, rest=traced.rest(phase))]
@@ -110,9 +114,11 @@ def stage_3(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
         replace(base, optimizer=masters, communication=bucket + largest),
         replace(base, optimizer=masters, gradients=stepping, communication=0),
     ]
-    arrival = replace(whole, communication=bucket + gathered + arriving)
-    found["forward"] = [*found["forward"], replace(arrival, rest=traced.between())]
     copies = 2 if sharding.backend == "gloo" else 1
+    arrival = replace(whole, communication=bucket + gathered + max(arriving, (copies - 1) * largest))
+    found["forward"] = [*found["forward"], replace(arrival, rest=traced.between())]
+    if traced.gradients_in_head:
+        found["head"] = [replace(each, gradients=each.gradients + trained) for each in found["head"]]
     filled = min(bucket, byte_sum(layout.trained, width))
     alone = trained if trained > bucket else 0
     found["backward"] = [
@@ -143,14 +149,19 @@ def stage_3(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
 
 def gathered_elements(layout: Layout, sharding: Sharding) -> tuple[int, int]:
     """The most that stage 3 holds gathered while it computes, beside what it never lets go: what it wants again soon,
-    what it computes with, and what it has gathered ahead; and the flat buffer that several parameters arrive in."""
+    what it computes with, and what it has gathered ahead; and the flat buffer that several parameters arrive in.
+
+    Embedding and head are wanted in forward alone, where the head forms its gradient with its loss.
+    """
     sizes = [p.numel for p in layout.parameters if p.numel >= sharding.persistence]
     every = sum(sizes)
     ahead = _gathered_ahead(sizes, min(sharding.prefetch, sharding.max_live))
-    most = max((sum(group) for group in ahead), default=0)
+    groups = [sizes[:1], *ahead]
+    most = max((max(now) + sum(then) for now, then in pairwise(groups)), default=max(sizes, default=0))
     arriving = max((sum(group) for group in ahead if len(group) > 1), default=0)
-    soon = wanted_again(sizes, sharding.max_reuse)
-    return min(every, soon + max(sizes, default=0) + most), arriving
+    in_layers = [p.numel for p in layout.parameters if p.layer and p.numel >= sharding.persistence]
+    soon = wanted_again(in_layers, sharding.max_reuse)
+    return min(every, soon + most), arriving
 
 
 def _gathered_ahead(sizes: Sequence[int], bucket: int) -> list[list[int]]:

@@ -140,7 +140,7 @@ class FakeRun:
         self.config, self.described, self.dataset, inputs = copy.deepcopy((config, described, dataset, inputs))
         self.processing_class, self.peft_config = inputs.get("processing_class"), inputs.get("peft_config")
         self.quantization_config = inputs.get("quantization_config")
-        self.method, self.prepared = method, prepared
+        self.method, self.prepared, self.gathers = method, prepared, False
         self.samples = samples and not getattr(config, "packing", False)  # a sample may not fill a batch of bins
         self.rewards = rewards
         self.notes: tuple[str, ...] = ()
@@ -159,6 +159,12 @@ class FakeRun:
         """The same run of another model."""
         other = copy.copy(self)
         other.described = described
+        return other
+
+    def gathering(self, gathers: bool) -> FakeRun:
+        """The same run, whose layers take and free memory for their weights, or do not."""
+        other = copy.copy(self)
+        other.gathers = gathers
         return other
 
     @property
@@ -344,7 +350,7 @@ class FakeRun:
     ) -> None:
         """The parts that a run on the CPU and on a GPU is put together from."""
         model = runner.model.train()
-        if self._is_large(model, layers):
+        if self.gathers or self._is_large(model, layers):
             host_heap.trim_in_layers(model, trace.trimmed)
         runner.begin()
         label(runner, layers, trace)

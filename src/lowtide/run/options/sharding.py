@@ -93,7 +93,9 @@ def sharding_of(config: Any, ranks: int | None = None) -> Sharding:
         return Sharding.read(None, devices=1)
     if tensor > 1:
         sharding = _with_tensor_parallel(sharding, tensor, sequence)
-    return _in_stages(replace(sharding, sequence_parallel=sequence), config.pipeline_parallel_size)
+    rows = sharding.kind == "fsdp2" and config.fsdp_split_vocabulary
+    sharding = replace(sharding, sequence_parallel=sequence, split_vocabulary=rows)
+    return _in_stages(sharding, config.pipeline_parallel_size)
 
 
 def _in_stages(sharding: Sharding, stages: int) -> Sharding:

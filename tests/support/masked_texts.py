@@ -76,7 +76,7 @@ def texts(count: int, longest: int = 20, seed: int = 0) -> Dataset:
 def build(family: str = "bert", **more: Any) -> PreTrainedModel:
     """Seeded weights, large enough for attention to be far from uniform."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family], vocab_size=len(tokenizer()), **more)
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], "vocab_size": len(tokenizer()), **more})
     model = AutoModelForMaskedLM.from_config(config)
     for p in model.parameters():
         if p.ndim > 1:

@@ -39,7 +39,6 @@ def make_encoder(seed: int) -> tuple[ModernBertForMaskedLM, PreTrainedTokenizerF
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=128,
-        global_attn_every_n_layers=1,
         pad_token_id=vocabulary[PAD],
         bos_token_id=vocabulary[START],
         cls_token_id=vocabulary[START],

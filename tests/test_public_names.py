@@ -30,6 +30,8 @@ NAMES = [
     "KTOConfig",
     "KTOTrainer",
     "LogCompletionsCallback",
+    "MaskedLMConfig",
+    "MaskedLMTrainer",
     "ModelConfig",
     "ORPOConfig",
     "ORPOTrainer",

@@ -232,7 +232,7 @@ def rows_of(lengths: Sequence[int | Sequence[int]], *, writes: bool = False) -> 
         each = (length,) if isinstance(length, int) else tuple(length)
         row: dict[str, Any] = {name: [1] * size for name, size in zip(columns[len(each)], each, strict=True)}
         if "input_ids" in row:
-            row["labels"] = row["input_ids"]
+            row |= {"labels": row["input_ids"], "number": len(made)}
         if "completion_ids" in row:
             row |= {"kl_completion_ids": row["completion_ids"], "label": True}
         made.append(row)

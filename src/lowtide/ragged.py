@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 IGNORE = -100
@@ -226,12 +226,13 @@ class RaggedBatch:
         return cls._assemble(tokens, positions, indices, targets, segments, row_values, score_values)
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> RaggedBatch:
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]], score_rule: ScoreRule = NEXT_TOKEN) -> RaggedBatch:
         """Lays prepared dataset rows end to end.
 
         Args:
             rows: each with `input_ids`, optionally `labels` (the tokens themselves if absent), and optionally
                 `seq_lengths` where a row is packed from several segments.
+            score_rule: which positions are scored.
 
         Raises:
             ValueError: a row lacks `input_ids`, or its lengths do not add up; the message names the row.
@@ -255,7 +256,7 @@ class RaggedBatch:
                 labels.append(wanted[start : start + length])
                 owner.append(number)
                 start += length
-        return cls.from_segments(token_ids, labels, row=owner)
+        return cls.from_segments(token_ids, labels, row=owner, score_rule=score_rule)
 
     @classmethod
     def concat(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:
@@ -386,21 +387,27 @@ class RaggedBatch:
         kept = [
             torch.arange(part.score_start, part.score_start + n) for part, n in zip(self.segments, counts, strict=True)
         ]
+        return self._with_scores(torch.cat(kept), counts)
+
+    def unscored(self) -> RaggedBatch:
+        """The same tokens with nothing to score: an empty micro-batch, so that all ranks run equally many."""
+        return self._with_scores(torch.arange(0), [0] * len(self.segments))
+
+    def select_scores(self, kept: Bool[Tensor, " scores"]) -> RaggedBatch:
+        """The same tokens with some of the scores."""
+        counts = torch.bincount(self.score_segment[kept], minlength=len(self.segments)).tolist()
+        return self._with_scores(torch.nonzero(kept).flatten(), counts)
+
+    def _with_scores(self, place: Int[Tensor, " kept"], counts: Sequence[int]) -> RaggedBatch:
+        """The same tokens with the scores at some places, ascending; `counts` says how many are of each segment."""
         segments, score = [], 0
         for part, count in zip(self.segments, counts, strict=True):
             segments.append(part._replace(score_start=score, score_stop=score + count))
             score += count
-        place = torch.cat(kept)
+        place = place.to(self.score_index.device)
         values = {name: value[place] for name, value in self.score_values.items()}
         places = self.token_ids, self.position_ids, self.score_index[place], self.score_target[place]
         return self._assemble(*places, segments, self.row_values, values)
-
-    def unscored(self) -> RaggedBatch:
-        """The same tokens with nothing to score: an empty micro-batch, so that all ranks run equally many."""
-        segments = [part._replace(score_start=0, score_stop=0) for part in self.segments]
-        nothing = {name: value[:0] for name, value in self.score_values.items()}
-        places = self.token_ids, self.position_ids, self.score_index[:0], self.score_target[:0]
-        return self._assemble(*places, segments, self.row_values, nothing)
 
     def times(self, number: int) -> RaggedBatch:
         """The batch so many times, one behind the other, with prefixes that are taken for others each time: none is

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from lowtide.data.batches.packing import Strategy
 from lowtide.data.encode.truncation import Truncation, TruncationMode
@@ -58,6 +58,9 @@ class PreferenceOptions(TokenOptions):
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions(TokenOptions):
     """The options of `prepare`. When packing, `max_length` is also the capacity of a bin."""
+
+    own_token: ClassVar[bool] = False
+    """Whether labels are predicted at their own tokens, and not at the token before."""
 
     dataset_text_field: str = "text"
     """The column that holds the text of plain-text rows."""

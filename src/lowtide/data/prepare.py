@@ -6,36 +6,59 @@ result is cached the same way.
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.datasets import fingerprint_of
-from lowtide.data.batches.packed import PACKED_FEATURES, RowReader, drop_unscored, write_packed
+from lowtide.data.batches.packed import LENGTHS_FEATURE, RowReader, drop_unscored, packed_tables, write_packed
 from lowtide.data.batches.packing import pack
+from lowtide.data.batches.token_rows import TokenRows
 from lowtide.data.cache.cached_map import map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, cache_file, combine, rows_fingerprint
 from lowtide.data.cache.mapped import mapped_files
 from lowtide.data.encode.rows import RowEncoder
-from lowtide.data.encode.truncation import Truncation, truncate
+from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_columns
-from lowtide.data.formats.reading import detect_format
+from lowtide.data.formats.reading import RowFormat, detect_format
 from lowtide.data.options import PrepareOptions
 from lowtide.data.report.ledger import Ledger, padding_share
-from lowtide.data.report.row_stats import CUT_AWAY, NOTED_FEATURES, TOKEN_FEATURES, Statistics, add_up, noted_table
+from lowtide.data.report.row_stats import CUT_AWAY, NOTES, Statistics, add_up, noted_table
 from lowtide.data.sources.stream import prepare_stream
 from lowtide.data.sources.titles import title_of
 
 __all__ = ["PrepareOptions", "prepare"]
 
 logger = logging.getLogger(__name__)
+
+
+class Encoder(Protocol):
+    """From rows of a dataset to token rows."""
+
+    features: Features
+    """The columns of tokens that it makes."""
+    format: RowFormat[Any]
+    source: str
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> TokenRows:
+        """A batch of columns, whose rows have these numbers in the dataset."""
+        ...
+
+    def cut(self, rows: TokenRows, truncation: Truncation) -> TokenRows:
+        """Rows within the limits on their lengths."""
+        ...
+
+
+EncoderOf = Callable[[PreTrainedTokenizerBase, Any, Mapping[str, Any], str], Encoder]
+"""From a tokenizer, options, a dataset's first row and what messages call the dataset."""
 
 
 def prepare(
@@ -46,8 +69,9 @@ def prepare(
     batch_size: int,
     packing: bool,
     name: str = "train",
+    encoder_of: EncoderOf | None = None,
 ) -> tuple[Dataset | IterableDataset, Ledger | None]:
-    """Prepare a dataset for supervised fine-tuning.
+    """Prepare a dataset for supervised fine-tuning, or what else an encoder makes rows for.
 
     Args:
         dataset: Rows in any of the formats of `lowtide.data.formats.reading`.
@@ -56,6 +80,7 @@ def prepare(
         batch_size: Rows in the padded batches that the ledger compares with.
         packing: Whether rows share bins of `options.max_length` tokens.
         name: What the dataset is called in progress bars and in the ledger.
+        encoder_of: Makes the encoder of the rows of a dataset; by default that of supervised fine-tuning.
 
     Returns:
         A dataset with the columns `input_ids` and `labels`, and `seq_lengths` where rows are packed; and its ledger,
@@ -68,12 +93,18 @@ def prepare(
         raise ValueError("packing needs max_length, the number of tokens in a bin; it is None.")
     source = options.source or title_of(dataset, name)
     with reading(dataset, source, "input_ids and labels") as first_row:
-        preparer = _preparer(tokenizer, options, first_row, source, packing=packing)
+        if "seq_lengths" in first_row:
+            raise ValueError(
+                f"{source} is packed already (it has 'seq_lengths'). Give the rows as they were before packing, or "
+                "skip preparation."
+            )
+        encoder = (encoder_of or _encoder)(tokenizer, options, first_row, source)
+        preparer = _Preparer(encoder, options.truncation_for(packing=packing))
         rows = dataset.with_format(None)
         if preparer.encoder.format.columns:
             rows = rows.select_columns(list(preparer.encoder.format.columns))
         if isinstance(rows, IterableDataset):
-            return prepare_stream(rows, preparer, options, packing=packing), None
+            return prepare_stream(rows, preparer, encoder.features, options, packing=packing), None
         return _prepare_cached(rows, preparer, options, batch_size=batch_size, packing=packing, name=name)
 
 
@@ -81,28 +112,17 @@ def prepare(
 class _Preparer:
     """Prepares a batch of rows."""
 
-    encoder: RowEncoder
+    encoder: Encoder
     truncation: Truncation
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
         whole = self.encoder(batch, numbers)
-        kept, _ = truncate(whole, self.truncation)
-        return noted_table(whole, kept)
+        return noted_table(whole, self.encoder.cut(whole, self.truncation))
 
 
-def _preparer(
-    tokenizer: PreTrainedTokenizerBase,
-    options: PrepareOptions,
-    first_row: Mapping[str, Any],
-    source: str,
-    *,
-    packing: bool,
-) -> _Preparer:
-    if "seq_lengths" in first_row:
-        raise ValueError(
-            f"{source} is packed already (it has 'seq_lengths'). Give the rows as they were before packing, or skip "
-            "preparation."
-        )
+def _encoder(
+    tokenizer: PreTrainedTokenizerBase, options: PrepareOptions, first_row: Mapping[str, Any], source: str
+) -> RowEncoder:
     if "input_ids" in first_row and options.formatting_func is not None:
         logger.warning("%s is tokenized already, so formatting_func is not called.", source)
     row_format = detect_format(
@@ -119,16 +139,15 @@ def _preparer(
             "the chat template's {% generation %} marks leave out the token that ends the assistant's turn, so the "
             "model may not learn to stop: put it between them, or set assistant_only_loss=False"
         )
-    return _Preparer(encoder, options.truncation_for(packing=packing))
+    return encoder
 
 
 def _prepare_cached(
     rows: Dataset, preparer: _Preparer, options: PrepareOptions, *, batch_size: int, packing: bool, name: str
 ) -> tuple[Dataset, Ledger]:
     fingerprint = rows_fingerprint(rows, preparer.encoder.tokenizer, options, preparer.truncation)
-    prepared = map_cached(
-        rows, preparer, features=NOTED_FEATURES, fingerprint=fingerprint, num_proc=options.num_proc, name=name
-    )
+    noted = Features({**preparer.encoder.features, **NOTES})
+    prepared = map_cached(rows, preparer, features=noted, fingerprint=fingerprint, num_proc=options.num_proc, name=name)
     statistics = add_up(prepared)
     _check_statistics(statistics, options, preparer.encoder.source)
     numbers, lengths = statistics.numbers, statistics.lengths
@@ -142,10 +161,11 @@ def _prepare_cached(
         read_as=preparer.encoder.format.title,
     )
     if packing:
-        return _pack_cached(prepared, numbers, lengths, options, ledger)
+        packed, ledger = _pack_cached(prepared, numbers, lengths, options, ledger)
+        return packed.select_columns([*preparer.encoder.features, *LENGTHS_FEATURE]), ledger
     if numbers is not None:
         prepared = prepared.select(numbers)
-    return prepared.select_columns(list(TOKEN_FEATURES)), ledger
+    return prepared.select_columns(list(preparer.encoder.features)), ledger
 
 
 def _pack_cached(
@@ -163,7 +183,9 @@ def _pack_cached(
     if not (os.path.exists(path) and datasets.is_caching_enabled()):
         plan = pack(lengths, capacity, options.packing_strategy)
         assert plan.tokens_cut == 0, "rows longer than a bin are cut before, or split"
-        write_packed(RowReader(prepared.data.table, mapped_files(prepared)), plan, numbers, path, ledger.name)
+        reader = RowReader(prepared.data.table, mapped_files(prepared))
+        tables = packed_tables(reader, plan, numbers, own_token=options.own_token)
+        write_packed(tables, plan.bins, path, ledger.name)
     packed, rows_without, tokens_without = drop_unscored(Dataset.from_file(path))
     if len(packed) == 0:
         raise ValueError(
@@ -185,7 +207,7 @@ def _pack_cached(
     )
     if options.shuffle:
         packed = packed.shuffle(seed=options.seed)
-    return packed.select_columns(list(PACKED_FEATURES)), ledger
+    return packed, ledger
 
 
 def _check_statistics(statistics: Statistics, options: PrepareOptions, source: str) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from lowtide.demo.answers import answers
 from lowtide.demo.data import Question, dialogue_rows
+from lowtide.demo.hidden import filled, save_encoder, sum_of_last_digits, text_rows
+from lowtide.demo.model import save
 from lowtide.demo.preferences import labelled_rows, margins, pair_rows, wrong_sum
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
@@ -63,6 +65,8 @@ class Lesson:
     """Printed under the findings."""
     questions: int | None = None
     """Questions to train on, each several times; None for all that are not held out."""
+    base: Callable[[Path, int], None] = save
+    """Makes the model and its tokenizer in a folder, from a seed."""
     taught: int = 0
     """Steps of supervised fine-tuning that come before, for a method that needs a model which sometimes is right."""
 
@@ -75,6 +79,11 @@ def _written(folder: Path, questions: Sequence[Question], name: str, seed: int) 
 def _preferred(folder: Path, questions: Sequence[Question], name: str, seed: int, *, head: type[Head]) -> list[Finding]:
     found = margins(folder, questions, head=head, seed=seed).tolist()
     return [Finding(f"{margin:+.2f}", margin > 0) for margin in found]
+
+
+def _filled(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
+    found = filled(folder, questions, name)
+    return [Finding(text, text == sum_of_last_digits(each)) for text, each in zip(found, questions, strict=True)]
 
 
 def _asked(question: Question) -> Iterator[dict[str, Any]]:
@@ -156,5 +165,16 @@ LESSONS: dict[str, Lesson] = {
         note="before: after 190 steps of supervised fine-tuning",
         taught=190,
         questions=2048,
+    ),
+    "masked-lm": Lesson(
+        steps=300,
+        settings=OF_ROWS | {"mlm_probability": 0.3, "learning_rate": 4e-3, "per_device_train_batch_size": 128},
+        rows=text_rows,
+        examine=_filled,
+        measure="exact_match",
+        words="rightly filled in",
+        asked=lambda question: f"{question.left} + {question.right}: {question.left % 10} + {question.right % 10} =",
+        note="what is filled in where the sum of the last digits is hidden",
+        base=save_encoder,
     ),
 }

@@ -82,5 +82,10 @@ METHODS = MethodTable(
         "ppo": MethodRow(
             "PPO", "proximal policy optimization: completions that the model writes, rewarded, and a value function"
         ),
+        "masked-lm": MethodRow(
+            "MaskedLM",
+            "masked language modelling: an encoder predicts hidden tokens",
+            module="lowtide.methods.masked_lm",
+        ),
     }
 )

@@ -14,8 +14,10 @@ from lowtide.data.batches.collate import CompletionCollator, RaggedCollator
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.data.report.ledger import Ledger
-from lowtide.ragged import ScoreRule
+from lowtide.ragged import RaggedBatch, ScoreRule
 
+Drawing = Callable[[RaggedBatch, int], RaggedBatch]
+"""From a batch, and the epoch, to the batch with what is drawn of it; the epoch of evaluation is -1."""
 Prepared = tuple[Any, Ledger | None]
 """Token rows, and where their tokens came from; no ledger of a stream."""
 
@@ -40,6 +42,8 @@ class RowLayout(ABC):
     """Completions in a row; 0 for texts."""
     formats: ClassVar[bool] = False
     """Whether `formatting_func` is called with each row."""
+    collates_alone: ClassVar[str] = ""
+    """Why no `data_collator` can take the place of the layout's own, with what to do; empty where one can."""
 
     @abstractmethod
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
@@ -59,8 +63,17 @@ class RowLayout(ABC):
         return ()
 
     def values(self) -> tuple[str, ...]:
-        """The columns of a prepared row that become row values."""
+        """The columns of a prepared row that become values of rows, or of scores."""
         return ()
+
+    def drawing(self, options: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Drawing | None:
+        """What is drawn of each batch anew in each epoch; None where nothing is.
+
+        Args:
+            tokenizer: None where token ids do not matter.
+            vocab_size: of the model.
+        """
+        return None
 
     def together(self, options: Any) -> int:
         """Rows of a batch that one prepared row becomes, and that a micro-batch holds together."""
@@ -102,7 +115,7 @@ class Texts(RowLayout):
         )
 
     def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
-        return RaggedCollator()
+        return RaggedCollator(score_rule)
 
     def bin_tokens(self, options: Any) -> int | None:
         return options.max_length if options.packing else None

@@ -31,7 +31,7 @@ from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Method, Objective, Scorer
 from lowtide.methods.rows import Preparation, Prepared
-from lowtide.ragged import LastToken, ScoreRule
+from lowtide.ragged import LastToken, RaggedBatch, ScoreRule
 from lowtide.ranks.same_rows import check_same_rows
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import (
@@ -91,6 +91,8 @@ class TrainingRun:
         """Of the training set."""
         self.skips_preparation = bool(getattr(args, "skips_preparation", False))
         self._references = None
+        if inputs.data_collator is not None and method.rows.collates_alone:
+            raise ValueError(f"data_collator has no use in {method.title}: {method.rows.collates_alone}")
         if method.writes:
             _check_writes(args)
         if method.compares and args.compares:
@@ -181,6 +183,10 @@ class TrainingRun:
             rows, ledger = self.method.rows.prepare(dataset, how, name)
         return entitled(rows, title), ledger
 
+    def drawn(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:
+        """A batch with what is drawn of it in an epoch, by a method that draws something; else as it is."""
+        return batch if self._drawing is None else self._drawing(batch, epoch)
+
     def row_lengths(self, dataset: Any) -> np.ndarray | None:
         """[rows]: the tokens of each row of a dataset, as batches have them; None for a stream."""
         return row_lengths(dataset, self.collator)
@@ -206,6 +212,7 @@ class TrainingRun:
         sharing = check_prefixes(self.engine, bool(getattr(args, "prefix_sharing", False)))
         self.own_collator = self.method.rows.collator(args, sharing=sharing, score_rule=self.score_rule)
         self.collator = inputs.data_collator or self.own_collator
+        self._drawing = self.method.rows.drawing(args, self.tokenizer, self.vocab_size)
         self.active = ActiveTechniques(Site(args, self.model, args.device, args.world_size))
         self.active.prepare()
         self.aux_coefficient = router_coefficient(

@@ -22,6 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.compat.accelerate import leave_models_unwrapped, share_batches
 from lowtide.data.batches.collate import ragged_from_collated
+from lowtide.data.batches.masking import EVALUATION
 from lowtide.engine.forward import same_rows_of
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ragged import RaggedBatch
@@ -138,9 +139,16 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         check_same_batch((batch.token_ids, batch.score_index), same_rows_of(self.model))
         return batch
 
+    def drawn(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:
+        """A batch with what is drawn of it anew in each epoch; by default nothing is."""
+        return batch
+
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
-        batches = [self.as_ragged(inputs) for _, inputs in zip(range(num_batches), epoch_iterator, strict=False)]
+        batches = [
+            self.drawn(self.as_ragged(inputs), self.place[0])
+            for _, inputs in zip(range(num_batches), epoch_iterator, strict=False)
+        ]
         self.place = self.place[0], self.place[1] + len(batches)
         if not batches:
             return [], None
@@ -212,7 +220,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
 
     def _batch_of(self, rows: Sequence[int]) -> RaggedBatch:
         dataset: Any = self.train_dataset
-        return self.as_ragged(self.data_collator([dataset[row] for row in rows]))
+        return self.drawn(self.as_ragged(self.data_collator([dataset[row] for row in rows])), self.place[0])
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         with self._named_step():
@@ -294,7 +302,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         kept = PaddedPredictions() if self.evaluates_plainly(wanted) else Predictions()
         for number, inputs in enumerate(dataloader):
             self.leave_evaluation_if_stopped()
-            batch = self.as_ragged(inputs)
+            batch = self.drawn(self.as_ragged(inputs), EVALUATION)
             count = real_rows(self.accelerator, batch.rows, self.args)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last

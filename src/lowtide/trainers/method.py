@@ -18,6 +18,7 @@ from lowtide.engine.heads.head import Head
 from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import Method, Objective
 from lowtide.methods.rows import Prepared
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_run import check_same_run
 from lowtide.run.edge import edge
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
@@ -214,11 +215,16 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
 
     # -- data --------------------------------------------------------------------------------------------------------
 
+    def drawn(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:
+        return self.training_run.drawn(batch, epoch)
+
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        rows = self.method.rows
-        if rows.completions and "prompt_ids" not in (columns := cast(list, self._signature_columns)):
-            columns += ["prompt_ids", *rows.columns(self.args), *rows.values(), "ref_logprobs", "number"]
+        rows, columns = self.method.rows, cast(list, self._signature_columns)
+        wanted = list(rows.values())
+        if rows.completions:
+            wanted += ["prompt_ids", *rows.columns(self.args), "ref_logprobs", "number"]
+        columns += [name for name in wanted if name not in columns]
 
     def _prepared(self, dataset: Any) -> Any:
         """One dataset, or several by name, prepared for evaluation."""

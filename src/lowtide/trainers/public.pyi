@@ -14,6 +14,7 @@ from lowtide.methods.cpo import CPOOptions
 from lowtide.methods.dpo import DPOOptions
 from lowtide.methods.grpo import GRPOOptions
 from lowtide.methods.kto import KTOOptions
+from lowtide.methods.masked_lm import MaskedLMOptions
 from lowtide.methods.method import Method
 from lowtide.methods.online_dpo import OnlineDPOOptions
 from lowtide.methods.orpo import ORPOOptions
@@ -280,5 +281,26 @@ class PPOTrainer(ReferenceTrainer):
         rollout_func: Any = ...,
         environment_factory: Any = ...,
         optimizer_cls_and_kwargs: tuple | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class MaskedLMConfig(MaskedLMOptions, TrainingConfig): ...
+
+class MaskedLMTrainer(MethodTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
         **older: Any,
     ) -> None: ...

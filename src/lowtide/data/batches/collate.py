@@ -16,7 +16,7 @@ builds no key-value cache; so these batches switch the cache off, and the isolat
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.batches.values import LENGTHS, OF_PROMPT, REFERENCE
+from lowtide.data.batches.values import LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
 from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule
 
 Row = Mapping[str, Any]
@@ -37,11 +37,30 @@ OF_TOKENS = ("input_ids", "labels", "attention_mask", "position_ids", "token_typ
 """Tensors of a collated batch that are of its tokens."""
 
 
+@dataclass(frozen=True)
 class RaggedCollator:
     """Prepared rows (`input_ids`, `labels`, and `seq_lengths` where packed) to a `RaggedBatch`."""
 
+    score_rule: ScoreRule = NEXT_TOKEN
+    """Which positions are scored."""
+
     def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
-        return RaggedBatch.from_rows(rows)
+        return RaggedBatch.from_rows(rows, score_rule=self.score_rule)
+
+
+@dataclass(frozen=True)
+class MaskedCollator(RaggedCollator):
+    """Prepared rows of a masked language model, of which `Masking` draws what is masked, to a `RaggedBatch`: each token
+    that may be masked is a score, whose target is the token."""
+
+    def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
+        batch = super().__call__(rows)
+        values = {NUMBER: torch.tensor([row[NUMBER] for row in rows])}
+        if WORDS not in rows[0]:
+            return replace(batch, row_values=values)
+        pairs = (zip(row[WORDS], row["labels"], strict=True) for row in rows)
+        words = [word for row in pairs for word, label in row if label != IGNORE]
+        return replace(batch, row_values=values, score_values={WORDS: torch.tensor(words, dtype=torch.long)})
 
 
 @dataclass(frozen=True)

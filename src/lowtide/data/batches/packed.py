@@ -1,7 +1,7 @@
 """Packed rows: the pieces that a packing plan puts together, written out one bin after the other.
 
-A packed row's segments never see each other. The first token of each is given the label -100, so that no reader of
-the row can score it against the segment before.
+A packed row's segments never see each other. Where labels are predicted at the token before, the first token of each is
+given the label -100, so that no reader of the row can score it against the segment before.
 """
 
 import uuid
@@ -19,23 +19,27 @@ from rich.progress import track
 from lowtide.data.batches.packing import Packing
 from lowtide.data.batches.token_rows import IGNORED, count_scored, list_column, range_index
 from lowtide.data.cache.mapped import release_pages
-from lowtide.data.report.row_stats import TOKEN_FEATURES
 
 BINS_AT_A_TIME = 1000
 PIECES_AT_A_TIME = 500
 """After so many, the pages that they lie on are given back; the kernel maps some 100 kB around each."""
-PACKED_FEATURES = Features({**TOKEN_FEATURES, "seq_lengths": List(Value("int32"))})
+LENGTHS_FEATURE = Features({"seq_lengths": List(Value("int32"))})
+"""What packed rows have beside the columns of rows."""
 
 
 class RowReader:
-    """Reads token ranges of rows in any order from the columns `input_ids` and `labels` of an Arrow table.
+    """Reads token ranges of rows in any order from the columns of tokens of an Arrow table: `input_ids`, `labels`, and
+    `words` where it is there.
 
     Nothing is copied but what is asked for: the table's chunks are looked at where they lie, in the mapped `files`.
     """
 
     def __init__(self, table: pa.Table, files: tuple[str, ...] = ()) -> None:
         self.files = files
-        batches = table.select(["input_ids", "labels"]).to_batches()
+        self.columns = [name for name in ("input_ids", "labels", "words") if name in table.column_names]
+        self.numbers = table.column("number").to_numpy() if "number" in table.column_names else None
+        """By which what is drawn of a row is told from other rows'; None where nothing is drawn."""
+        batches = table.select(self.columns).to_batches()
         self.first_rows = np.cumsum([0, *(batch.num_rows for batch in batches)])
         self.chunks = [tuple(_list_parts(column) for column in batch.columns) for batch in batches]
 
@@ -44,61 +48,62 @@ class RowReader:
         rows: Int[np.ndarray, " pieces"],
         starts: Int[np.ndarray, " pieces"],
         stops: Int[np.ndarray, " pieces"],
-    ) -> tuple[Int[np.ndarray, " tokens"], Int[np.ndarray, " tokens"]]:
-        """Token ids and labels of the pieces, one after the other."""
+    ) -> dict[str, Int[np.ndarray, " tokens"]]:
+        """The columns of the pieces, one after the other."""
         if len(rows) == 0:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
+            return {name: np.empty(0, np.int32) for name in self.columns}
         chunks = np.searchsorted(self.first_rows, rows, side="right") - 1
-        token_ids, labels = [], []
+        found: list[list[np.ndarray]] = [[] for _ in self.columns]
         rows = rows - self.first_rows[chunks]
         places = zip(chunks.tolist(), rows.tolist(), starts.tolist(), stops.tolist(), strict=True)
         while some := list(islice(places, PIECES_AT_A_TIME)):
             parts = [self._piece(*place) for place in some]
-            token_ids.append(np.concatenate([ids for ids, _ in parts]))
-            labels.append(np.concatenate([targets for _, targets in parts]))
+            for column, pieces in zip(found, zip(*parts, strict=True), strict=True):
+                column.append(np.concatenate(pieces))
             release_pages(self.files)
-        return np.concatenate(token_ids), np.concatenate(labels)
+        return {name: np.concatenate(column) for name, column in zip(self.columns, found, strict=True)}
 
-    def _piece(
-        self, chunk: int, row: int, start: int, stop: int
-    ) -> tuple[Int[np.ndarray, " tokens"], Int[np.ndarray, " tokens"]]:
-        (token_ids, id_offsets), (labels, label_offsets) = self.chunks[chunk]
-        first_id, first_label = id_offsets[row], label_offsets[row]
-        return token_ids[first_id + start : first_id + stop], labels[first_label + start : first_label + stop]
+    def _piece(self, chunk: int, row: int, start: int, stop: int) -> list[Int[np.ndarray, " tokens"]]:
+        """Of each column, where it lies."""
+        return [values[offsets[row] + start : offsets[row] + stop] for values, offsets in self.chunks[chunk]]
 
 
 def packed_tables(
-    reader: RowReader, packing: Packing, numbers: Int[np.ndarray, " rows"] | None = None
+    reader: RowReader, packing: Packing, numbers: Int[np.ndarray, " rows"] | None = None, *, own_token: bool = False
 ) -> Iterator[pa.Table]:
     """The packed rows of a plan as Arrow tables, some bins at a time.
 
-    Row `i` of the plan is row `numbers[i]` of the reader, or row `i` if there are no numbers.
+    Row `i` of the plan is row `numbers[i]` of the reader, or row `i` if there are no numbers. `own_token`: labels are
+    predicted at their own tokens.
     """
     for first in range(0, packing.bins, BINS_AT_A_TIME):
         bins = packing.bin_offsets[first : first + BINS_AT_A_TIME + 1]
         pieces = slice(bins[0], bins[-1])
         lengths = packing.stop[pieces] - packing.start[pieces]
         rows = packing.row[pieces] if numbers is None else numbers[packing.row[pieces]]
-        token_ids, labels = reader.read(rows, packing.start[pieces], packing.stop[pieces])
+        read = reader.read(rows, packing.start[pieces], packing.stop[pieces])
         _, segments = range_index(np.zeros_like(lengths), lengths)
-        labels = labels.copy()
-        labels[segments[:-1]] = IGNORED
+        if not own_token:
+            read["labels"] = read["labels"].copy()
+            read["labels"][segments[:-1]] = IGNORED
         bins = bins - bins[0]
-        yield pa.table(
-            {
-                "input_ids": list_column(token_ids, segments[bins]),
-                "labels": list_column(labels, segments[bins]),
-                "seq_lengths": list_column(lengths, bins),
-                "scored": pa.array(count_scored(labels, segments[bins]), pa.int32()),
-            }
-        )
+        scored = count_scored(read["labels"], segments[bins], own_token=own_token)
+        columns = {name: list_column(values, segments[bins]) for name, values in read.items()}
+        if reader.numbers is not None:
+            columns["number"] = pa.array(_of_bins(reader.numbers[rows], packing.start[pieces], bins), pa.int64())
+        yield pa.table({**columns, "seq_lengths": list_column(lengths, bins), "scored": pa.array(scored, pa.int32())})
 
 
-def write_packed(
-    reader: RowReader, packing: Packing, numbers: Int[np.ndarray, " rows"] | None, path: str, name: str
-) -> None:
-    """Write the packed rows of a plan to an Arrow file, which is there as a whole or not at all."""
-    tables = packed_tables(reader, packing, numbers)
+def _of_bins(
+    numbers: Int[np.ndarray, " pieces"], starts: Int[np.ndarray, " pieces"], bins: Int[np.ndarray, " bins+1"]
+) -> Int[np.ndarray, " bins"]:
+    """A number for each bin, other than all others': that of its first piece, by its row and its place there."""
+    first = bins[:-1]
+    return np.where(numbers[first] < 0, -1, (numbers[first].astype(np.int64) << 32) + starts[first])
+
+
+def write_packed(tables: Iterator[pa.Table], bins: int, path: str, name: str) -> None:
+    """Write packed rows to an Arrow file, which is there as a whole or not at all."""
     unfinished = Path(f"{path}.{uuid.uuid4().hex}.tmp")
     try:
         with pa.OSFile(str(unfinished), "wb") as sink:
@@ -106,7 +111,7 @@ def write_packed(
             for table in track(
                 tables,
                 description=f"Packing {name}",
-                total=-(-packing.bins // BINS_AT_A_TIME),
+                total=-(-bins // BINS_AT_A_TIME),
                 transient=True,
                 disable=are_progress_bars_disabled(),
             ):

@@ -5,23 +5,23 @@ whole-array operations, and the arrays are handed to Arrow as they are.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 import pyarrow as pa
+from datasets import Features, List, Value
 from jaxtyping import Bool, Int
 
+TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+"""The columns of token rows."""
 IGNORED = -100
 """The label of a token that is not scored, as everywhere in Hugging Face's libraries."""
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of token ids with their labels.
-
-    A row's first label is never scored, whatever its value: no token comes before it to predict it.
-    """
+    """Rows of token ids with their labels."""
 
     token_ids: Int[np.ndarray, " tokens"]
     labels: Int[np.ndarray, " tokens"]
@@ -30,6 +30,13 @@ class TokenRows:
     """How many tokens of each row are its prompt; None for rows that have none."""
     merged: Bool[np.ndarray, " rows"] | None = None
     """Rows whose prompt, tokenized alone, is not how the row begins: tokens merge across its end."""
+    words: Int[np.ndarray, " tokens"] | None = None
+    """The number of the word that each token belongs to, within its row; None where words are not known."""
+    numbers: Int[np.ndarray, " rows"] | None = None
+    """By which what is drawn of a row is told from other rows'; None where nothing is drawn."""
+    own_token: bool = False
+    """Labels are predicted at their own tokens. Else a row's first label is never scored, whatever its value: no token
+    comes before it to predict it."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -39,18 +46,22 @@ class TokenRows:
         return np.diff(self.offsets)
 
     def scored_counts(self) -> Int[np.ndarray, " rows"]:
-        """How many tokens of each row are scored, the first of a row never being one."""
-        return count_scored(self.labels, self.offsets)
+        """How many tokens of each row are scored."""
+        return count_scored(self.labels, self.offsets, own_token=self.own_token)
 
     def cut(self, start: Int[np.ndarray, " rows"], stop: Int[np.ndarray, " rows"]) -> "TokenRows":
         """Keep the tokens `start:stop` of each row, counted within the row."""
         if np.array_equal(stop - start, self.lengths):
             return self
-        index, offsets = range_index(self.offsets[:-1] + start, stop - start)
         prompts = self.prompt_lengths
         if prompts is not None:
             prompts = np.clip(prompts, start, stop) - start
-        return TokenRows(self.token_ids[index], self.labels[index], offsets, prompts, self.merged)
+        return replace(self.take(*range_index(self.offsets[:-1] + start, stop - start)), prompt_lengths=prompts)
+
+    def take(self, index: Int[np.ndarray, " kept"], offsets: Int[np.ndarray, " rows+1"]) -> "TokenRows":
+        """The tokens at these places, and where each row begins among them."""
+        words = None if self.words is None else self.words[index]
+        return replace(self, token_ids=self.token_ids[index], labels=self.labels[index], offsets=offsets, words=words)
 
 
 def flatten(lists: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, " tokens"], Int[np.ndarray, " rows+1"]]:
@@ -70,15 +81,26 @@ def range_index(
 
 
 def count_scored(
-    labels: Int[np.ndarray, " tokens"], offsets: Int[np.ndarray, " segments+1"]
+    labels: Int[np.ndarray, " tokens"], offsets: Int[np.ndarray, " segments+1"], *, own_token: bool = False
 ) -> Int[np.ndarray, " segments"]:
-    """How many labels of each segment are scored; the first of a segment never is."""
+    """How many labels of each segment are scored; the first only where labels are predicted at their own tokens."""
     scored = labels != IGNORED
     starts = offsets[:-1]
-    scored[starts[np.diff(offsets) > 0]] = False
+    if not own_token:
+        scored[starts[np.diff(offsets) > 0]] = False
     total = np.zeros(len(labels) + 1, dtype=np.int64)
     np.cumsum(scored, out=total[1:])
     return total[offsets[1:]] - total[starts]
+
+
+def optional_columns(rows: TokenRows) -> dict[str, pa.Array]:
+    """The columns of what is not known of all rows."""
+    columns: dict[str, pa.Array] = {}
+    if rows.words is not None:
+        columns["words"] = list_column(rows.words, rows.offsets)
+    if rows.numbers is not None:
+        columns["number"] = pa.array(rows.numbers, pa.int64())
+    return columns
 
 
 def list_column(values: Int[np.ndarray, " tokens"], offsets: Int[np.ndarray, " rows+1"]) -> pa.ListArray:

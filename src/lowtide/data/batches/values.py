@@ -37,3 +37,8 @@ RETURN = "return"
 """Score value: what it should have expected."""
 TOKEN_ADVANTAGE = "token_advantage"
 """Score value: by how much a token is better than it was expected to be."""
+NUMBER = "number"
+"""Row value: the number of a row in its dataset, by which what is drawn of it is told from other rows'; -1 for a row of
+which nothing is drawn."""
+WORDS = "words"
+"""Score value: the number of the word that a token belongs to, within its row. Absent where words are not known."""

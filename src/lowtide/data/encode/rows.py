@@ -15,10 +15,11 @@ import numpy as np
 from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.batches.token_rows import IGNORED, TokenRows, flatten
+from lowtide.data.batches.token_rows import IGNORED, TOKEN_FEATURES, TokenRows, flatten
 from lowtide.data.encode.chat import ChatEncoder
 from lowtide.data.encode.text import TextEncoder
 from lowtide.data.encode.tokenized import encode_tokenized
+from lowtide.data.encode.truncation import Truncation, truncate
 from lowtide.data.formats.reading import ChatSample, RowFormat, RowPlace, Sample, TextSample, TokenSample
 from lowtide.data.options import PrepareOptions
 
@@ -38,6 +39,7 @@ class RowEncoder:
         first_row: Mapping[str, Any],
         source: str,
     ) -> None:
+        self.features = TOKEN_FEATURES
         self.tokenizer = tokenizer
         self.format = row_format
         self.options = options
@@ -69,6 +71,10 @@ class RowEncoder:
         rows = self._encode(samples, place)
         check_vocabulary(rows, self.vocab_size, place)
         return rows
+
+    def cut(self, rows: TokenRows, truncation: Truncation) -> TokenRows:
+        """Rows within the limits on their lengths."""
+        return truncate(rows, truncation)[0]
 
     def _encode_tokenized(self, samples: Sequence[TokenSample], place: RowPlace) -> TokenRows:
         return encode_tokenized(samples, place, mask_prompts=self.options.completion_only_loss is not False)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Value
 from jaxtyping import Bool, Int
 
-from lowtide.data.batches.token_rows import TokenRows, list_column
+from lowtide.data.batches.token_rows import TokenRows, list_column, optional_columns
 from lowtide.data.cache.mapped import mapped_files, release_pages
 from lowtide.data.report.ledger import Ledger
 
@@ -22,11 +22,9 @@ CUT_AWAY = "no scored token left after truncation"
 DROP_REASONS = ("kept", "no tokens", "no scored token", CUT_AWAY)
 """Why a row is not trained on; the index is what is noted down."""
 
-TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 NOTES = {"scored": Value("int32"), "cut": Value("int32"), "dropped": Value("int8"), "merged": Value("bool")}
 CUT_PART = "cut_"
 """How the columns begin that note `cut` for each part of a row that has several."""
-NOTED_FEATURES = Features({**TOKEN_FEATURES, **NOTES})
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,7 @@ def noted_table(whole: TokenRows, kept: TokenRows) -> pa.Table:
         {
             "input_ids": list_column(rest.token_ids, rest.offsets),
             "labels": list_column(rest.labels, rest.offsets),
+            **optional_columns(rest),
             "scored": pa.array(scored, pa.int32()),
             "cut": pa.array(np.where(is_kept, cut, whole.lengths), pa.int32()),
             "dropped": pa.array(dropped, pa.int8()),

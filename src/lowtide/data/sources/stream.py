@@ -14,10 +14,9 @@ import numpy as np
 import pyarrow as pa
 from datasets import Features, IterableDataset
 
-from lowtide.data.batches.packed import PACKED_FEATURES, RowReader, packed_tables
-from lowtide.data.batches.packing import Strategy, pack
+from lowtide.data.batches.packed import LENGTHS_FEATURE, RowReader, packed_tables
+from lowtide.data.batches.packing import pack
 from lowtide.data.options import PrepareOptions
-from lowtide.data.report.row_stats import TOKEN_FEATURES
 
 STREAM_BUFFER = 10_000
 
@@ -51,30 +50,33 @@ def _prepare_batch(
 def prepare_stream(
     rows: IterableDataset,
     preparer: Callable[[Batch, Sequence[int]], pa.Table],
+    features: Features,
     options: PrepareOptions,
     *,
     packing: bool,
 ) -> IterableDataset:
-    """Prepare a stream of rows; `preparer` makes noted rows of a batch."""
-    prepared = map_stream(rows, preparer, TOKEN_FEATURES)
+    """Prepare a stream of rows; `preparer` makes noted rows of a batch, with the columns `features`."""
+    prepared = map_stream(rows, preparer, features)
     if options.shuffle:
         prepared = prepared.shuffle(seed=options.seed, buffer_size=STREAM_BUFFER)
     if not packing:
         return prepared
+    packed_features = Features({**features, **LENGTHS_FEATURE})
     packed = prepared.map(
-        partial(_pack_buffer, capacity=options.max_length, strategy=options.packing_strategy),
+        partial(_pack_buffer, options=options, features=packed_features),
         batched=True,
         batch_size=STREAM_BUFFER,
-        remove_columns=list(TOKEN_FEATURES),
-        features=PACKED_FEATURES,
+        remove_columns=list(features),
+        features=packed_features,
     )
     return packed.shuffle(seed=options.seed) if options.shuffle else packed
 
 
-def _pack_buffer(batch: Batch, capacity: int | None, strategy: Strategy) -> dict[str, list[Any]]:
-    assert capacity is not None
-    rows = pa.table({name: pa.array(batch[name], pa.list_(pa.int32())) for name in TOKEN_FEATURES})
-    plan = pack(np.array([len(row) for row in batch["input_ids"]]), capacity, strategy)
-    packed = pa.concat_tables(packed_tables(RowReader(rows), plan))
+def _pack_buffer(batch: Batch, options: PrepareOptions, features: Features) -> dict[str, list[Any]]:
+    assert options.max_length is not None
+    schema = pa.schema([field for field in features.arrow_schema if field.name in batch])
+    rows = pa.table({name: batch[name] for name in schema.names}, schema=schema)
+    plan = pack(np.array([len(row) for row in batch["input_ids"]]), options.max_length, options.packing_strategy)
+    packed = pa.concat_tables(packed_tables(RowReader(rows), plan, own_token=options.own_token))
     scored = pa.array(packed["scored"].to_numpy() > 0)
-    return packed.filter(scored).select(list(PACKED_FEATURES)).to_pydict()
+    return packed.filter(scored).select(list(features)).to_pydict()

@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, Unpack
 from unittest.mock import patch
 
 import torch
@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from lowtide.compat.torch import FakeTensorMode, without_modes
 from lowtide.compat.transformers import place_on
+from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model
 from lowtide.engine.weights.model_init import model_init
@@ -255,7 +256,7 @@ class FakeRun:
             (newer or inner.gradient_checkpointing_enable)(self.config.gradient_checkpointing_kwargs)
         with without_modes():
             rows = self._heaviest(run, run.args.per_device_train_batch_size)
-            whole = cast(RaggedBatch, run.collator(rows))
+            whole = run.drawn(run.collator(rows), epoch=0)
             micro_batches = -(-rows_in_a_step(run.args) // whole.rows)
             thin = self._thinned(whole, device)
             evaluated = self._evaluated(run, device) if self.evaluates else None
@@ -396,7 +397,7 @@ class FakeRun:
     def _evaluated(self, run: TrainingRun, device: Device) -> RaggedBatch:
         """As heavy a batch to evaluate as the rows of training make."""
         rows = self._heaviest(run, run.args.per_device_eval_batch_size)
-        return self._thinned(cast(RaggedBatch, run.collator(rows)), device)
+        return self._thinned(run.drawn(run.collator(rows), EVALUATION), device)
 
     def _save(self, runner: StepRunner, trace: StorageTrace) -> None:
         """What is written, gathered; writing it copies nothing (safetensors and torch write from where a tensor is)."""

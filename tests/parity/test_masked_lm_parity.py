@@ -1,0 +1,73 @@
+"""lowtide's MaskedLMTrainer against transformers' own Trainer: steps from the same weights, on the same rows with the
+same masks, in the same order.
+
+transformers pads each batch to its longest row and computes the logits of every token. Masks are drawn before, so that
+both see the same; a row with labels is taken as it is. Accumulated, transformers takes the mean of the micro-batches'
+means, which weighs tokens by their micro-batch; ours is compared with its step of the whole batch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenClassification, Trainer, TrainingArguments
+
+from tests.support.marks import slow_but
+from tests.support.masked_texts import COMMON, FAMILIES, PAD, build, make, texts, tokenizer
+
+STEPS = 20
+SETTINGS = {**COMMON, "max_steps": STEPS, "train_sampling_strategy": "sequential", "learning_rate": 1e-3}
+SETTINGS |= {"per_device_eval_batch_size": 8}
+OURS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "checkpointed, within a token budget": {"gradient_checkpointing": True, "tokens_per_microbatch": 60},
+}
+"""Options of lowtide alone."""
+
+
+def masked_rows(count: int, seed: int) -> Dataset:
+    """Rows with the masks of transformers' collator, 80/10/10, and their labels. Those are left out that have none, and
+    those into which it drew the padding token, from which RoBERTa would count positions otherwise."""
+    collate = DataCollatorForLanguageModeling(tokenizer(), seed=seed)
+    rows = []
+    for text in texts(count, seed=seed)["text"]:
+        found = collate([{"input_ids": tokenizer()(text)["input_ids"]}])
+        rows.append({name: found[name][0].tolist() for name in ("input_ids", "labels")})
+    return Dataset.from_list([row for row in rows if max(row["labels"]) >= 0 and PAD not in row["input_ids"]])
+
+
+def theirs(family: str, folder: Path, rows: Dataset, held_out: Dataset) -> Trainer:
+    args = {name: value for name, value in SETTINGS.items() if name != "rehearsal"}
+    return Trainer(
+        build(family),
+        TrainingArguments(output_dir=str(folder), **args),
+        data_collator=DataCollatorForTokenClassification(tokenizer()),
+        train_dataset=rows,
+        eval_dataset=held_out,
+    )
+
+
+def logged(trainer: Any) -> dict[str, torch.Tensor]:
+    """[steps]: the loss and the norm of the gradients."""
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {name: torch.tensor([entry[name] for entry in steps]) for name in ("loss", "grad_norm")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(["plain"], OURS))
+def test_twenty_steps_agree_with_transformers(name: str, family: str, tmp_path: Path):
+    rows, held_out = masked_rows(60, seed=0), masked_rows(8, seed=1)
+    reference = theirs(family, tmp_path / "theirs", rows, held_out)
+    ours = make(tmp_path / "ours", rows, family=family, eval_dataset=held_out, **SETTINGS | OURS[name])
+    expected, found = logged(reference), logged(ours)
+    assert len(found["loss"]) == len(expected["loss"]) == STEPS
+    assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(ours.evaluate()["eval_loss"], reference.evaluate()["eval_loss"], rtol=1e-4, atol=0.0)

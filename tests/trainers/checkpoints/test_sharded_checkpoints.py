@@ -339,5 +339,5 @@ def test_parts_are_not_pushed(monkeypatch, tmp_path):
 def test_parts_of_layers_that_are_split_are_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "4")
     split = {**FSDP, "parallelism_config": {"tp_size": 2}}
-    with pytest.raises(ValueError, match="with tp_size ranks hold other parts"):
+    with pytest.raises(ValueError, match="with tp_size=2 ranks hold other parts"):
         matrix.classes("SFT")[1](output_dir=str(tmp_path), use_cpu=True, **split)

@@ -85,7 +85,7 @@ class Sharding:
     offload_weights: bool = False
     """Shards are in the host's memory (ZeRO-3, FSDP2)."""
     gather_on_save: bool = True
-    """Whole weights are put together for saving."""
+    """Whole weights are put together for saving; else each rank writes its own part of them."""
     reduce_bucket: int = AUTO
     """Elements of ZeRO's gradient buffer; AUTO: the square of the model's hidden size, as transformers' `"auto"`."""
     prefetch: int = AUTO
@@ -252,8 +252,8 @@ def _from_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
                 found[name] = AUTO if auto else zero[key] if name == "overlap" else int(zero[key])
     for key, name in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_weights")):
         found[name] = (zero.get(key) or {}).get("device", "none") != "none"
-    saved = zero.get("stage3_gather_16bit_weights_on_model_save", zero.get("gather_16bit_weights_on_model_save", False))
-    found["gather_on_save"] = stage != 3 or bool(saved)
+    saved = zero.get("stage3_gather_16bit_weights_on_model_save", zero.get("gather_16bit_weights_on_model_save", True))
+    found["gather_on_save"] = stage != 3 or saved is not False  # where nothing is said, lowtide saves a whole model
     if any(config.get(name, {}).get("enabled") is True for name in ("bf16", "fp16")):
         found["compute_width"] = 2
     size = config.get("tensor_parallel", {}).get("autotp_size", 0)
@@ -274,8 +274,20 @@ def _from_fsdp(config: Mapping[str, Any]) -> dict[str, Any]:
         "reshard": str(config.get("reshard_after_forward", True)).lower() != "false",
         "offload_weights": offload,
         "offload_optimizer": offload,
-        "gather_on_save": config.get("state_dict_type", "FULL_STATE_DICT") == "FULL_STATE_DICT",
+        "gather_on_save": _gathers(config.get("state_dict_type")),
     }
+
+
+def _gathers(state_dict_type: Any) -> bool:
+    """Whether whole weights are put together for saving, by what transformers and accelerate call it."""
+    named = str(state_dict_type or "FULL_STATE_DICT").rpartition(".")[2].upper()
+    known = {"FULL_STATE_DICT": True, "1": True, "SHARDED_STATE_DICT": False, "3": False}  # torch's numbers
+    if named not in known:
+        raise ValueError(
+            f"state_dict_type={state_dict_type!r} is not built for FSDP2: take FULL_STATE_DICT, which saves one model, "
+            "or SHARDED_STATE_DICT, with which each rank saves its part"
+        )
+    return known[named]
 
 
 def loaded(path: str) -> Any:

@@ -62,6 +62,7 @@ def described(layers: int = sharded_run.LAYERS, tied: bool = False) -> Layout:
                     "stage": 3,
                     "reduce_bucket_size": "auto",
                     "stage3_max_live_parameters": 7,
+                    "stage3_gather_16bit_weights_on_model_save": False,
                     "offload_optimizer": {"device": "cpu"},
                 }
             },

@@ -84,6 +84,8 @@ def _from_environment() -> dict[str, Any]:
         device, path = said.get(f"offload_{name}_device", "none"), said.get(f"offload_{name}_nvme_path", "none")
         if device != "none":
             zero[f"offload_{name}"] = {"device": device} | ({"nvme_path": path} if path != "none" else {})
+    if said.get("zero3_save_16bit_model", "").lower() in ("true", "false"):
+        zero["stage3_gather_16bit_weights_on_model_save"] = said["zero3_save_16bit_model"].lower() == "true"
     clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", AUTO)
     return {
         "zero_optimization": zero,

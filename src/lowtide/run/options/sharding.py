@@ -38,7 +38,7 @@ OF_FSDP = {
     "reshard_after_forward": "",
     "cpu_offload": "",
     "offload_params": "",
-    "state_dict_type": "checkpoints hold a whole model, and optimizer states in a file a rank",
+    "state_dict_type": "",
     "activation_checkpointing": "set `gradient_checkpointing`, which is on unless you turn it off",
     "auto_wrap_policy": "each layer is a unit, and so are the embedding and the head",
     "transformer_layer_cls_to_wrap": "each layer is a unit, and so are the embedding and the head",

@@ -240,6 +240,16 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
                     f"{name}={getattr(self, name)!r}, which {why}; or leave pipeline_parallel_size out"
                 )
 
+    def _check_saving(self) -> None:
+        """Refuses to push a model that is saved in parts, which is none that others could load."""
+        sharding = self.sharding
+        if self.push_to_hub and sharding.cuts_weights and not sharding.gather_on_save:
+            raise ValueError(
+                "push_to_hub=True pushes what is saved, and each rank is to save its part of the model "
+                "(SHARDED_STATE_DICT, or stage3_gather_16bit_weights_on_model_save false): leave one of them out, or "
+                "push what `lowtide merge` makes of the parts"
+            )
+
     def _check_refused(self) -> None:
         """Refuses what would train something else; what is empty asks for nothing."""
         known = {field.name for field in fields(self)}
@@ -281,6 +291,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         self.__dict__["_sharding"] = sharding_of(self)
         self._check_split_vocabulary()
         self._check_stages()
+        self._check_saving()
         with engines_hidden(self):
             super().__post_init__()
         self.optim = own or self.optim

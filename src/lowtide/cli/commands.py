@@ -9,7 +9,7 @@ TOOLS = {
     "estimate": ("lowtide.cli.estimate", "how much memory a run will take, before it starts"),
     "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
     "profile": ("lowtide.cli.profile", "run a few steps of a method, and show where their memory went"),
-    "merge": ("lowtide.cli.merge", "write a model and its adapter as one model"),
+    "merge": ("lowtide.cli.merge", "write a model and its adapter, or a sharded checkpoint, as one model"),
     "vllm-serve": ("lowtide.cli.vllm_serve", "start vLLM as a server that writes completions for a training"),
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
 }

@@ -1,12 +1,14 @@
-"""`lowtide merge --adapter DIR --output_dir DIR`: a base and its adapter as one model, written shard by shard.
+"""`lowtide merge`: one model of a base and its adapter (`--adapter DIR`), or of a sharded checkpoint (`--checkpoint`).
 
-The memory that it takes is the base's and a shard's; the base may be stored in 4 or 8 bits.
+It is written file by file. With an adapter it takes the memory of the base, which may be stored in 4 or 8 bits, and of
+a file; with a checkpoint that of a file and a layer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,14 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the subcommand to `lowtide`'s parser."""
     parser = subparsers.add_parser(
         "merge",
-        help="write a model and its adapter as one model",
-        description="Write a model with an adapter merged into it, shard by shard: it takes no more memory than the "
-        "model and a shard. A quantized model is written dequantized.",
+        help="write a model and its adapter, or a sharded checkpoint, as one model",
+        description="Write a model with an adapter merged into it, file by file: it takes no more memory than the "
+        "model and a file. A quantized model is written dequantized. Or write one model of a checkpoint that has a "
+        "file for each rank, which takes no more memory than a file and a layer.",
     )
-    parser.add_argument("--adapter", type=Path, required=True, metavar="DIR", help="the folder of a trained adapter")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--adapter", type=Path, metavar="DIR", help="the folder of a trained adapter")
+    given.add_argument("--checkpoint", type=Path, metavar="DIR", help="the folder of a model in a file for each rank")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="where to write the merged model")
     parser.add_argument(
         "--model", metavar="M", help="the model that it was trained on: a folder or hub name (default: as it says)"
@@ -39,8 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Merge, write, and say where; the exit status.
 
     Raises:
-        ValueError: there is no such adapter or model, or nowhere to write.
+        ValueError: there is no such adapter, checkpoint or model, or nowhere to write.
     """
+    output = arguments.output_dir
+    if output.is_file():
+        raise UsageError(f"--output_dir {output} is a file: give a folder")
+    has_tokenizer = _join(arguments) if arguments.checkpoint else _merge(arguments)
+    print(f"The merged model is in {output}" + ("." if has_tokenizer else "; no tokenizer was found to write with it."))
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> bool:
+    """Writes a model with its adapter merged into it; whether a tokenizer is written with it."""
     adapter, output = arguments.adapter, arguments.output_dir
     config = _adapter_config(adapter)
     name = arguments.model or config.get("base_model_name_or_path")
@@ -48,8 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{adapter / ADAPTER_FILE} does not say which model it was trained on: give it by --model")
     if output.resolve() in (adapter.resolve(), Path(name).resolve()):
         raise UsageError(f"--output_dir {output} is a folder that is read from: give another one")
-    if output.is_file():
-        raise UsageError(f"--output_dir {output} is a file: give a folder")
 
     import torch
 
@@ -62,9 +75,51 @@ def run(arguments: argparse.Namespace) -> int:
     base = load_model(name, trust_remote_code=trust, head=head_of_task(config.get("task_type")), dtype="auto")
     model = load_adapters(base, str(adapter))
     save_merged(model, output, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None)
-    has_tokenizer = _save_tokenizer(str(adapter), name, output, trust)
-    print(f"The merged model is in {output}" + ("." if has_tokenizer else "; no tokenizer was found to write with it."))
-    return 0
+    return _save_tokenizer([str(adapter), name], output, trust)
+
+
+def _join(arguments: argparse.Namespace) -> bool:
+    """Writes one model of a sharded checkpoint, beside and then renamed; whether a tokenizer is written with it."""
+    checkpoint, output = arguments.checkpoint, arguments.output_dir
+    if arguments.model:
+        raise UsageError("--model goes with --adapter: a checkpoint holds all weights")
+    if output.is_dir() and any(output.iterdir()):
+        raise UsageError(f"--output_dir {output} is not empty: give a new folder")
+    _check_sharded(checkpoint)
+
+    import torch
+
+    from lowtide.engine.weights.merging import save_joined
+    from lowtide.trainers.checkpoints.durable import remove
+
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    beside = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        save_joined(checkpoint, beside, dtype=dtype, trust_remote_code=arguments.trust_remote_code)
+        has_tokenizer = _save_tokenizer([str(checkpoint)], beside, arguments.trust_remote_code)
+        os.replace(beside, output)
+    finally:
+        remove(beside)
+    return has_tokenizer
+
+
+def _check_sharded(checkpoint: Path) -> None:
+    """Refuses a folder without weights in a file for each rank, or with damaged ones."""
+    if not checkpoint.is_dir():
+        raise UsageError(f"--checkpoint: there is no folder {str(checkpoint)!r}")
+
+    from lowtide.engine.weights.shard_files import SHARD, shards_in
+    from lowtide.trainers.checkpoints.choosing import checkpoints_of
+    from lowtide.trainers.checkpoints.manifest import difference, read_manifest
+
+    for name, entry in (read_manifest(checkpoint) or {}).items():
+        if SHARD.fullmatch(name) and (reason := difference(checkpoint / name, entry)):
+            raise ValueError(f"--checkpoint: {checkpoint / name} is damaged: {reason}. Take another checkpoint")
+    if not shards_in(checkpoint):
+        last = next((each for each in checkpoints_of(checkpoint) if shards_in(each)), None)
+        whole = "; it holds a whole model, which loads as it is" if [*checkpoint.glob("model*.safetensors")] else ""
+        hint = f": take {last}" if last else whole
+        raise UsageError(f"--checkpoint: {checkpoint} has no model in a file for each rank{hint}")
 
 
 def _adapter_config(adapter: Path) -> dict[str, Any]:
@@ -79,12 +134,13 @@ def _adapter_config(adapter: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not JSON: {error}") from error
 
 
-def _save_tokenizer(adapter: str, model: str, output: Path, trust: bool) -> bool:
-    """Writes the adapter's tokenizer, or the model's; whether there is one."""
+def _save_tokenizer(sources: list[str], output: Path, trust: bool) -> bool:
+    """Writes the tokenizer of an adapter or checkpoint, or else that of the model, which comes last; whether there is
+    one."""
     from lowtide.engine.weights.loading import load_tokenizer
 
-    for source in (adapter, model):
-        if source == adapter and not Path(source, "tokenizer_config.json").is_file():
+    for source in sources:
+        if source == sources[0] and not Path(source, "tokenizer_config.json").is_file():
             continue
         try:
             load_tokenizer(source, trust_remote_code=trust).save_pretrained(output)

@@ -101,6 +101,12 @@ def place_of(tensor: Tensor) -> Place:
     return Place(tuple(tensor.shape), mesh.get_local_rank(along), mesh.size(along))
 
 
+def is_cut_by_rows(tensor: DTensor) -> bool:
+    """Whether ranks hold rows of a weight; else they hold columns, or parts of parts (layers split between ranks)."""
+    along = cut_along(tensor)
+    return len(along) == 1 and tensor.placements[along[0]].is_shard(0)
+
+
 def part_of(whole: Tensor, weight: Tensor) -> Tensor:
     """The part that lies here of a tensor of a weight's shape, all of which is known: as the weight is cut."""
     if not isinstance(weight, DTensor):
@@ -118,6 +124,26 @@ def parts_of(weights: Iterable[Tensor]) -> dict[str, tuple[int, int]]:
                 name = (mesh.mesh_dim_names or ())[along] if mesh.mesh_dim_names else str(along)
                 found[name] = mesh.get_local_rank(along), mesh.size(along)
     return dict(sorted(found.items()))
+
+
+def own_rows(tensor: Tensor, rank: int, ranks: int) -> tuple[Tensor, int] | None:
+    """The rows of a weight that this rank saves, and the number of the first; None where others save it.
+
+    Of a weight of ZeRO-3, whose parts are no rows, all ranks ask together, one weight after the other. What is not
+    sharded the first rank saves, and of several copies (HSDP) the first copy's ranks.
+
+    Args:
+        rank: of all `ranks`.
+    """
+    if is_partitioned(tensor) and shape_of(tensor):
+        first, end = rows_of(shape_of(tensor)[0], rank, ranks)
+        return gathered(tensor)[first:end].to("cpu", copy=True), first
+    if isinstance(tensor, DTensor):
+        copies = [number for number, each in enumerate(tensor.placements) if each.is_replicate()]
+        saves = all(tensor.device_mesh.get_local_rank(number) == 0 for number in copies)
+        return (local_of(tensor), place_of(tensor).rows[0]) if saves else None
+    whole = whole_of(tensor)
+    return (whole, 0) if rank == 0 else None
 
 
 def group_of(tensor: DTensor) -> dist.ProcessGroup:

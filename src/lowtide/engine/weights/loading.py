@@ -20,6 +20,7 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.quantized import check_torchao
+from lowtide.engine.weights.shard_files import shards_in
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
@@ -36,6 +37,11 @@ def load_model(
         ValueError: the dtype is unknown, there is no such model, its files lack weights or cannot be read, or it
             cannot be quantized so; names what was asked for.
     """
+    if shards_in(Path(name)) and not [*Path(name).glob("model*.safetensors")]:
+        raise ValueError(
+            f"model {name!r} is in a file a rank, as a sharded run saved it: `lowtide merge --checkpoint {name} "
+            "--output_dir NEW` makes one model of it"
+        )
     dtype = init.pop("dtype", init.pop("torch_dtype", "float32"))
     if isinstance(dtype, str):
         if dtype not in DTYPES:

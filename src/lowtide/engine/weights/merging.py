@@ -1,4 +1,4 @@
-"""Writes the model that a base and its adapters are together, one shard at a time.
+"""Writes the model that a base and its adapters are together, or that ranks saved in parts, one file at a time.
 
 PEFT's `merge_and_unload` changes the base in place, and of a quantized one makes a quantized one again, with a second
 rounding. Here the model stays as it is. Each adapted weight is merged by itself, by PEFT's own `merge`, in a float32
@@ -20,13 +20,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from lowtide.compat.peft import caches_kept
 from lowtide.compat.torch import saved_buffers, with_parameters
 from lowtide.compat.transformers import names_not_saved
 from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.heads import HEADS
 from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.weights.shard_files import WeightFiles, missing_shards, shards_in
 from lowtide.ranks.shards import held_whole
 
 MAX_SHARD_BYTES = 2 << 30
@@ -69,6 +71,67 @@ def save_merged(
     _save_configs(base, folder, dense, untied=tied != same)
     left_out = same | names_not_saved(base)
     _write_shards(_checkpoint_weights(base, parts, left_out), folder, max_shard_bytes)
+
+
+@torch.no_grad()
+def save_joined(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes one model of what ranks saved in a file each, as `save_merged` writes it.
+
+    Args:
+        checkpoint: the folder of those files, and of the model's config.
+        dtype: of all weights in floating point; by default each in its own.
+
+    Raises:
+        OSError: something cannot be written.
+        ValueError: files or weights are missing.
+    """
+    if missing := missing_shards(checkpoint):
+        raise ValueError(f"{checkpoint} lacks {', '.join(missing)}: copy the whole folder again")
+    model = _described(checkpoint, trust_remote_code)
+    with WeightFiles(shards_in(checkpoint)) as files:
+        own: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        lacking = [name for name in own if name not in files.shapes and tied.get(name, name) not in files.shapes]
+        wrong = [name for name, shape in files.shapes.items() if name not in own or tuple(own[name].shape) != shape]
+        if lacking or wrong:
+            raise ValueError(
+                f"{checkpoint} does not hold the weights that its config.json describes, {(lacking + wrong)[0]} among "
+                "them: copy the whole folder again"
+            )
+
+        def part(name: str) -> Weights:
+            return Weights({name: name}, lambda: {name: _in_dtype(files.rows(name), dtype)}, [])
+
+        stored = files.rows(next(iter(files.shapes)), 0, 1).dtype
+        folder.mkdir(parents=True, exist_ok=True)
+        _save_configs(model, folder, dtype or stored, untied=False)
+        parts = [part(name) for name in own if name in files.shapes]
+        _write_shards(_checkpoint_weights(model, parts, names_not_saved(model)), folder, max_shard_bytes)
+
+
+def _described(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """The model that a folder's config describes, without weights."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    [name] = config.architectures or [""]
+    for head in HEADS:
+        with torch.device("meta"), contextlib.suppress(ValueError):  # no model of this type has such a head
+            model = head.auto_class.from_config(config, trust_remote_code=trust_remote_code)
+            if type(model).__name__ == name:
+                if (folder / "generation_config.json").is_file():
+                    model.generation_config = GenerationConfig.from_pretrained(folder)
+                return model
+    raise ValueError(f"{folder / 'config.json'} names an unknown architecture: {name or 'none'}")
+
+
+def _in_dtype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def checkpoint_weights(

@@ -241,8 +241,15 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
                 )
 
     def _check_saving(self) -> None:
-        """Refuses to push a model that is saved in parts, which is none that others could load."""
+        """Refuses parts of a model where no rank holds rows, and to push them, which others could not load."""
         sharding = self.sharding
+        split = {"tp_size": sharding.tensor_parallel, "pipeline_parallel_size": sharding.pipeline_parallel}
+        for name, size in split.items():
+            if size > 1 and not sharding.gather_on_save:
+                raise ValueError(
+                    f"SHARDED_STATE_DICT has each rank save its rows of weights, and with {name}={size} ranks hold "
+                    f"other parts: leave it out, or {name}"
+                )
         if self.push_to_hub and sharding.cuts_weights and not sharding.gather_on_save:
             raise ValueError(
                 "push_to_hub=True pushes what is saved, and each rank is to save its part of the model "

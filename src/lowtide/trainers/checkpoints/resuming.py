@@ -23,6 +23,7 @@ from lowtide.compat.deepspeed import is_partitioned, replaced_by_first_rank
 from lowtide.compat.peft import same_weights_trained
 from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
+from lowtide.engine.weights.shard_files import shards_in
 from lowtide.engine.weights.stages import with_weights_on
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
@@ -33,7 +34,7 @@ from lowtide.trainers.checkpoints.lock import only_run_in
 from lowtide.trainers.checkpoints.run_record import OF_METRICS, differences, run_record, scheduler_name, unfit_states
 from lowtide.trainers.checkpoints.shards import (
     load_optimizer_states,
-    load_partitioned,
+    load_weights,
     optimizer_files,
     saved_weights,
     states_are_cut,
@@ -181,6 +182,9 @@ class ResumableRuns(WholeCheckpoints):
                 {name: v for name, v in saved_weights(whole).items() if name in own.state_dict()}, False
             )
             return
+        if shards := shards_in(Path(checkpoint)):
+            load_weights(own, shards)
+            return
         if any(is_partitioned(p) for p in own.parameters()):
             self._load_partitioned(own, checkpoint)
             return
@@ -206,7 +210,7 @@ class ResumableRuns(WholeCheckpoints):
                 f"checkpoints of model type {model.config.model_type} name weights otherwise than the model, which "
                 "ZeRO-3 cannot load yet: resume with stage 2, or FSDP2"
             )
-        load_partitioned(model, Path(checkpoint))
+        load_weights(model, sorted(Path(checkpoint).glob("model*.safetensors")))
 
     def _load_best_model(self) -> None:
         """As the Trainer's, from a checkpoint that is checked first, and with all adapters."""

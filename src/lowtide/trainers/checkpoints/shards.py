@@ -1,8 +1,10 @@
-"""Checkpoints of a run whose weights lie in shards: a whole model, and optimizer states in a file a rank.
+"""Checkpoints of a run whose weights lie in shards: a whole model or one in a file a rank, and optimizer states in a
+file a rank.
 
-The model is put together weight by weight on the first rank's host, and saved as any model is. Optimizer states stay
-cut, since together they are larger than the model; a run on another number of ranks cuts them anew, reading no more
-than its own rows of each file.
+A whole model is put together weight by weight on the first rank's host, and saved as any model is. Otherwise each rank
+writes its own rows (`engine.weights.shard_files`), and none holds more than these and one weight. Optimizer states stay
+cut in any case, since together they are larger than the model. A run on another number of ranks cuts all of it anew,
+reading no more than its own rows of each file.
 """
 
 from __future__ import annotations
@@ -15,17 +17,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowtide.compat.deepspeed import is_partitioned, put_in
 from lowtide.compat.torch import let_go
 from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
+from lowtide.engine.weights.shard_files import WeightFiles, shard_name
 from lowtide.engine.weights.stages import gathered_weights
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
-from lowtide.ranks.shards import Place, is_sharded, part_of, parts_of, place_of, rows_of, whole_of
+from lowtide.ranks.shards import (
+    Place,
+    is_cut_by_rows,
+    is_sharded,
+    local_of,
+    own_rows,
+    part_of,
+    parts_of,
+    place_of,
+    rows_of,
+    whole_of,
+)
 from lowtide.ranks.tensor import MESH
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, Damage, load_states
-from lowtide.trainers.checkpoints.weights import weights_in
 
 SHARD = re.compile(r"optimizer-(\d+)-of-(\d+)\.pt")
 """The name of a rank's file."""
@@ -66,19 +80,53 @@ def saved_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if id(value) in wanted}
 
 
-def load_partitioned(model: nn.Module, folder: Path) -> None:
-    """Puts the weights of a checkpoint into a model of ZeRO-3, one after the other; the first rank reads them.
+def own_shard(model: nn.Module) -> tuple[str, dict[str, tuple[Tensor, int]]]:
+    """The rows of a model's weights and buffers that this rank writes, and the name of their file; weights that are
+    shared come once. All ranks call it together.
 
     Args:
         model: without adapters.
     """
+    let_go(model)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    targets = getattr(model, "all_tied_weights_keys", None) or {}
+    found: dict[str, tuple[Tensor, int]] = {}
+    place = Place((), rank, ranks)
+    for value, names in _values(model):
+        if isinstance(value, DTensor):
+            place = place_of(value)
+        if (part := own_rows(value, rank, ranks)) is not None and (part[0].numel() or not part[1]):
+            found[next((name for name in names if name not in targets), names[0])] = part
+    return shard_name(place.rank, place.ranks), found
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, files: Sequence[Path]) -> None:
+    """Puts saved weights into a model, whole or in shards, one after the other: each rank reads its own rows, of
+    ZeRO-3's the first rank reads all. All ranks call it together.
+
+    Args:
+        model: without adapters.
+        files: of a whole model, or of ranks.
+    """
+    let_go(model)
+    with WeightFiles(files) as saved:
+        for value, names in _values(model):
+            name = next((name for name in names if name in saved.shapes), None)
+            if is_partitioned(value):
+                put_in(value, saved.rows(name) if name and dist.get_rank() == 0 else None)
+            elif name is not None:
+                by_rows = isinstance(value, DTensor) and is_cut_by_rows(value)
+                own = saved.rows(name, *place_of(value).rows) if by_rows else part_of(saved.rows(name), value)
+                local_of(value).copy_(own)
+
+
+def _values(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """A model's weights and buffers, each with all names that it has."""
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         found.setdefault(id(value), (value, []))[1].append(name)
-    saved = weights_in(folder) if dist.get_rank() == 0 else {}
-    for value, names in found.values():
-        if is_partitioned(value):
-            put_in(value, next((saved[name] for name in names if name in saved), None))
+    return list(found.values())
 
 
 def states_are_cut(model: nn.Module, optimizer: Any) -> bool:

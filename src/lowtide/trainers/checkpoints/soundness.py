@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from transformers.trainer_pt_utils import safe_globals
 
+from lowtide.engine.weights.shard_files import missing_shards
 from lowtide.memory.optimizers.low_rank import projectors
 from lowtide.trainers.checkpoints.manifest import MANIFEST, difference, read_manifest
 
@@ -27,7 +28,7 @@ OPTIMIZERS = "optimizer*.pt"
 """The optimizer's states: one file, or one a rank where weights are sharded."""
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-    "adapter_model.safetensors", "adapter_model.bin",
+    "adapter_model.safetensors", "adapter_model.bin", "shard-*-of-*.safetensors",
 )  # fmt: skip
 UNREAD = {"training_args.bin", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 """Files of a checkpoint that no resumed run reads; users may change them."""
@@ -78,6 +79,8 @@ def damage(folder: Path) -> dict[str, str]:
             found[name] = "it is missing"
         except (Damage, OSError) as error:
             found[name] = str(error)
+    for name in missing_shards(folder):
+        found.setdefault(name, "it is missing")
     if not _weights(folder):
         found.setdefault("model.safetensors", "it is missing")
     return found

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import names_not_saved
+from lowtide.engine.weights.shard_files import WeightFiles, shards_in
 from lowtide.ranks.shards import whole_shape
 from lowtide.trainers.checkpoints.soundness import load_states
 
@@ -34,47 +34,47 @@ def check_weights(model: Any, folder: Path) -> None:
     Raises:
         ValueError: says which file, and which weights are missing or of another shape.
     """
-    adapters, found = hasattr(model, "peft_config"), _file(folder, MODEL)
-    if adapters and found is None:
+    adapters, found, shards = hasattr(model, "peft_config"), _file(folder, MODEL), shards_in(folder)
+    if adapters and found is None and not shards:
         for name in model.peft_config:
             _check_adapter(model, name, folder if name == "default" else folder / name)
         return
-    if adapters or found is None:
+    if adapters or (found is None and not shards):
         here, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
         raise ValueError(
             f"{folder} holds {there}, and this run trains {here}: resume with the options (peft_config, use_peft) that "
             "the run began with"
         )
-    _compare(
-        found, shapes_in(found), {name: aliases for aliases in _aliases(model) for name in aliases}, saved_form(model)
-    )
+    aliases = {name: names for names in _aliases(model) for name in names}
+    if found is not None:
+        _compare(found, shapes_in(found), aliases, saved_form(model))
+        return
+    with WeightFiles(shards) as files:
+        _compare(folder, files.shapes, aliases, _own_form(model))
 
 
 def saved_form(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and shapes as a checkpoint of the model has them, which may split or join those of the model."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    unsaved = names_not_saved(model)
+    unsaved, dtypes = names_not_saved(model), {name: v.dtype for name, v in model.state_dict(keep_vars=True).items()}
     own = {
-        name: torch.empty(whole_shape(value), dtype=value.dtype, device="meta")  # known without being gathered
-        for name, value in model.state_dict(keep_vars=True).items()
+        name: torch.empty(shape, dtype=dtypes[name], device="meta")  # known without being gathered
+        for name, shape in _own_form(model).items()
         if name not in unsaved
     }
     saved = revert_weight_conversion(model, own) if isinstance(model, PreTrainedModel) else own
     return {name: tuple(value.shape) for name, value in saved.items()}
 
 
+def _own_form(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as the model has them, in whatever parts they lie."""
+    return {name: tuple(whole_shape(value)) for name, value in model.state_dict(keep_vars=True).items()}
+
+
 def is_converted(model: nn.Module) -> bool:
     """Whether checkpoints of a model name its weights otherwise than the model does (mixtures of experts)."""
     return not saved_form(model).keys() <= model.state_dict().keys()
-
-
-def weights_in(folder: Path) -> dict[str, Tensor]:
-    """The weights in the files of a model's checkpoint."""
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        found |= load_file(path)
-    return found
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
+from lowtide.engine.weights.shard_files import missing_shards, shards_in, write_shard
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.failures import is_left_by_another
 from lowtide.ranks.shards import is_sharded
@@ -26,12 +28,14 @@ from lowtide.step.phases import Phases
 from lowtide.trainers.checkpoints.durable import flush, remove
 from lowtide.trainers.checkpoints.manifest import seal
 from lowtide.trainers.checkpoints.run_record import run_record
-from lowtide.trainers.checkpoints.shards import save_optimizer_shard, states_are_cut, whole_state
+from lowtide.trainers.checkpoints.shards import own_shard, save_optimizer_shard, states_are_cut, whole_state
 from lowtide.trainers.checkpoints.soundness import RUN_STATE, SCHEDULER
 from lowtide.trainers.checkpoints.write_errors import WRITE_ERRORS, bytes_of, space, write_reason
 
 STAGING = ".saving"
 """The folder of an output folder in which a checkpoint is written."""
+
+logger = logging.getLogger(__name__)
 
 
 def saved_run_state(checkpoint: str | None) -> dict[str, Any]:
@@ -169,6 +173,9 @@ class WholeCheckpoints(Trainer):
         if not is_sharded(model) and stage is None:
             super().save_model(output_dir, internal)
             return
+        if not cast(Any, self.args).sharding.gather_on_save and not hasattr(model, "peft_config"):
+            self._save_shards(Path(output_dir or str(self.args.output_dir)), internal)
+            return
         weights = whole_state(model, keep=self.args.should_save)
         try:
             self.model = model if stage is None else stage.whole
@@ -178,6 +185,30 @@ class WholeCheckpoints(Trainer):
             self.model = model
         if self.args.push_to_hub and not internal:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_shards(self, folder: Path, internal: bool) -> None:
+        """Each rank's part of the weights, and from the first what else belongs to a model."""
+        failure = None
+        name, rows = own_shard(cast(nn.Module, self.model))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.args.should_save:
+                self._save(str(folder), state_dict={})
+                ranks = name.rpartition("-of-")[2]
+                others = (path for path in shards_in(folder) if not path.name.endswith(f"-of-{ranks}"))
+                for path in (*folder.glob("model*.safetensors*"), *others):
+                    path.unlink()  # the file of no weights, and what an earlier run left
+            if rows:
+                write_shard(folder / name, rows)
+        except WRITE_ERRORS as error:
+            failure = error
+        if worst_of_ranks(failure is not None, self.args.device):
+            raise failure or OSError("another rank could not write its part, and says why")
+        if self.args.should_save and not internal:
+            logger.warning(
+                f"{folder} holds the model in a file for each rank: `lowtide merge --checkpoint {folder} --output_dir "
+                "NEW` makes one model of them"
+            )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not states_are_cut(cast(nn.Module, self.model), self.optimizer):
@@ -206,6 +237,8 @@ def _make_empty(staging: Path) -> None:
 
 def _publish(staging: Path, run: Path, name: str) -> None:
     """Gives a checkpoint that is written its name; one of the same step is put aside first, and then removed."""
+    if missing := missing_shards(staging / name):
+        raise OSError(f"{missing[0]}, which another rank wrote, is not there: all ranks need one output_dir")
     seal(staging / name)
     if os.path.lexists(run / name):
         os.replace(run / name, staging / f"earlier-{name}")

@@ -217,6 +217,10 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             shard.grad = None
 
 
+DIGESTED = 1 << 20
+"""Numbers of a weight that are copied at a time, as 64-bit ones."""
+
+
 @torch.no_grad()
 def equal_weights(model: nn.Module, device: torch.device) -> None:
     """Gives every rank the weights and buffers of the first, where they differ.
@@ -238,12 +242,11 @@ def equal_weights(model: nn.Module, device: torch.device) -> None:
 
 def _digest(tensor: Tensor) -> Tensor:
     """[2]: numbers that two tensors hardly share unless they are equal."""
-    numbers = tensor.detach().flatten()
-    if not numbers.is_floating_point():
-        numbers = numbers.double()
-    total = numbers.sum(dtype=torch.float64)
-    alternate = numbers[::2].sum(dtype=torch.float64)
-    return torch.stack([total, alternate]).cpu()
+    total = torch.zeros(2, dtype=torch.float64)
+    for numbers in tensor.detach().flatten().split(DIGESTED):
+        wide = numbers.double()
+        total += torch.stack([wide.sum(), wide[::2].sum()]).cpu()
+    return total
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:

@@ -28,6 +28,7 @@ from lowtide.engine.weights.quantized import check_shardable
 from lowtide.engine.weights.split_layers import split_layers
 from lowtide.engine.weights.split_vocabulary import split_vocabulary as cut_vocabulary
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
+from lowtide.engine.weights.widening import taken_dtype, widen
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import equal_weights
@@ -68,9 +69,12 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device, *, s
     split = cut_vocabulary(causal_model(model), mesh, device) if split_vocabulary else set()
     more: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": split}
     more["reshard_after_forward"] = sharding.reshard  # of what is left too: a forward without gradients lets go of all
+    wanted = taken_dtype(model)
     for unit in units_of(model):
         if not split.issuperset(_parameters(unit)):
+            widen(_parameters(unit), wanted)
             fully_shard(unit, **more)
+    widen(model.parameters(), wanted)
     fully_shard(model, **more)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)

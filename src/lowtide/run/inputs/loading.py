@@ -17,7 +17,9 @@ from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.engine.weights.widening import load_waiting, waits
 from lowtide.option_values import check_ranges
+from lowtide.run.optimizers import OPTIMIZERS
 from lowtide.run.options.training import TrainingConfig, default_of
 
 logger = logging.getLogger(__name__)
@@ -101,7 +103,8 @@ def load_inputs(
             raise ValueError("a model without a name needs its tokenizer: pass it as `processing_class`")
         tokenizer = load_tokenizer(name, **config_init(init))
     if isinstance(model, str):
-        model = load_model(model, head=head, **init)
+        late = _may_wait(args, head) and not has_adapters and waits(model, init)
+        model = (load_waiting if late else load_model)(model, head=head, **init)
     if tokenizer is not None:
         tokenizer = cast(PreTrainedTokenizerBase, getattr(tokenizer, "tokenizer", tokenizer))  # a processor's
         end = getattr(args, "eos_token", None)
@@ -124,6 +127,16 @@ def _check_not_split(model: Any, init: Mapping[str, Any]) -> None:
             f"{how} transformers split the model over ranks as it is loaded, and lowtide splits a whole one itself, by "
             "the same plan: load it without, and set parallelism_config={'tp_size': 2}, or another number of ranks"
         )
+
+
+def _may_wait(args: TrainingConfig, head: type[Head]) -> bool:
+    """Whether nothing looks at weights before they are cut, and nothing is made in their dtype."""
+    new = head.new_module is not None or head.added_module is not None
+    reads = args.optim in OPTIMIZERS or getattr(args, "chat_template_path", None) is not None
+    sharding = args.sharding
+    split = sharding.tensor_parallel > 1 or sharding.pipeline_parallel > 1
+    cut = sharding.kind == "fsdp2" and sharding.cuts_weights and not split
+    return cut and not new and not reads and not args.fsdp_split_vocabulary
 
 
 def _adopt_template(path: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module, *, has_adapters: bool) -> None:

@@ -48,6 +48,8 @@ NAMES = [
     "SFTTrainer",
     "ScriptArguments",
     "SyncRefModelCallback",
+    "TokenClassificationConfig",
+    "TokenClassificationTrainer",
     "TrlParser",
     "accuracy_reward",
     "apply_chat_template",

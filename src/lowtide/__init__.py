@@ -81,6 +81,8 @@ if TYPE_CHECKING:
         RLOOTrainer,
         SFTConfig,
         SFTTrainer,
+        TokenClassificationConfig,
+        TokenClassificationTrainer,
     )
 
 __version__ = "0.1.0"
@@ -124,6 +126,8 @@ __all__ = [
     "SFTTrainer",
     "ScriptArguments",
     "SyncRefModelCallback",
+    "TokenClassificationConfig",
+    "TokenClassificationTrainer",
     "TrlParser",
     "accuracy_reward",
     "apply_chat_template",

@@ -226,12 +226,13 @@ class RaggedBatch:
         return cls._assemble(tokens, positions, indices, targets, segments, row_values, score_values)
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> RaggedBatch:
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]], score_rule: ScoreRule = NEXT_TOKEN) -> RaggedBatch:
         """Lays prepared dataset rows end to end.
 
         Args:
             rows: each with `input_ids`, optionally `labels` (the tokens themselves if absent), and optionally
                 `seq_lengths` where a row is packed from several segments.
+            score_rule: which positions are scored.
 
         Raises:
             ValueError: a row lacks `input_ids`, or its lengths do not add up; the message names the row.
@@ -255,7 +256,7 @@ class RaggedBatch:
                 labels.append(wanted[start : start + length])
                 owner.append(number)
                 start += length
-        return cls.from_segments(token_ids, labels, row=owner)
+        return cls.from_segments(token_ids, labels, row=owner, score_rule=score_rule)
 
     @classmethod
     def concat(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, ClassVar, cast
@@ -16,8 +16,9 @@ from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import title_of
 from lowtide.engine.heads.head import Head
 from lowtide.memory.technique import Site, Technique
-from lowtide.methods.method import Method, Objective
+from lowtide.methods.method import Findings, Method, Objective
 from lowtide.methods.rows import Prepared
+from lowtide.ragged import NEXT_TOKEN, OWN_TOKEN, ScoreRule
 from lowtide.ranks.same_run import check_same_run
 from lowtide.run.edge import edge
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
@@ -84,7 +85,9 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         set_seed(args.seed)
         if getattr(given.get("data_collator"), "is_default", False):
             given["data_collator"] = None
-        self.training_run = run = TrainingRun(self.method, args, _inputs(given, needs_tokenizer=self.needs_tokenizer))
+        labels = self.method.rows.labels(given["train_dataset"], args)
+        inputs = _inputs(given, needs_tokenizer=self.needs_tokenizer, labels=labels)
+        self.training_run = run = TrainingRun(self.method, args, inputs)
         train_dataset, run.ledger = self.prepare(given["train_dataset"], "train")
         eval_dataset = None if given["eval_dataset"] is None else self._prepared(given["eval_dataset"])
         run.install()
@@ -188,6 +191,16 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         """The losses whose weighted sum is taken."""
         return getattr(self.args, "loss_types", None) or [cast(Any, self.args).loss_type]
 
+    @property
+    def score_rule(self) -> ScoreRule:
+        """Where the labels of a collator of another library are predicted."""
+        return OWN_TOKEN if self.method.rows.labelled else NEXT_TOKEN
+
+    def findings(self) -> Findings | None:
+        """The method's metrics of an evaluation that need all of its scores at once."""
+        labels = self.training_run.labels
+        return None if self.method.findings is None or labels is None else self.method.findings(self.args, labels)
+
     def report_lines(self) -> list[tuple[str, str]]:
         """What the method adds to the start-up report, as (name, text)."""
         return []
@@ -219,6 +232,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         rows = self.method.rows
         if rows.completions and "prompt_ids" not in (columns := cast(list, self._signature_columns)):
             columns += ["prompt_ids", *rows.columns(self.args), *rows.values(), "ref_logprobs", "number"]
+        if rows.labelled and self.training_run.inputs.data_collator is None:
+            self._signature_columns = [*dict.fromkeys([*cast(list, self._signature_columns), *rows.values()])]
 
     def _prepared(self, dataset: Any) -> Any:
         """One dataset, or several by name, prepared for evaluation."""
@@ -273,8 +288,9 @@ OF_RUN = (
 """Arguments that a run is made of."""
 
 
-def _inputs(given: Mapping[str, Any], *, needs_tokenizer: bool) -> Inputs:
-    return Inputs(**{name: given[name] for name in OF_RUN if name in given}, needs_tokenizer=needs_tokenizer)
+def _inputs(given: Mapping[str, Any], *, needs_tokenizer: bool, labels: Sequence[str]) -> Inputs:
+    named = {name: given[name] for name in OF_RUN if name in given}
+    return Inputs(**named, needs_tokenizer=needs_tokenizer, labels=labels)
 
 
 def by_name(dataset: Any) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ builds no key-value cache; so these batches switch the cache off, and the isolat
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.batches.values import LENGTHS, OF_PROMPT, REFERENCE
+from lowtide.data.batches.values import DOCUMENT, LENGTHS, OF_PROMPT, REFERENCE, WORDS
 from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule
 
 Row = Mapping[str, Any]
@@ -37,11 +37,28 @@ OF_TOKENS = ("input_ids", "labels", "attention_mask", "position_ids", "token_typ
 """Tensors of a collated batch that are of its tokens."""
 
 
+@dataclass(frozen=True)
 class RaggedCollator:
     """Prepared rows (`input_ids`, `labels`, and `seq_lengths` where packed) to a `RaggedBatch`."""
 
+    score_rule: ScoreRule = NEXT_TOKEN
+    """Where a label is predicted."""
+
     def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
-        return RaggedBatch.from_rows(rows)
+        return RaggedBatch.from_rows(rows, score_rule=self.score_rule)
+
+
+@dataclass(frozen=True)
+class TagCollator(RaggedCollator):
+    """Windows of labelled words to a `RaggedBatch` that knows which word of which document each score is of."""
+
+    def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
+        batch = super().__call__(rows)
+        if not {WORDS, DOCUMENT} <= rows[0].keys():
+            return batch
+        words = torch.tensor([word for row in rows for word in row[WORDS]])
+        documents = torch.tensor([row[DOCUMENT] for row in rows])
+        return replace(batch, score_values={WORDS: words[batch.score_index]}, row_values={DOCUMENT: documents})
 
 
 @dataclass(frozen=True)
@@ -102,13 +119,14 @@ class CompletionCollator:
         )
 
 
-def ragged_from_collated(batch: Mapping[str, Any]) -> RaggedBatch:
+def ragged_from_collated(batch: Mapping[str, Any], score_rule: ScoreRule = NEXT_TOKEN) -> RaggedBatch:
     """The `RaggedBatch` of what another library's collator returned; padding is dropped, each sequence is a row.
 
     Args:
         batch: `input_ids` `[rows, positions]`, and of the same shape `labels` (the tokens themselves if absent)
             and either `attention_mask` (0 where padded) or, for a flattened batch, `position_ids` (a new sequence
             starts wherever they do not go on by one). Further tensors [rows, ...] of a padded batch become row values.
+        score_rule: where a label is predicted.
     """
     input_ids: Tensor = batch["input_ids"]
     labels: Tensor = batch.get("labels", input_ids)
@@ -126,6 +144,7 @@ def ragged_from_collated(batch: Mapping[str, Any]) -> RaggedBatch:
     return RaggedBatch.from_segments(
         [tokens.tolist() for tokens in input_ids[kept].split(lengths)],
         [wanted.tolist() for wanted in labels[kept].split(lengths)],
+        score_rule=score_rule,
         row_values={name: each for name, each in values.items() if each.shape[:1] == (rows,) and rows == len(lengths)},
     )
 

@@ -5,6 +5,10 @@ They are the keys of `RaggedBatch.row_values` and `RaggedBatch.score_values`.
 
 LENGTHS = "lengths"
 """Row value, [rows, completions]: the tokens of each completion."""
+DOCUMENT = "document"
+"""Row value: the number of the dataset's row that a window is of."""
+WORDS = "words"
+"""Score value: the number of the word in its document; -1 of a word's later pieces, which stand for no word."""
 OF_PROMPT = "of_prompt"
 """Score value: whether a score is of a prompt. Absent where no prompt is scored."""
 REFERENCE = "reference"

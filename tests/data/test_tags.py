@@ -65,7 +65,8 @@ def test_token_ids_are_taken_as_they_are():
     rows, ledger = prepared(
         [{"input_ids": [1, 4, 6, 2, 0], "labels": [_, 1, 0, _, _], "attention_mask": [1, 1, 1, 1, 0]}], max_length=3
     )
-    assert rows[0]["input_ids"] == [1, 4, 6] and rows[0]["labels"] == [_, 1, 0]
+    assert rows[0]["input_ids"] == [1, 4, 6]
+    assert rows[0]["labels"] == [_, 1, 0]
     assert ledger.tokens_cut == 1
 
 
@@ -74,7 +75,8 @@ def test_windows_score_each_token_once(stride: int | None):
     made = dataset(30, longest=40)
     whole, all_of_it = prepared(made)
     rows, ledger = prepared(made, max_length=16, stride=stride)
-    assert len(rows) > len(whole) and ledger.scored_by_label == all_of_it.scored_by_label
+    assert len(rows) > len(whole)
+    assert ledger.scored_by_label == all_of_it.scored_by_label
     assert max(map(len, rows["input_ids"])) == 16
     found: dict[tuple[int, int], int] = {}
     for row in rows:
@@ -191,5 +193,5 @@ def test_a_tokenizer_that_does_not_know_its_words_is_refused(monkeypatch: pytest
 
 def test_the_labels_of_a_stream_are_not_known():
     rows = Dataset.from_list([ROW]).to_iterable_dataset()
-    with pytest.raises(ValueError, match="is a stream, whose labels are not known.*tag_names"):
+    with pytest.raises(ValueError, match=r"is a stream, whose labels are not known.*tag_names"):
         labels_of(rows, None, None)

@@ -1,4 +1,4 @@
-"""Token classification against transformers' own Trainer: padded batches, its collator, the models' own heads and loss."""
+"""Token classification against transformers' own Trainer: padded batches, its collator, the models' own loss."""
 
 from __future__ import annotations
 

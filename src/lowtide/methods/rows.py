@@ -127,6 +127,9 @@ class Tags(RowLayout):
     def labels(self, dataset: Any, options: Any) -> tuple[str, ...]:
         if options.tag_names:
             return tuple(options.tag_names)
+        columns = dataset.column_names or ()
+        if {"input_ids", WORDS, DOCUMENT} <= {*columns}:  # prepared already
+            return labels_of(dataset, "input_ids", "labels")
         return labels_of(dataset, options.text_column_name, options.label_column_name)
 
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:

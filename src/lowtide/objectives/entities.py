@@ -32,7 +32,7 @@ def entities(tags: Sequence[str]) -> set[Entity]:
 
 
 def entity_scores(documents: Iterable[tuple[Sequence[str], Sequence[str]]]) -> dict[str, dict[str, float]]:
-    """By type, and over all under the empty name: `precision`, `recall`, `f1`, and `number`, the entities that there are.
+    """By type, and over all under the empty name: `precision`, `recall`, `f1`, and `number`, that of entities.
 
     Args:
         documents: of each, the tags that are right and those that were predicted, as long as each other.

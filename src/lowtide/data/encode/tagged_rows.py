@@ -135,8 +135,8 @@ class TagEncoder:
         known = self.options.labels
         shown = ", ".join(known[:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
         return (
-            f"{self.tags.labels}[{at}] is {labels[at]!r}, which is not among the model's {len(known)} labels ({shown}): "
-            f"correct the row, name all labels in `tag_names`, or mark what is not scored by {IGNORED}."
+            f"{self.tags.labels}[{at}] is {labels[at]!r}, which is not among the model's {len(known)} labels "
+            f"({shown}): correct the row, name all labels in `tag_names`, or mark what is not scored by {IGNORED}."
         )
 
     # -- token ids -----------------------------------------------------------------------------------------------------

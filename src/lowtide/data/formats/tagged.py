@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, IterableDataset
 
 from lowtide.data.formats.conversation import quoted
@@ -93,7 +92,7 @@ def label_names(dataset: Dataset | IterableDataset, tags: TagFormat, source: str
     for part in parts:
         column: Any = part[tags.labels].combine_chunks()  # type: ignore[index]
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-            found.update(pc.unique(column.flatten()).to_pylist())
+            found.update(column.flatten().unique().to_pylist())
     named = {each for each in found if isinstance(each, str)}
     if named:
         return tuple(sorted(named))

@@ -15,7 +15,8 @@ UNNAMED = "LABEL_"
 
 def names_of(config: PretrainedConfig) -> tuple[str, ...]:
     """The labels of a model, in the order of their numbers."""
-    return tuple(config.id2label[number] for number in range(config.num_labels))
+    names: Any = config.id2label
+    return tuple(names[number] for number in sorted(names))
 
 
 def _has(config: PretrainedConfig, labels: Sequence[str]) -> bool:

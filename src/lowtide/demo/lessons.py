@@ -10,7 +10,9 @@ from typing import Any
 
 from lowtide.demo.answers import answers
 from lowtide.demo.data import Question, dialogue_rows
+from lowtide.demo.model import save
 from lowtide.demo.preferences import labelled_rows, margins, pair_rows, wrong_sum
+from lowtide.demo.tagging import marked, predicted_labels, save_encoder, tagged, tagged_rows
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.value import Value
@@ -63,6 +65,8 @@ class Lesson:
     """Printed under the findings."""
     questions: int | None = None
     """Questions to train on, each several times; None for all that are not held out."""
+    make: Callable[[Path, int], None] = save
+    """Saves the untrained model and its tokenizer, from a seed."""
     taught: int = 0
     """Steps of supervised fine-tuning that come before, for a method that needs a model which sometimes is right."""
 
@@ -75,6 +79,12 @@ def _written(folder: Path, questions: Sequence[Question], name: str, seed: int) 
 def _preferred(folder: Path, questions: Sequence[Question], name: str, seed: int, *, head: type[Head]) -> list[Finding]:
     found = margins(folder, questions, head=head, seed=seed).tolist()
     return [Finding(f"{margin:+.2f}", margin > 0) for margin in found]
+
+
+def _tagged(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
+    found = predicted_labels(folder, questions, seed)
+    pairs = zip(questions, found, strict=True)
+    return [Finding(marked(question, labels), labels == tagged(question)[1]) for question, labels in pairs]
 
 
 def _asked(question: Question) -> Iterator[dict[str, Any]]:
@@ -135,6 +145,17 @@ LESSONS: dict[str, Lesson] = {
         settings=OF_ROWS | {"learning_rate": 4e-3, "per_device_train_batch_size": 128},
         rows=pair_rows,
         head=Value,
+    ),
+    "token-classification": Lesson(
+        steps=240,
+        settings=OF_ROWS | {"learning_rate": 3e-3, "per_device_train_batch_size": 128},
+        rows=tagged_rows,
+        examine=_tagged,
+        measure="exact_labels",
+        words="all labels right",
+        asked=lambda question: " ".join(tagged(question)[0]),
+        note="the digits that are marked as the larger number",
+        make=save_encoder,
     ),
     "grpo": Lesson(
         steps=240,

@@ -24,7 +24,6 @@ from rich.text import Text
 
 from lowtide.demo.data import Question, make_questions, write_rows
 from lowtide.demo.lessons import COMMON, LESSONS, Finding, Lesson
-from lowtide.demo.model import save
 from lowtide.memory.allocators.measure import bytes_text, resident_bytes
 
 Sample = tuple[Question, Finding, Finding]
@@ -68,7 +67,7 @@ def run_demo(
         (folder / "held_out.jsonl", held_out),
     ):
         write_rows((row for question in asked for row in lesson.rows(question)), path)
-    save(base, seed)
+    lesson.make(base, seed)
     if lesson.taught:
         if not _teach(folder / "taught", base, questions, lesson.taught, train, seed):
             return None

@@ -25,6 +25,9 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
     "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     "padded": {"padding_free": False},
     "checkpointing": {"gradient_checkpointing": True},
+    "offloading": {"activation_offloading": True},
+    "recomputed products": {"gradient_checkpointing": True, "checkpointing_policy": "matmul"},
+    "moved states": {"optim": "adamw_torch", "optimizer_in_backward": "two_pass"},
     "in backward": {"optimizer_in_backward": True, "max_grad_norm": 0.0},
 }
 

@@ -50,6 +50,8 @@ NAMES = [
     "SFTTrainer",
     "ScriptArguments",
     "SyncRefModelCallback",
+    "TokenClassificationConfig",
+    "TokenClassificationTrainer",
     "TrlParser",
     "accuracy_reward",
     "apply_chat_template",

@@ -83,6 +83,8 @@ if TYPE_CHECKING:
         RLOOTrainer,
         SFTConfig,
         SFTTrainer,
+        TokenClassificationConfig,
+        TokenClassificationTrainer,
     )
 
 __version__ = "0.1.0"
@@ -128,6 +130,8 @@ __all__ = [
     "SFTTrainer",
     "ScriptArguments",
     "SyncRefModelCallback",
+    "TokenClassificationConfig",
+    "TokenClassificationTrainer",
     "TrlParser",
     "accuracy_reward",
     "apply_chat_template",

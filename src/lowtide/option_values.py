@@ -85,7 +85,7 @@ class Option:
             return self.default  # `debug`, as HfArgumentParser gives a list that is left out
         if value is self.default or any(value is each for each in self.literals):
             return value
-        if isinstance(value, str) and (value in self.choices or value == self.default):
+        if isinstance(value, str) and (value in (*self.choices, *self.literals) or value == self.default):
             return value
         for kind, convert in CONVERTERS.items():
             if kind not in self.kinds or (self.choices and kind is str):

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from lowtide.cli import train
 from lowtide.cli.main import main
+from lowtide.demo.data import Question, write_rows
+from lowtide.demo.tagging import save_tagger, tagged_rows
 from lowtide.step.rank_sync import OutOfMemory
 
 
@@ -235,3 +237,27 @@ def test_a_run_file_names_its_method(method, model, tmp_path, capsys):
     assert main([method, *words, "--use_cpu", "--disable_tqdm"]) == 0
     capsys.readouterr()
     assert f"`lowtide {method} --config`" in (tmp_path / "run" / "run.yaml").read_text()
+
+
+def test_token_classification_runs_from_words_and_a_run_file(tmp_path, capsys):
+    save_tagger(tmp_path / "base", seed=0)
+    questions = [Question(a, b) for a in range(3) for b in range(20, 24)]
+    write_rows((row for each in questions for row in tagged_rows(each)), tmp_path / "rows.jsonl")
+    weights_given = '{"B-LARGER": 2.0, "O": 0.5}'
+    given = {"model": "base", "dataset": "rows.jsonl", "eval_dataset": "rows.jsonl", "output_dir": "run"}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(tmp_path / value))]
+    words += ["--max_steps", "2", "--use_cpu", "--disable_tqdm", "--eval_strategy", "steps"]
+    assert main(["token-classification", *words, "--class_weights", weights_given, "--label_all_tokens"]) == 0
+    said = capsys.readouterr().out
+    assert "eval_f1" in said
+    options = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert options["class_weights"] == {"B-LARGER": 2.0, "O": 0.5}
+    assert options["label_all_tokens"] is True
+    first = weights(tmp_path / "run")
+    again = ["--config", str(tmp_path / "run" / "run.yaml"), "--output_dir", str(tmp_path / "again")]
+    assert main(["token-classification", *again]) == 0
+    assert all(torch.equal(each, first[name]) for name, each in weights(tmp_path / "again").items())
+    balanced = ["--class_weights", "balanced", "--output_dir", str(tmp_path / "balanced")]
+    assert main(["token-classification", *words, *balanced]) == 0
+    other = weights(tmp_path / "balanced")
+    assert not torch.equal(other["classifier.weight"], first["classifier.weight"])

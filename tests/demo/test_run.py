@@ -54,6 +54,18 @@ def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, met
         assert part in shown
 
 
+@pytest.mark.slow
+def test_labels_are_counted_before_and_after(tmp_path, command, capsys):
+    sizes = Sizes(steps=120, questions=2000, held_out=40, samples=3)
+    report = run_demo(tmp_path, command, method="token-classification", sizes=sizes)
+    assert report is not None
+    assert report["exact_labels_before"] < 0.2
+    assert report["exact_labels_after"] > 0.4
+    shown = capsys.readouterr().out
+    for part in ("all labels right", "marked as the larger number", str(tmp_path / "model")):
+        assert part in shown
+
+
 def test_a_run_that_fails_is_no_report(tmp_path):
     assert run_demo(tmp_path, lambda name, file: 2, sizes=Sizes(steps=1, held_out=2, samples=1)) is None
     assert not (tmp_path / "report.json").exists()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, Qwen2Config
 
 import lowtide
 from lowtide.demo.model import make_tokenizer
@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list, type, Any]] = {
     "dpo, LoRA": ("DPOConfig", {}, PAIRS, LlamaConfig, LORA),
     "kto": ("KTOConfig", {}, SINGLES, LlamaConfig, None),
     "reward": ("RewardConfig", {}, PAIRS, LlamaConfig, None),
+    "token classification": ("TokenClassificationConfig", {}, TEXTS, BertConfig, None),
     "orpo": ("ORPOConfig", {}, PAIRS, LlamaConfig, None),
 }
 
@@ -103,7 +104,7 @@ def allocated(case: str, folder: str) -> int:
             return dataset, None
 
     rewards = name == "RewardConfig"
-    made = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
+    made = method_of(args).head.auto_class
     rows = Dataset.from_list(rows_of(lengths))
     *_, heaviest = heaviest_rows(row_lengths(rows), 4, args.tokens_per_microbatch)
     rows = Dataset.from_list([rows[row] for row in heaviest] * (4 if len(heaviest) < 4 else 2))

@@ -121,3 +121,20 @@ class PrepareOptions(TokenOptions):
         """The limits on a row, which leave its overflow to a packing strategy that keeps it."""
         keeps_overflow = packing and self.packing_strategy in ("bfd_split", "wrapped")
         return replace(self.truncation, max_length=None) if keeps_overflow else self.truncation
+
+
+@dataclass(frozen=True, kw_only=True)
+class TagOptions(TokenOptions):
+    """The options of `prepare_tags`."""
+
+    labels: tuple[str, ...] = ()
+    """All labels, in the order of the model's numbers."""
+    text_column_name: str | None = None
+    """The column of the words. None: as `lowtide.data.formats.tagged` finds it; likewise `label_column_name`."""
+    label_column_name: str | None = None
+    label_all_tokens: bool = False
+    """Whether a word's pieces after its first are scored too."""
+    stride: int | None = None
+    """Tokens that neighbouring windows of a long row share. None: a quarter of what a window holds."""
+    long_rows: str = "windows"
+    """What becomes of rows longer than `max_length`: "windows" or "cut"."""

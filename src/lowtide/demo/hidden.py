@@ -48,7 +48,7 @@ def make_encoder(seed: int) -> tuple[ModernBertForMaskedLM, PreTrainedTokenizerF
     return ModernBertForMaskedLM(config), tokenizer
 
 
-def save_encoder(folder: Path, seed: int) -> None:
+def save_filler(folder: Path, seed: int) -> None:
     """Make model and tokenizer and save them, as a model from the hub would lie there."""
     for made in make_encoder(seed):
         made.save_pretrained(folder)

@@ -10,9 +10,10 @@ from typing import Any
 
 from lowtide.demo.answers import answers
 from lowtide.demo.data import Question, dialogue_rows
-from lowtide.demo.hidden import filled, save_encoder, sum_of_last_digits, text_rows
+from lowtide.demo.hidden import filled, save_filler, sum_of_last_digits, text_rows
 from lowtide.demo.model import save
 from lowtide.demo.preferences import labelled_rows, margins, pair_rows, wrong_sum
+from lowtide.demo.tagging import marked, predicted_labels, save_tagger, tagged, tagged_rows
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.value import Value
@@ -86,6 +87,12 @@ def _filled(folder: Path, questions: Sequence[Question], name: str, seed: int) -
     return [Finding(text, text == sum_of_last_digits(each)) for text, each in zip(found, questions, strict=True)]
 
 
+def _tagged(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
+    found = predicted_labels(folder, questions, seed)
+    pairs = zip(questions, found, strict=True)
+    return [Finding(marked(question, labels), labels == tagged(question)[1]) for question, labels in pairs]
+
+
 def _asked(question: Question) -> Iterator[dict[str, Any]]:
     """A question, and its result for the reward."""
     yield {"prompt": question.messages[:1], "answer": str(question.left + question.right)}
@@ -145,6 +152,17 @@ LESSONS: dict[str, Lesson] = {
         rows=pair_rows,
         head=Value,
     ),
+    "token-classification": Lesson(
+        steps=240,
+        settings=OF_ROWS | {"learning_rate": 3e-3, "per_device_train_batch_size": 128},
+        rows=tagged_rows,
+        examine=_tagged,
+        measure="exact_labels",
+        words="all labels right",
+        asked=lambda question: " ".join(tagged(question)[0]),
+        note="the digits that are marked as the larger number",
+        base=save_tagger,
+    ),
     "grpo": Lesson(
         steps=240,
         settings={
@@ -175,6 +193,6 @@ LESSONS: dict[str, Lesson] = {
         words="rightly filled in",
         asked=lambda question: f"{question.left} + {question.right}: {question.left % 10} + {question.right % 10} =",
         note="what is filled in where the sum of the last digits is hidden",
-        base=save_encoder,
+        base=save_filler,
     ),
 }

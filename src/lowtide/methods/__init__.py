@@ -63,6 +63,11 @@ METHODS = MethodTable(
             "KTO", "Kahneman-Tversky optimization: single answers that are desirable or not, against a reference"
         ),
         "reward": MethodRow("Reward", "train a reward model, which scores an answer, on pairs"),
+        "token-classification": MethodRow(
+            "TokenClassification",
+            "train an encoder to label words, such as names and places",
+            f"{__name__}.token_classification",
+        ),
         "orpo": MethodRow("ORPO", "odds ratio preference optimization: pairs, without a reference"),
         "cpo": MethodRow("CPO", "contrastive preference optimization and SimPO: pairs, without a reference"),
         "bco": MethodRow(

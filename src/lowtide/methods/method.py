@@ -6,13 +6,14 @@ and one row there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
-from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.head import Head, ScoreOutput
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.methods.learning import Learning
 from lowtide.methods.options import FollowedReference
@@ -59,6 +60,8 @@ class RowObjective:
     aux_coefficient: float = 0.0
     temperature: float = 1.0
     """As of `TokenObjective`; the reference has its own."""
+    mean_over: str | None = None
+    """The count that the loss of an evaluation is a mean over, by its name in `counts`; None for rows."""
     head: type[Head] | None = None
     """The head that is read; None for the model's own."""
     needs_reference: bool = False
@@ -86,6 +89,28 @@ Objective = TokenObjective | RowObjective
 
 
 @dataclass(frozen=True)
+class Labels:
+    """The labels that a head gives logits of."""
+
+    names: Sequence[str]
+    """In the order of their numbers."""
+    scored: Mapping[str, int] | None = None
+    """How many scores of the training rows have each; None where they were not counted, as those of a stream."""
+
+
+class Findings(Protocol):
+    """Metrics that need all scores of an evaluation at once, those of all ranks."""
+
+    def keep(self, batch: RaggedBatch, output: ScoreOutput) -> Mapping[str, np.ndarray]:
+        """What is kept of a micro-batch, in host memory: arrays of one length, by name."""
+        ...
+
+    def metrics(self, kept: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """The metrics, from what was kept of all micro-batches, in whatever order."""
+        ...
+
+
+@dataclass(frozen=True)
 class Method:
     """One way to post-train a model, declared."""
 
@@ -97,13 +122,15 @@ class Method:
     rows: RowLayout
     """The data that it takes, and how a row becomes segments and scores."""
     objective: Callable[..., Objective]
-    """From options to the objective."""
+    """From options, and the `labels` where rows have them, to the objective."""
     paper: Paper | None = None
     """Where it is from."""
     head: type[Head] = LanguageModel
     """What it reads off the model's hidden states."""
     own_loss: bool = False
     """Whether a loss that a user writes, on padded batches with logits, can take the objective's place."""
+    findings: Callable[[Any, Labels], Findings] | None = None
+    """From options and labels to what an evaluation finds beside its sums."""
     derived_metrics: Callable[[Mapping[str, float]], dict[str, float]] | None = None
     """Metrics that follow from those that were added up."""
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.batches.collate import CompletionCollator, RaggedCollator
+from lowtide.data.batches.collate import CompletionCollator, RaggedCollator, TagCollator
+from lowtide.data.batches.values import DOCUMENT, WORDS
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.data.report.ledger import Ledger
+from lowtide.data.tags import TagOptions, labels_of, prepare_tags
 from lowtide.ragged import RaggedBatch, ScoreRule
 
 Drawing = Callable[[RaggedBatch, int], RaggedBatch]
@@ -33,6 +35,8 @@ class Preparation:
     """Of the model."""
     formatting_func: Callable | None = None
     """From a row to its text or its messages."""
+    labels: Sequence[str] = ()
+    """Of the model, for a method whose rows have labels."""
 
 
 class RowLayout(ABC):
@@ -44,6 +48,13 @@ class RowLayout(ABC):
     """Whether `formatting_func` is called with each row."""
     collates_alone: ClassVar[str] = ""
     """Why no `data_collator` can take the place of the layout's own, with what to do; empty where one can."""
+
+    labelled: ClassVar[bool] = False
+    """Whether rows have labels, whose logits the head gives."""
+
+    def labels(self, dataset: Any, options: Any) -> tuple[str, ...]:
+        """The labels of the rows to train on, which the model needs to have; none where they are not known."""
+        return ()
 
     @abstractmethod
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
@@ -119,6 +130,42 @@ class Texts(RowLayout):
 
     def bin_tokens(self, options: Any) -> int | None:
         return options.max_length if options.packing else None
+
+
+class Tags(RowLayout):
+    """Words with a label each, or tokens with labels: one segment a row, or one for each window of a long row."""
+
+    completions, labelled = 0, True
+
+    def labels(self, dataset: Any, options: Any) -> tuple[str, ...]:
+        if options.tag_names:
+            return tuple(options.tag_names)
+        columns = dataset.column_names or ()
+        if {"input_ids", WORDS, DOCUMENT} <= {*columns}:  # prepared already
+            return labels_of(dataset, "input_ids", "labels")
+        return labels_of(dataset, options.text_column_name, options.label_column_name)
+
+    def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
+        options = how.options
+        own = {each.name for each in dataclasses.fields(TagOptions)}
+        alike = {each: getattr(options, each) for each in own if hasattr(options, each)}
+        wanted = TagOptions(
+            **{
+                **alike,
+                "labels": tuple(how.labels),
+                "vocab_size": how.vocab_size,
+                "num_proc": options.dataset_num_proc,
+            }
+        )
+        training = name == "train"
+        rows = options.per_device_train_batch_size if training else options.per_device_eval_batch_size
+        return prepare_tags(dataset, how.tokenizer, wanted, batch_size=rows, name=name)
+
+    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
+        return TagCollator(score_rule)
+
+    def values(self) -> tuple[str, ...]:
+        return (WORDS, DOCUMENT)
 
 
 @dataclass(frozen=True)

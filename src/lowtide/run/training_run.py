@@ -7,7 +7,7 @@ reference where the method has one. Trainers and the planner do this alike.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,10 +26,11 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.token_value import TokenValue
 from lowtide.engine.positions import position_table
 from lowtide.engine.stage import stage_of
+from lowtide.engine.weights.labels import names_of
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
-from lowtide.methods.method import Method, Objective, Scorer
+from lowtide.methods.method import Labels, Method, Objective, Scorer
 from lowtide.methods.rows import Preparation, Prepared
 from lowtide.ragged import LastToken, RaggedBatch, ScoreRule
 from lowtide.ranks.same_rows import check_same_rows
@@ -65,6 +66,8 @@ class Inputs:
     ref_model: Any = None
     data_collator: Callable | None = None
     formatting_func: Callable | None = None
+    labels: Sequence[str] = ()
+    """Those of the rows, which a model that is given by name gets; none where they are not known."""
     needs_tokenizer: bool = True
     """False where the rows are token rows already."""
     adapts: bool = True
@@ -119,6 +122,7 @@ class TrainingRun:
             has_adapters=inputs.peft_config is not None,
             head=method.head,
             needs_tokenizer=inputs.needs_tokenizer and not self.skips_preparation,
+            labels=inputs.labels,
         )
         if beside is None:
             self._attach_head(model)
@@ -160,6 +164,18 @@ class TrainingRun:
         return adapted
 
     @property
+    def _config(self) -> Any:
+        """The model's own."""
+        return causal_model(self.model).config
+
+    @property
+    def labels(self) -> Labels | None:
+        """What is known of the labels that the method's head gives logits of; None where it gives none."""
+        if not self.method.rows.labelled:
+            return None
+        return Labels(names_of(self._config), None if self.ledger is None else self.ledger.scored_by_label)
+
+    @property
     def score_rule(self) -> ScoreRule:
         """Which positions of a completion are scored."""
         return self.method.head.score_rule(cast(Any, causal_model(self.model)))
@@ -178,7 +194,9 @@ class TrainingRun:
         if isinstance(dataset, IterableDataset) and name == "train" and self.args.max_steps < 1:
             raise ValueError("a streamed train_dataset has no length: set `max_steps`")
         assert self.tokenizer is not None
-        how = Preparation(self.tokenizer, self.args, self.vocab_size, self.inputs.formatting_func)
+        how = Preparation(
+            self.tokenizer, self.args, self.vocab_size, self.inputs.formatting_func, names_of(self._config)
+        )
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):
             rows, ledger = self.method.rows.prepare(dataset, how, name)
         return entitled(rows, title), ledger
@@ -234,7 +252,8 @@ class TrainingRun:
 
     def objective(self) -> Objective:
         """The method's objective under the options."""
-        return self.method.objective(self.args, aux_coefficient=self.aux_coefficient)
+        labels = {} if self.labels is None else {"labels": self.labels}
+        return self.method.objective(self.args, aux_coefficient=self.aux_coefficient, **labels)
 
     def runner(self, objective: Objective, reference: Scorer | None = None) -> StepRunner:
         """What takes the run's steps."""

@@ -241,7 +241,8 @@ def evaluate_batch(
             pairs = zip(outputs, references, strict=True)
             rows = [term.read(part, output.stats, reference) for (part, output), reference in pairs]
             outcomes += [term.loss(each, counts) for each in ([join_rows(rows)] if term.whole else rows)]
-        totals.add_mean("loss", torch.stack([each.loss for each in outcomes]).sum() * batch.rows, batch.rows)
+        over = batch.rows if objective.mean_over is None else counts[objective.mean_over]
+        totals.add_mean("loss", torch.stack([each.loss for each in outcomes]).sum() * over, over)
         for outcome in outcomes:
             totals.take_outcome(outcome)
     return results

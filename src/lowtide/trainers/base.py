@@ -25,7 +25,8 @@ from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.engine.forward import same_rows_of
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
-from lowtide.ragged import RaggedBatch
+from lowtide.methods.method import Findings
+from lowtide.ragged import NEXT_TOKEN, RaggedBatch, ScoreRule
 from lowtide.ranks.same_rows import check_same_batch
 from lowtide.ranks.world import distributed
 from lowtide.run.edge import TO_DO
@@ -129,12 +130,17 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
 
     # -- data --------------------------------------------------------------------------------------------------------
 
+    @property
+    def score_rule(self) -> ScoreRule:
+        """Where the labels of a collator of another library are predicted."""
+        return NEXT_TOKEN
+
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = ["input_ids", "labels", "seq_lengths", "attention_mask", "position_ids"]
 
     def as_ragged(self, inputs: Any) -> RaggedBatch:
-        batch = inputs if isinstance(inputs, RaggedBatch) else ragged_from_collated(inputs)
+        batch = inputs if isinstance(inputs, RaggedBatch) else ragged_from_collated(inputs, self.score_rule)
         batch = batch.to(self.args.device, non_blocking=True)
         check_same_batch((batch.token_ids, batch.score_index), same_rows_of(self.model))
         return batch
@@ -299,7 +305,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         leads = self.runner.models(model).leads
         totals, rows, sync = Totals(), 0, RankSync("evaluation", remedy=TO_DO["evaluating"])
         wanted = self.compute_metrics is not None or description == "Prediction"
-        kept = PaddedPredictions() if self.evaluates_plainly(wanted) else Predictions()
+        kept = PaddedPredictions() if self.evaluates_plainly(wanted) else Predictions(wanted, self.findings())
         for number, inputs in enumerate(dataloader):
             self.leave_evaluation_if_stopped()
             batch = self.drawn(self.as_ragged(inputs), EVALUATION)
@@ -317,7 +323,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
                     self.evaluate_plainly(model, batch, seen, self.runner.evaluation_limits, own)
                 else:
                     results = self.runner.evaluate(batch, totals, model)
-                    if wanted and leads:
+                    if leads:
                         kept.take_in(results)
                 rows += batch.rows if leads else 0
             if not distributed():
@@ -325,7 +331,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         sync.meet(self.args.device)
         totals.add(rows=rows)
         sums = totals.read(self.args.device)
-        metrics: dict[str, Any] = self.metrics_of(sums)
+        metrics: dict[str, Any] = self.metrics_of(sums) | kept.metrics()
         metrics["loss"] = sums.get("loss", 0.0) + self.objective.aux_coefficient * metrics.get("aux_loss", 0.0)
         logprobs, targets = cast(Any, kept.gathered())
         if self.compute_metrics is not None:
@@ -333,6 +339,10 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         plain: Any = denumpify_detensorize(metrics)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in plain.items()}
         return EvalLoopOutput(logprobs, targets, metrics, int(sums.get("rows", 0)))
+
+    def findings(self) -> Findings | None:
+        """Metrics of an evaluation that need all of its scores at once; None if there are none."""
+        return None
 
     def _evaluation_model(self) -> nn.Module:
         """Unwrapped: ranks need not run equally many batches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from accelerate.utils import gather_object
 from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
 from lowtide.engine.heads.head import ScoreOutput
+from lowtide.methods.method import Findings
 from lowtide.ragged import IGNORE, RaggedBatch
 from lowtide.ranks.world import distributed
 
@@ -24,16 +26,36 @@ def real_rows(accelerator: Accelerator, rows: int, args: Any) -> int:
 
 
 class Predictions:
-    """The numbers (log-probs, or values) and the targets of all scores, in host memory; for `compute_metrics` alone."""
+    """What is kept of an evaluation, in host memory.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: whether the numbers (log-probs, values, or likeliest labels) and the targets of all scores are, for
+            `compute_metrics`.
+        findings: the method's metrics that need all scores at once; None if it has none.
+    """
+
+    def __init__(self, wanted: bool, findings: Findings | None = None) -> None:
+        self.wanted, self.findings = wanted, findings
         self.scored: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
+        self.found: list[Mapping[str, np.ndarray]] = []
 
     def take_in(self, results: list[tuple[RaggedBatch, ScoreOutput]]) -> None:
         for batch, output in results:
-            self.scored.append(output.scored.float().cpu().numpy())
-            self.targets.append(batch.score_target.cpu().numpy())
+            if self.findings is not None:
+                self.found.append(self.findings.keep(batch, output))
+            if self.wanted:
+                self.scored.append(output.predictions.cpu().numpy())
+                self.targets.append(batch.score_target.cpu().numpy())
+
+    def metrics(self) -> dict[str, float]:
+        """The method's metrics that need all scores, those of all ranks."""
+        if self.findings is None:
+            return {}
+        found = [each for each in (gather_object(self.found) if distributed() else self.found) if each]
+        return self.findings.metrics(
+            {name: np.concatenate([each[name] for each in found]) for name in found[0]} if found else {}
+        )
 
     def gathered(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Those of all ranks, or None where nothing was taken in."""
@@ -50,6 +72,10 @@ class PaddedPredictions:
 
     Batches are padded with -100 to the longest, as `transformers.Trainer` does.
     """
+
+    def metrics(self) -> dict[str, float]:
+        """None beside those that are added up."""
+        return {}
 
     def __init__(self) -> None:
         self.predictions: list[Any] = []

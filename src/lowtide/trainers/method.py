@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, ClassVar, cast
@@ -16,9 +16,9 @@ from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import title_of
 from lowtide.engine.heads.head import Head
 from lowtide.memory.technique import Site, Technique
-from lowtide.methods.method import Method, Objective
+from lowtide.methods.method import Findings, Method, Objective
 from lowtide.methods.rows import Prepared
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import NEXT_TOKEN, OWN_TOKEN, RaggedBatch, ScoreRule
 from lowtide.ranks.same_run import check_same_run
 from lowtide.run.edge import edge
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
@@ -85,7 +85,9 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         set_seed(args.seed)
         if getattr(given.get("data_collator"), "is_default", False):
             given["data_collator"] = None
-        self.training_run = run = TrainingRun(self.method, args, _inputs(given, needs_tokenizer=self.needs_tokenizer))
+        labels = self.method.rows.labels(given["train_dataset"], args)
+        inputs = _inputs(given, needs_tokenizer=self.needs_tokenizer, labels=labels)
+        self.training_run = run = TrainingRun(self.method, args, inputs)
         train_dataset, run.ledger = self.prepare(given["train_dataset"], "train")
         eval_dataset = None if given["eval_dataset"] is None else self._prepared(given["eval_dataset"])
         run.install()
@@ -189,6 +191,16 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         """The losses whose weighted sum is taken."""
         return getattr(self.args, "loss_types", None) or [cast(Any, self.args).loss_type]
 
+    @property
+    def score_rule(self) -> ScoreRule:
+        """Where the labels of a collator of another library are predicted."""
+        return OWN_TOKEN if self.method.rows.labelled else NEXT_TOKEN
+
+    def findings(self) -> Findings | None:
+        """The method's metrics of an evaluation that need all of its scores at once."""
+        labels = self.training_run.labels
+        return None if self.method.findings is None or labels is None else self.method.findings(self.args, labels)
+
     def report_lines(self) -> list[tuple[str, str]]:
         """What the method adds to the start-up report, as (name, text)."""
         return []
@@ -221,7 +233,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         rows, columns = self.method.rows, cast(list, self._signature_columns)
-        wanted = list(rows.values())
+        other = self.training_run.inputs.data_collator is not None and rows.labelled
+        wanted = [] if other else list(rows.values())
         if rows.completions:
             wanted += ["prompt_ids", *rows.columns(self.args), "ref_logprobs", "number"]
         columns += [name for name in wanted if name not in columns]
@@ -279,8 +292,9 @@ OF_RUN = (
 """Arguments that a run is made of."""
 
 
-def _inputs(given: Mapping[str, Any], *, needs_tokenizer: bool) -> Inputs:
-    return Inputs(**{name: given[name] for name in OF_RUN if name in given}, needs_tokenizer=needs_tokenizer)
+def _inputs(given: Mapping[str, Any], *, needs_tokenizer: bool, labels: Sequence[str]) -> Inputs:
+    named = {name: given[name] for name in OF_RUN if name in given}
+    return Inputs(**named, needs_tokenizer=needs_tokenizer, labels=labels)
 
 
 def by_name(dataset: Any) -> Mapping[str, Any]:

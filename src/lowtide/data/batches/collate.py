@@ -27,7 +27,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.batches.values import LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
+from lowtide.data.batches.values import DOCUMENT, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
 from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule
 
 Row = Mapping[str, Any]
@@ -61,6 +61,19 @@ class MaskedCollator(RaggedCollator):
         pairs = (zip(row[WORDS], row["labels"], strict=True) for row in rows)
         words = [word for row in pairs for word, label in row if label != IGNORE]
         return replace(batch, row_values=values, score_values={WORDS: torch.tensor(words, dtype=torch.long)})
+
+
+@dataclass(frozen=True)
+class TagCollator(RaggedCollator):
+    """Windows of labelled words to a `RaggedBatch` that knows which word of which document each score is of."""
+
+    def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
+        batch = super().__call__(rows)
+        if not {WORDS, DOCUMENT} <= rows[0].keys():
+            return batch
+        words = torch.tensor([word for row in rows for word in row[WORDS]])
+        documents = torch.tensor([row[DOCUMENT] for row in rows])
+        return replace(batch, score_values={WORDS: words[batch.score_index]}, row_values={DOCUMENT: documents})
 
 
 @dataclass(frozen=True)
@@ -121,13 +134,14 @@ class CompletionCollator:
         )
 
 
-def ragged_from_collated(batch: Mapping[str, Any]) -> RaggedBatch:
+def ragged_from_collated(batch: Mapping[str, Any], score_rule: ScoreRule = NEXT_TOKEN) -> RaggedBatch:
     """The `RaggedBatch` of what another library's collator returned; padding is dropped, each sequence is a row.
 
     Args:
         batch: `input_ids` `[rows, positions]`, and of the same shape `labels` (the tokens themselves if absent)
             and either `attention_mask` (0 where padded) or, for a flattened batch, `position_ids` (a new sequence
             starts wherever they do not go on by one). Further tensors [rows, ...] of a padded batch become row values.
+        score_rule: where a label is predicted.
     """
     input_ids: Tensor = batch["input_ids"]
     labels: Tensor = batch.get("labels", input_ids)
@@ -145,6 +159,7 @@ def ragged_from_collated(batch: Mapping[str, Any]) -> RaggedBatch:
     return RaggedBatch.from_segments(
         [tokens.tolist() for tokens in input_ids[kept].split(lengths)],
         [wanted.tolist() for wanted in labels[kept].split(lengths)],
+        score_rule=score_rule,
         row_values={name: each for name, each in values.items() if each.shape[:1] == (rows,) and rows == len(lengths)},
     )
 

@@ -5,6 +5,11 @@ They are the keys of `RaggedBatch.row_values` and `RaggedBatch.score_values`.
 
 LENGTHS = "lengths"
 """Row value, [rows, completions]: the tokens of each completion."""
+DOCUMENT = "document"
+"""Row value: the number of the dataset's row that a window is of."""
+WORDS = "words"
+"""Score value: the number of the word that a token belongs to, within its row or document; -1 of pieces of a word that
+stand for none. Absent where words are not known."""
 OF_PROMPT = "of_prompt"
 """Score value: whether a score is of a prompt. Absent where no prompt is scored."""
 REFERENCE = "reference"
@@ -40,5 +45,3 @@ TOKEN_ADVANTAGE = "token_advantage"
 NUMBER = "number"
 """Row value: the number of a row in its dataset, by which what is drawn of it is told from other rows'; -1 for a row of
 which nothing is drawn."""
-WORDS = "words"
-"""Score value: the number of the word that a token belongs to, within its row. Absent where words are not known."""

@@ -14,6 +14,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+MOST_LABELS = 9
+"""Labels that are listed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
@@ -55,13 +58,17 @@ class Ledger:
     that repeat it.
     """
 
+    scored_by_label: Mapping[str, int] | None = None
+    """`scored_tokens` by label, for rows that have labels. None for others."""
+
     read_as: str = ""
     """The format that the rows were read in, with its columns."""
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self) | {"rows_dropped": dict(self.rows_dropped)}
-        if self.cut_by_part is None:
-            del values["cut_by_part"]
+        for name in ("cut_by_part", "scored_by_label"):
+            if values[name] is None:
+                del values[name]
         return values
 
     def summary(self) -> str:
@@ -106,6 +113,8 @@ class Ledger:
                 f"of what padded batches of {self.batch_size}{self._repeated()} would compute",
             ),
         ]
+        if self.scored_by_label is not None:
+            lines.append(("labels", f"{len(self.scored_by_label):,}", self._shares_of_labels()))
         if self.packing_fill is not None:
             note = f"{_percent(self.packing_fill)} full"
             lines.append(("packed rows", f"{self.packed_rows:,}", note))
@@ -119,6 +128,12 @@ class Ledger:
     def _repeated(self) -> str:
         """What a padded batch has more of than its rows."""
         return " pairs, each prompt twice," if len(self.cut_by_part or ()) > 2 else ""
+
+    def _shares_of_labels(self) -> str:
+        """The most frequent labels first."""
+        counts = sorted((self.scored_by_label or {}).items(), key=lambda each: -each[1])
+        shown = ", ".join(f"{name} {_share(count, self.scored_tokens)}" for name, count in counts[:MOST_LABELS])
+        return shown + (f", and {len(counts) - MOST_LABELS} more" if len(counts) > MOST_LABELS else "")
 
     def _why_dropped(self) -> str:
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in self.rows_dropped.items())

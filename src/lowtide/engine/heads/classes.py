@@ -42,6 +42,11 @@ class ClassOutput(ScoreOutput):
         return self.label_logits.amax(-1)
 
     @property
+    def predictions(self) -> Tensor:
+        """[scores]: the number of the likeliest label."""
+        return self.label_logits.argmax(-1)
+
+    @property
     def stats(self) -> ClassStats:
         return ClassStats(self.label_logits)
 
@@ -86,6 +91,7 @@ class TokenClasses(_Classes):
 
     models = "token classifiers"
     auto_class = AutoModelForTokenClassification
+    new_module = "classifier"
     task_type = "TOKEN_CLS"
     pipeline = "token-classification"
     class_names = frozenset(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())

@@ -66,6 +66,11 @@ class ScoreOutput(ModelOutput):
         raise NotImplementedError
 
     @property
+    def predictions(self) -> Tensor:
+        """[scores]: what `compute_metrics` gets."""
+        return self.scored.float()
+
+    @property
     def stats(self) -> Any:
         """All that is known of the scores, as an objective reads it."""
         raise NotImplementedError

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -19,6 +21,8 @@ from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 from lowtide.engine.weights.complete_weights import load_complete
+from lowtide.engine.weights.labels import label_values
+from lowtide.engine.weights.model_init import config_init
 from lowtide.engine.weights.quantized import check_torchao
 from lowtide.engine.weights.shard_files import shards_in
 
@@ -26,12 +30,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_model(
-    name: str, *, trust_remote_code: bool = False, head: type[Head] = LanguageModel, **init: Any
+    name: str,
+    *,
+    trust_remote_code: bool = False,
+    head: type[Head] = LanguageModel,
+    labels: Sequence[str] = (),
+    **init: Any,
 ) -> PreTrainedModel:
     """A model by hub name or path, in float32 unless `dtype` says otherwise.
 
     Args:
         head: what it is loaded with, and for; a value head is new where the weights have none.
+        labels: those that a head of labels is to have; a model that has them all keeps its own.
 
     Raises:
         ValueError: the dtype is unknown, there is no such model, its files lack weights or cannot be read, or it
@@ -52,10 +62,19 @@ def load_model(
         trial_dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         check_torchao(init["quantization_config"], trial_dtype, torch.device("cuda" if placed else "cpu"))
     try:
-        init = {**head.config_values, "dtype": dtype, "trust_remote_code": trust_remote_code, **init}
+        values = label_values(_saved_config(name, trust_remote_code, init), labels) if labels else {}
+        init = {**head.config_values, **values, "dtype": dtype, "trust_remote_code": trust_remote_code, **init}
         return load_complete(head.auto_class, name, new_head=head.new_module is not None, **init)
     except OSError as error:
         raise ValueError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def _saved_config(name: str, trust_remote_code: bool, init: Mapping[str, Any]) -> PretrainedConfig | None:
+    """Of a model; None of a folder of adapters."""
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_init(init))
+    except (OSError, ValueError):
+        return None
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str | None = None):

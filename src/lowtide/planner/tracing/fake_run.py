@@ -23,13 +23,13 @@ from lowtide.compat.transformers import place_on
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model
+from lowtide.engine.weights.labels import set_labels
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.memory.activations import offloading
 from lowtide.memory.allocators import host_heap
 from lowtide.memory.optimizers.states import IN_BFLOAT16, optimizer_name, states_of, wants_room
 from lowtide.methods.method import Method
-from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.devices import Device
 from lowtide.planner.sharding.layout import Layout
 from lowtide.planner.speed import OperationCosts
@@ -139,6 +139,9 @@ class FakeRun:
         # A run writes into what it is given. Copies of all of it are traced, so that the real run finds its own
         # as they were.
         self.config, self.described, self.dataset, inputs = copy.deepcopy((config, described, dataset, inputs))
+        labels = method.rows.labels(dataset, config)
+        if labels:
+            set_labels(self.described, labels)
         self.processing_class, self.peft_config = inputs.get("processing_class"), inputs.get("peft_config")
         self.quantization_config = inputs.get("quantization_config")
         self.method, self.prepared, self.gathers = method, prepared, False
@@ -276,7 +279,8 @@ class FakeRun:
     def _thinned(self, batch: RaggedBatch, device: Device) -> RaggedBatch:
         """Few enough scores for two chunks of the head, which is all that its peak depends on."""
         dtype = torch.bfloat16 if self.config.bf16 else torch.float16 if self.config.fp16 else self._dtype
-        return batch.thinned(2 * chunk_rows(self.described.get_text_config().vocab_size, dtype, device.kind))
+        rows = self.method.head.chunk_rows(self.described, dtype, device.kind)
+        return batch if rows is None else batch.thinned(2 * rows)
 
     @property
     def has_16_bits(self) -> bool:

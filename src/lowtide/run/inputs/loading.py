@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -15,6 +15,7 @@ from lowtide.data.encode.chat import adopt_chat_template
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.weights.labels import name_labels
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.engine.weights.widening import load_waiting, waits
@@ -70,6 +71,7 @@ def load_inputs(
     has_adapters: bool,
     head: type[Head] = LanguageModel,
     needs_tokenizer: bool = True,
+    labels: Sequence[str] = (),
 ) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
     """The model and its tokenizer, loaded where they are given by name.
 
@@ -77,6 +79,7 @@ def load_inputs(
         has_adapters: whether adapters will be put on the model, which leave its embeddings as they are.
         head: what is read off the model's hidden states.
         needs_tokenizer: whether rows are to be prepared.
+        labels: those that a head of labels is to have, as far as they are known.
 
     Raises:
         ValueError: they cannot be loaded, or do not belong together.
@@ -104,7 +107,9 @@ def load_inputs(
         tokenizer = load_tokenizer(name, **config_init(init))
     if isinstance(model, str):
         late = _may_wait(args, head) and not has_adapters and waits(model, init)
-        model = (load_waiting if late else load_model)(model, head=head, **init)
+        model = (load_waiting if late else load_model)(model, head=head, labels=labels, **init)
+    elif labels:
+        name_labels(causal_model(model), labels)
     if tokenizer is not None:
         tokenizer = cast(PreTrainedTokenizerBase, getattr(tokenizer, "tokenizer", tokenizer))  # a processor's
         end = getattr(args, "eos_token", None)

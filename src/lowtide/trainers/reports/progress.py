@@ -27,7 +27,7 @@ class RichProgress(TrainerCallback):
         "loss": "loss",
         "eval_loss": "eval loss",
         "rewards/accuracies": "preferred",
-        "accuracy": "preferred",
+        "accuracy": "accuracy",
         "mean_token_accuracy": "accuracy",
     }
 

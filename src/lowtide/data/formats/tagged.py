@@ -1,0 +1,109 @@
+"""Rows of words with a label each, for token classification: their columns, and the labels that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from datasets import ClassLabel, Dataset, IterableDataset
+
+from lowtide.data.formats.conversation import quoted
+
+TEXT_COLUMNS = ("tokens", "words")
+LABEL_COLUMNS = ("ner_tags", "tags", "labels")
+IDS = "input_ids"
+ROWS_AT_A_TIME = 10_000
+
+
+@dataclass(frozen=True)
+class TagFormat:
+    """The columns of a dataset of labelled words, or of token ids with labels."""
+
+    text: str
+    """The words, or `input_ids`."""
+    labels: str
+    names: tuple[str, ...] | None = None
+    """Of the numbers in the labels' column, where the dataset says them (`datasets.ClassLabel`)."""
+
+    @property
+    def is_tokenized(self) -> bool:
+        return self.text == IDS
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.text, self.labels)
+
+    @property
+    def title(self) -> str:
+        return f"{'token ids' if self.is_tokenized else 'words'} with labels ({self.text}, {self.labels})"
+
+
+def detect_tags(
+    dataset: Dataset | IterableDataset, columns: Sequence[str], text: str | None, labels: str | None, source: str
+) -> TagFormat:
+    """The format of a dataset.
+
+    Args:
+        columns: of the dataset.
+        text: the column of the words, if a user named it; likewise `labels`.
+        source: what messages call the dataset.
+
+    Raises:
+        ValueError: there is no such column; names those that there are.
+    """
+    found_text = _column(columns, text, "text_column_name", (*TEXT_COLUMNS, IDS), "words", source)
+    wanted = ("labels",) if found_text == IDS else LABEL_COLUMNS
+    found_labels = _column(columns, labels, "label_column_name", wanted, "labels", source)
+    feature = (dataset.features or {}).get(found_labels)
+    inner = getattr(feature, "feature", None)
+    return TagFormat(found_text, found_labels, tuple(inner.names) if isinstance(inner, ClassLabel) else None)
+
+
+def _column(
+    columns: Sequence[str], asked: str | None, option: str, usual: Sequence[str], what: str, source: str
+) -> str:
+    for name in (asked,) if asked else usual:
+        if name in columns:
+            return name
+    there = f"its columns are {quoted(columns)}"
+    if asked:
+        raise ValueError(f"{source} has no column {asked!r}, which {option} names: {there}")
+    raise ValueError(f"{source} has no column of {what} ({quoted(usual)}): {there}; name it by {option}")
+
+
+def label_names(dataset: Dataset | IterableDataset, tags: TagFormat, source: str) -> tuple[str, ...]:
+    """All labels of a dataset: as it names them, or as they are found in its rows, in alphabetical order. Numbers
+    without names are called as transformers does, LABEL_0 and so on.
+
+    Raises:
+        ValueError: it is a stream, whose labels are not known beforehand.
+    """
+    if tags.names is not None:
+        return tags.names
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"{source} is a stream, whose labels are not known before its end: list them in `tag_names`, or give its "
+            f"column {tags.labels!r} the feature List(ClassLabel(names=[...]))"
+        )
+    found: set[Any] = set()
+    parts = dataset.with_format("arrow").select_columns([tags.labels]).iter(batch_size=ROWS_AT_A_TIME)
+    for part in parts:
+        column: Any = part[tags.labels].combine_chunks()  # type: ignore[index]
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            found.update(column.flatten().unique().to_pylist())
+    named = {each for each in found if isinstance(each, str)}
+    if named:
+        return tuple(sorted(named))
+    largest = max((each for each in found if isinstance(each, int)), default=-1)
+    return tuple(f"LABEL_{number}" for number in range(largest + 1))
+
+
+def label_numbers(tags: TagFormat, labels: Sequence[str], first_row: Mapping[str, Any]) -> dict[Any, int]:
+    """From a label as the rows have it to its number in `labels`, the model's."""
+    known = {name: number for number, name in enumerate(labels)}
+    if tags.names is not None:
+        return {number: known[name] for number, name in enumerate(tags.names) if name in known}
+    first = next(iter(first_row[tags.labels] or []), None)
+    return known if isinstance(first, str) else {number: number for number in known.values()}

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # deepspeed patches tensors, which it would not be imported after
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lowtide.compat.deepspeed import deepspeed
 from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.tensor_parallel import one_rank
 from tests.support.live_bytes import LivingBytes
@@ -147,12 +147,9 @@ def _rank(rank: int, folder: str, port: int) -> None:
     cases = json.loads(Path(folder, "cases.json").read_text())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_SIZE=str(RANKS))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+    dist.init_process_group("gloo")
     if any(case["kind"].startswith("zero") for case in cases.values()):
-        import deepspeed
-
-        deepspeed.init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo")
+        deepspeed(torch.device("cpu"))  # without what it would compile
     peaks = {}
     for name, given in cases.items():
         found = [_peaks({"rounds": 1, "folder": folder, **given}) for _ in range(REPEATS)]
@@ -205,8 +202,7 @@ def _tensor_parallel(counted: LivingBytes, *, rounds: int, folder: str, **_: Any
 def _zero(
     counted: LivingBytes, *, kind: str, rounds: int, zero: dict | None = None, dtype: str = "float32", **_: Any
 ) -> None:
-    import deepspeed
-
+    library = deepspeed(torch.device("cpu"))
     stage = int(kind[-1])
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -215,11 +211,11 @@ def _zero(
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}},
         "bf16": {"enabled": dtype == "bfloat16"},
     }
-    made = deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext()
+    made = library.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext()
     with counted.during("loading"):
         with made:
             model = AutoModelForCausalLM.from_config(described()).to(getattr(torch, dtype))
-        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        engine = library.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     gc.collect()
     steps(engine, counted, engine.backward, lambda last: engine.step(), rounds)
 

@@ -377,5 +377,6 @@ def test_tensor_parallel_on_two_ranks(measured):
 def test_zero_on_two_ranks(tmp_path, name):
     case = ZERO[name]
     found = sharded_run.ranks(tmp_path, {name: case})[name]
-    more = {"max_live": 200_000, "max_reuse": 0} if "zero" in case else {}
+    more: dict[str, Any] = {"max_live": 200_000, "max_reuse": 0} if "zero" in case else {}
+    more |= {"backend": "nccl"}  # the copies that gloo gathers into are made where no tensor is seen
     assert_close(held(described(), traced_as(case), case["kind"], **more), found, 0.06)

@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
 from lowtide.methods.method import Method
+from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import estimate_run
 from lowtide.planner.search import Measured, Refused, Sizes
@@ -40,6 +41,8 @@ class PlannedRun:
     """Whether a sample may stand for rows that have yet to be prepared; a trainer prepares them all in any case."""
     rewards: DescribedRewards = NO_REWARD_MODELS
     """The reward models, of a method whose policy writes."""
+    cluster: Cluster | None = None
+    """Several devices that share it; None for one."""
 
     def config(self, options: Mapping[str, Any]) -> Any:
         """The method's config, as the run would have it on the device.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -43,6 +43,8 @@ class PlannedRun:
     """The reward models, of a method whose policy writes."""
     cluster: Cluster | None = None
     """Several devices that share it; None for one."""
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What was traced of it over several devices, which plans for other numbers of them share."""
 
     def config(self, options: Mapping[str, Any]) -> Any:
         """The method's config, as the run would have it on the device.

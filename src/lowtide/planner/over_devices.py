@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +87,7 @@ class Traces:
     rows: Dataset
     spread_as_given: bool
     """Whether the user says how the run is spread."""
-    known: dict[Any, RankTrace | Refused] = field(default_factory=dict)
+    known: dict[Any, RankTrace | Refused]
 
     def of(self, sharding: Sharding, options: Mapping[str, Any], tokens: int | None) -> RankTrace:
         """What a rank computes with some options and a token budget.
@@ -95,7 +95,7 @@ class Traces:
         Raises:
             Refused: they cannot work together or with this model, with the reason.
         """
-        ranks = sharding.devices // sharding.data_ranks
+        ranks = sharding.same_rows
         traced_with = dict(options) if tokens is None else {**options, "tokens_per_microbatch": tokens}
         several = ranks > 1 and not self.spread_as_given and ACCUMULATION not in self.run.requested
         if several:  # two micro-batches or more do the same, over and over
@@ -153,7 +153,7 @@ class Way:
     def options(self) -> dict[str, Any]:
         """Those that spread the run so. Ranks that split a micro-batch take more of them, so that a step has as many
         rows as without."""
-        requested, ranks = self.traces.run.requested, self.sharding.devices // self.sharding.data_ranks
+        requested, ranks = self.traces.run.requested, self.sharding.same_rows
         if self.traces.spread_as_given:
             return {}
         found = options_of(self.sharding)
@@ -220,9 +220,7 @@ class Ways:
         if not searches:
             raise Refused("; ".join(f"{name}: {why}" for name, why in refused.items()))
         states = {number: _states(search.traced(search.plain, None)) for number, (_, search) in searches.items()}
-        split = max(
-            searches, key=lambda number: searches[number][0].sharding.devices // searches[number][0].sharding.data_ranks
-        )
+        split = max(searches, key=lambda number: searches[number][0].sharding.same_rows)
         tried = [searches[number] for number in {min(states, key=lambda each: states[each]), split}]
         return min(
             (way.found(search, search.smallest()) for way, search in tried), key=lambda each: each.candidate.peak
@@ -264,7 +262,7 @@ def plan_over(
     cluster, shardings = run.cluster, _shardings(run, run.cluster)
     alone = replace(run, requested=_without_engines(run.requested))
     prepared, sizes, of_rows = prepared_rows(alone, rows)
-    traces = Traces(alone, prepared, _says_how(run))
+    traces = Traces(alone, prepared, _says_how(run), run.known)
     offered = _axes(alone, sizes, exact=exact, streamed=streamed)
     ways = Ways(traces, offered, sizes, room / (1 + BANDS[run.device.kind]))
     found, refused = ways.over(cluster, shardings)
@@ -321,7 +319,7 @@ def _shardings(run: PlannedRun, cluster: Cluster) -> list[Sharding]:
         return [sharding_of(asked, cluster.devices)]
     heads = getattr(run.described.get_text_config(), "num_attention_heads", 0) or 0
     ways = shardings_over(cluster, heads)
-    return [way for way in ways if way.sequence_parallel == 1] if run.method.writes is not None else ways
+    return [way for way in ways if way.same_rows == 1] if run.method.writes is not None else ways
 
 
 def _axes(run: PlannedRun, sizes: Sizes, *, exact: bool, streamed: bool) -> list[Axis]:

@@ -22,6 +22,8 @@ MICRO_BATCH_TOKENS = 128
 assumed."""
 DOUBT = 1.05
 """A combination that is predicted to be this much above the budget is worth a trace all the same."""
+TOO_SLOW = 1.25
+"""Costs that no trace has confirmed may be this much too high."""
 TRIES = 5
 """Traces of one combination, each with fewer tokens than the one before."""
 ROUND = 16
@@ -150,7 +152,7 @@ class Search:
             wait("hoped", Candidate(combination, None, 0.0, self._hoped(combination), None))
         while waiting and len(found) <= runners_up:
             _, _, stage, candidate, tries = heapq.heappop(waiting)
-            if candidate.cost > worth:
+            if candidate.cost > worth * TOO_SLOW:
                 continue
             if stage == "hoped":
                 predicted = self._predicted(candidate.combination)

@@ -32,10 +32,10 @@ def test_a_run_file_is_read_back_as_the_way_that_it_says(devices, nodes, tmp_pat
     assert len({sharding_name(way) for way in ways}) == len(ways)
 
 
-def test_whole_copies_come_first_and_split_sequences_last():
+def test_whole_copies_come_first():
     ways = shardings_over(Cluster.of("8xH100", 4), heads=32)
     assert [way.kind for way in ways[:3]] == ["ddp", "fsdp2", "fsdp2"]
-    assert [way.nodes for way in ways if way.hybrid and way.sequence_parallel == 1] == [4, 2]
+    assert [way.nodes for way in ways if way.hybrid and way.same_rows == 1] == [4, 2]
     degrees = [way.sequence_parallel for way in ways]
     assert {1, 2, 4, 8} == set(degrees)
     assert all(8 % way.tensor_parallel == 0 for way in ways)

@@ -39,7 +39,12 @@ def shardings_over(cluster: Cluster, heads: int) -> list[Sharding]:
         for each in plain
         if not each.hybrid or each.shards > degree  # accelerate's sizes have no word for copies of sequences alone
     ]
-    split += [replace(each, tensor_parallel=degree) for degree in degrees[1:] for each in plain if degree < devices]
+    split += [
+        replace(each, tensor_parallel=degree)
+        for degree in degrees[1:]
+        for each in plain
+        if degree < devices and not each.offload_weights
+    ]
     return [each for each in (*plain, *split) if each.runs and (each.kind == "ddp" or each.shards > 1)]
 
 

@@ -210,8 +210,9 @@ class Ways:
                 searches[number] = way, search
         return searches, refused
 
-    def least(self, cluster: Cluster, shardings: Sequence[Sharding]) -> Found:
-        """What takes least, whether it fits or not, of the ways that hold the smallest states.
+    def least(self, cluster: Cluster, shardings: Sequence[Sharding]) -> tuple[Found, dict[str, str]]:
+        """What takes least, whether it fits or not, of the ways that hold the smallest states; and the ways that cannot
+        work, with the reason.
 
         Raises:
             Refused: no way can work.
@@ -222,9 +223,8 @@ class Ways:
         states = {number: _states(search.traced(search.plain, None)) for number, (_, search) in searches.items()}
         split = max(searches, key=lambda number: searches[number][0].sharding.same_rows)
         tried = [searches[number] for number in {min(states, key=lambda each: states[each]), split}]
-        return min(
-            (way.found(search, search.smallest()) for way, search in tried), key=lambda each: each.candidate.peak
-        )
+        found = (way.found(search, search.smallest()) for way, search in tried)
+        return min(found, key=lambda each: each.candidate.peak), refused
 
 
 def _states(measured: Measured) -> float:
@@ -348,16 +348,17 @@ def _cost(best: Found, ways: Ways, run: PlannedRun, cluster: Cluster) -> float |
 def _nothing_fits(ways: Ways, cluster: Cluster, shardings: Sequence[Sharding], room: int, exact: bool) -> PlanError:
     where = f"nothing fits {bytes_text(room)} on each of {cluster.devices} {cluster.device.name}"
     try:
-        least = ways.least(cluster, shardings)
+        least, refused = ways.least(cluster, shardings)
     except Refused as reason:
         return PlanError(f"{where}: {reason}", 0, {})
-    phase = max(least.candidate.measured.phases.values(), key=lambda each: sum(each.values()))  # pyright: ignore
-    (name, size), *_ = Counter(phase).most_common()
+    held = {name: size for name, size in least.estimate.phases[least.estimate.phase].items() if name != "runtime"}
+    (name, size), *_ = Counter(held).most_common()
     with_what = f"{sharding_name(least.sharding)}; {settings_text(least.settings)}"
+    others = next((f"{way} is left out: {why}. " for way, why in refused.items()), "")
     return PlanError(
         f"{where}, {BANDS[cluster.device.kind]:.0%} of it left for what an estimate may miss. The smallest peak found "
         f"is {bytes_text(int(least.candidate.peak))} ({with_what}); "
-        f"most of it is {name}, {bytes_text(int(size))}. {ADVICE.get(name, ADVICE['weights'])}, or more of them"
+        f"most of it is {name}, {bytes_text(int(size))}. {others}{ADVICE.get(name, ADVICE['weights'])}, or more of them"
         f"{LOSSY if exact else ''}",
         int(least.candidate.peak),
         least.settings,

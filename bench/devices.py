@@ -7,6 +7,8 @@ beside it is what TRL says of its own. `make docs` writes what was recorded into
 """
 
 import argparse
+import dataclasses
+import functools
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -77,27 +79,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def planned(model: str, devices: int) -> dict[str, Any]:
     """What is chosen for a model on so many devices, and what is predicted of it; or why nothing fits."""
-    from datasets import Dataset
-    from transformers import AutoConfig
-
-    import lowtide
+    from lowtide.planner.budget import budget_bytes
+    from lowtide.planner.cluster import Cluster
+    from lowtide.planner.over_devices import plan_over
     from lowtide.planner.plan import PlanError
 
     run = {"case": model, "devices": devices, "length": LENGTH, "rows": ROWS, "device": DEVICE}
-    tokens = [1] * LENGTH
-    rows = Dataset.from_list([{"input_ids": tokens, "labels": tokens}] * ROWS)
-    config = {"per_device_train_batch_size": ROWS, "max_length": LENGTH}
+    described, rows = described_run(model)
+    cluster = Cluster.of(f"{PER_NODE}x{DEVICE}", devices // PER_NODE)
     try:
-        plan = lowtide.plan(
-            "sft",
-            AutoConfig.for_model(**MODELS[model]),
-            rows,
-            "auto",
-            devices=f"{PER_NODE}x{DEVICE}",
-            nodes=devices // PER_NODE,
-            explain=False,
-            config=config | {"dataset_kwargs": {"skip_prepare_dataset": True}},
-        )
+        room = budget_bytes("auto", described.device)
+        plan = plan_over(dataclasses.replace(described, cluster=cluster), rows, room, explain=False)
     except PlanError as error:
         return run | {"refused": str(error), "least_bytes": error.peak_bytes}
     assert plan.spread is not None
@@ -109,6 +101,23 @@ def planned(model: str, devices: int) -> dict[str, Any]:
         "loading_bytes": plan.spread.loading_bytes,
         "tokens_per_second": plan.spread.tokens_per_second,
     }
+
+
+@functools.cache
+def described_run(model: str) -> tuple[Any, Any]:
+    """The run of a model, whose traces all numbers of devices share, and its rows."""
+    from datasets import Dataset
+    from transformers import AutoConfig
+
+    from lowtide.planner.candidate import PlannedRun
+    from lowtide.planner.devices import device_named
+    from lowtide.run.options.configs import method_named
+
+    tokens = [1] * LENGTH
+    config: dict[str, Any] = {"per_device_train_batch_size": ROWS, "max_length": LENGTH}
+    config["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    run = PlannedRun(method_named("sft"), AutoConfig.for_model(**MODELS[model]), config, device_named(DEVICE))
+    return run, Dataset.from_list([{"input_ids": tokens, "labels": tokens}] * ROWS)
 
 
 def long_row(weights: str) -> dict[str, Any]:

@@ -100,6 +100,11 @@ def test_sizes_that_do_not_make_the_devices_are_refused():
         planned("8GiB", parallelism_config={"dp_shard_size": 3})
 
 
+def test_a_pipeline_is_refused_which_is_not_predicted():
+    with pytest.raises(ValueError, match="leave pipeline_parallel_size out"):
+        planned("8GiB", pipeline_parallel_size=2)
+
+
 @pytest.mark.slow
 def test_nodes_multiply_and_say_what_a_token_costs():
     plan = planned("800MiB", nodes=4, explain=True)

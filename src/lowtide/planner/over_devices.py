@@ -12,7 +12,6 @@ import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 from datasets import Dataset
@@ -37,7 +36,7 @@ from lowtide.planner.search import STATES, Axis, Candidate, Measured, Refused, S
 from lowtide.planner.sharding.degrees import options_of, sharding_name, shardings_over
 from lowtide.planner.sharding.layout import byte_sum
 from lowtide.ranks.sharding import Sharding
-from lowtide.run.options.sharding import FIELDS, sharding_of
+from lowtide.run.options.sharding import SAY_HOW, sharding_said
 
 ALIKE = 1.1
 """A simpler way that takes this much longer is preferred: predicted speeds are no closer than that."""
@@ -304,19 +303,25 @@ def _loading(size: int, cluster: Cluster) -> tuple[str, ...]:
 
 def _says_how(run: PlannedRun) -> bool:
     """Whether the user says how the run is spread."""
-    return any(run.requested.get(name) for name in FIELDS)
+    return any(run.requested.get(name, default) != default for name, default in SAY_HOW.items())
 
 
 def _without_engines(requested: Mapping[str, Any]) -> dict[str, Any]:
     """For a trace, which is of one rank."""
-    return {name: value for name, value in requested.items() if name not in (*FIELDS, "fsdp_split_vocabulary")}
+    return {name: value for name, value in requested.items() if name not in SAY_HOW}
 
 
 def _shardings(run: PlannedRun, cluster: Cluster) -> list[Sharding]:
-    """Those that may be chosen: the one that the user asks for, or all."""
+    """Those that may be chosen: the one that the user asks for, or all.
+
+    Raises:
+        ValueError: the one that the user asks for cannot be done, or is not predicted.
+    """
     if _says_how(run):
-        asked = SimpleNamespace(**{name: run.requested.get(name) for name in FIELDS})
-        return [sharding_of(asked, cluster.devices)]
+        found = sharding_said(run.requested, cluster.devices)
+        if found.pipeline_parallel > 1:
+            raise ValueError(f"a plan over devices does not predict {found}: leave pipeline_parallel_size out")
+        return [found]
     heads = getattr(run.described.get_text_config(), "num_attention_heads", 0) or 0
     ways = shardings_over(cluster, heads)
     return [way for way in ways if way.same_rows == 1] if run.method.writes is not None else ways

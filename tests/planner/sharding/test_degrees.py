@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import yaml
 
@@ -13,7 +11,7 @@ from lowtide.option_values import options_of as options_of_class
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.sharding.degrees import options_of, sharding_name, shardings_over
 from lowtide.ranks.sharding import Sharding
-from lowtide.run.options.sharding import FIELDS, sharding_of
+from lowtide.run.options.sharding import sharding_said
 
 OPTIONS = options_of_class(SFTConfig)
 CLUSTERS = [("8xH100", 1), ("8xH100", 4), ("2xL4", 1), ("4xA100-80GB", 6), ("8xH100", 128)]
@@ -27,8 +25,7 @@ def test_a_run_file_is_read_back_as_the_way_that_it_says(devices, nodes, tmp_pat
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(options_of(way)))
         values = read_run_file(path, OPTIONS)
-        read = sharding_of(SimpleNamespace(**{name: values.get(name) for name in FIELDS}), cluster.devices)
-        assert read == way
+        assert sharding_said(values, cluster.devices) == way
     assert len({sharding_name(way) for way in ways}) == len(ways)
 
 

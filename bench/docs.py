@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench import devices
 from bench.arguments import no_options
 from bench.compare import BUSY
 from bench.contestants import BATCH, PACKED_BATCH
@@ -21,6 +22,7 @@ from bench.processes import ROOT
 from bench.results import (
     ACCUMULATION,
     COMPARISON,
+    DEVICES,
     ESTIMATE,
     LONGEST,
     MEMORY,
@@ -96,6 +98,10 @@ def main() -> int:
     write_between(SHARDING_PAGE, PEAKS_MARK, [line for each in sharded for line in sharded_lines(each)], PEAKS_END)
     write_between(MEMORY_PAGE, COSTS_MARK, costs_table(memory), COSTS_END)
     write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
+    for result in results:
+        if result.get("kind") == DEVICES:
+            write_between(devices.PAGE, devices.MARKS["tables"][0], devices.tables(result), devices.MARKS["tables"][1])
+            write_between(devices.PAGE, devices.MARKS["row"][0], devices.row_section(result), devices.MARKS["row"][1])
     print(f"wrote {Path(PAGE).relative_to(ROOT)} from {len(results)} recorded results")
     return 0
 

@@ -25,6 +25,7 @@ SHARDED = "sharded"
 EXCHANGE = "exchange"
 GATHERING = "gathering"
 SHARDED_ESTIMATE = "sharded estimate"
+DEVICES = "devices"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
 

@@ -1,9 +1,9 @@
 """The models that are measured, from configs embedded here: random weights, nothing downloaded.
 
 Speed and memory depend on a model's shape, not on what it knows. `llama-22m` spends most of its parameters on
-the vocabulary, as small models do, so that two CPU cores show what the head costs. The Qwen2.5 shapes are the
-published ones (Qwen/Qwen2.5-0.5B and Qwen/Qwen2.5-7B, config.json), and so is Llama-3.1-8B's, without the scaling of
-its rotary embedding.
+the vocabulary, as small models do, so that two CPU cores show what the head costs. The Qwen shapes are the published
+ones (config.json of Qwen/Qwen2.5-0.5B, Qwen/Qwen2.5-7B and Qwen/Qwen3-8B), and so are those of Llama-2-7B and of
+Llama-3.1 with 8B, 70B and 405B, without the scaling of their rotary embeddings.
 """
 
 from dataclasses import dataclass
@@ -58,6 +58,42 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131_072,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "tie_word_embeddings": False,
+}
+
+LLAMA_7B = LLAMA_8B | {
+    "vocab_size": 32_000,
+    "intermediate_size": 11_008,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+
+LLAMA_405B = LLAMA_8B | {
+    "hidden_size": 16_384,
+    "intermediate_size": 53_248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+}
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "tie_word_embeddings": False,
 }
 

@@ -144,16 +144,19 @@ def options_of(config: type) -> Mapping[str, Option]:
     """The options of a dataclass, by name; a field that only an object can fill is none.
 
     The range of a field is that of its declaration, or of the first class above that declares one; else that of the
-    class's `inherited_ranges`, a table for fields whose declarations are another library's.
+    class's `inherited_ranges`, a table for fields whose declarations are another library's; `inherited_literals` has
+    values that those take beside what they declare.
     """
     hints, table = _hints(config), getattr(config, "inherited_ranges", {})
+    literals = getattr(config, "inherited_literals", {})
     options = {}
     for field in dataclasses.fields(config):
         if field.init:
             declared = (base.__dict__.get("__dataclass_fields__", {}).get(field.name) for base in config.__mro__)
             ranges = (getattr(each, "range", None) for each in declared)
             found = next((each for each in ranges if each is not None), table.get(field.name))
-            options[field.name] = Option.of(field, hints.get(field.name), found)
+            made = Option.of(field, hints.get(field.name), found)
+            options[field.name] = dataclasses.replace(made, literals=made.literals + literals.get(field.name, ()))
     return {name: option for name, option in options.items() if option.kinds - {NoneType}}
 
 

@@ -16,10 +16,12 @@ from transformers import PretrainedConfig
 from lowtide.data.sources.load import Source, load_rows
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
-from lowtide.planner.budget import budget_bytes
+from lowtide.planner.budget import budget_bytes, bytes_of
 from lowtide.planner.candidate import PlannedRun, first_rows, measured, prepared_rows
+from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device, device_named
 from lowtide.planner.estimate import Estimate, estimate_run
+from lowtide.planner.over_devices import plan_over
 from lowtide.planner.plan import Plan, make_plan
 from lowtide.planner.tracing.described_model import config_of_model
 from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs, RunInputs
@@ -37,6 +39,17 @@ class PlanInputs(RunInputs, total=False):
 
     config: TrainingConfig | Mapping[str, Any] | None
     """Your own settings, which are never overruled: those that a config was made with, or options by name."""
+
+
+class PlanOverInputs(PlanInputs, total=False):
+    """The same, and several devices that share the run."""
+
+    devices: str | None
+    """In place of `device`: those of one node, "8xH100"."""
+    nodes: int
+    """Machines with so many devices each."""
+    host_memory: str | int | None
+    """Of each node, as a budget is written; by default 256 GiB for each of its devices."""
 
 
 def estimate(
@@ -128,7 +141,7 @@ def plan(
     device: str = "cpu",
     exact: bool = True,
     explain: bool = True,
-    **inputs: Unpack[PlanInputs],
+    **inputs: Unpack[PlanOverInputs],
 ) -> Plan:
     """The fastest settings of a run that fit a budget; no weight is made.
 
@@ -140,18 +153,24 @@ def plan(
         device: "cpu", "cuda", or a GPU that need not be here, such as "H100-80GB".
         exact: whether only settings are chosen that leave the numbers alone; others are named with what they change.
         explain: whether runners-up and the effect of each technique are wanted, which take some traces more.
-        inputs: see `PlanInputs`.
+        inputs: see `PlanOverInputs`. With `devices` the budget is of each, and how they share the run is chosen too:
+            whole copies, FSDP2, copies of shards, split sequences, shards in host memory.
 
     Raises:
         PlanError: nothing fits; says what takes most, and what would be needed.
         ValueError: the method, the device, the budget or the rows are none, or the model cannot be traced.
     """
-    check_arguments_known("plan", inputs, PlanInputs.__annotations__)
-    run, loaded = _run(method, model, dataset, device, inputs)
+    check_arguments_known("plan", inputs, PlanOverInputs.__annotations__)
+    devices, nodes, host_memory = inputs.get("devices"), inputs.get("nodes", 1), inputs.get("host_memory")
+    if devices is None and (nodes != 1 or host_memory is not None):
+        raise ValueError("nodes and host_memory need `devices`, those of one node: '8xH100'")
+    cluster = None if devices is None else Cluster.of(devices, nodes, _amount(host_memory))
+    run, loaded = _run(method, model, dataset, cluster.device.name if cluster else device, inputs)
+    run = replace(run, cluster=cluster)
     rows, notes = first_rows(loaded)
     own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
     return in_tracing_process(
-        make_plan,
+        make_plan if cluster is None else plan_over,
         run,
         rows,
         budget_bytes(budget, run.device),
@@ -161,6 +180,11 @@ def plan(
         streamed=rows is not loaded,
         notes=notes,
     )
+
+
+def _amount(memory: str | int | None) -> int | None:
+    """Bytes of an amount of host memory; None where none is said."""
+    return None if memory is None else bytes_of(memory)
 
 
 def estimate_method(
@@ -201,7 +225,8 @@ def _run(
     )
     described = config_of_model(model, **config_init(init))
     processing_class = inputs.get("processing_class")
-    if processing_class is None and isinstance(model, str):
+    as_they_are = (given.get("dataset_kwargs") or {}).get("skip_prepare_dataset")
+    if processing_class is None and isinstance(model, str) and not as_they_are:
         processing_class = load_tokenizer(model, **config_init(init))
     adapters, quantized = inputs.get("peft_config"), init.get("quantization_config")
     rewards = DescribedRewards.of(_rewards(inputs.get("reward_funcs"), given))

@@ -33,7 +33,7 @@ def plan(model, data, capsys):
         for name, value in {"model": model, "dataset": data}.items():
             if f"--{name}" not in words:
                 always += [f"--{name}", str(value)]
-        status = main([*always, "--device", "cpu", *words] if "--device" not in words else [*always, *words])
+        status = main([*always, *([] if {"--device", "--devices"} & {*words} else ["--device", "cpu"]), *words])
         return status, *capsys.readouterr()
 
     return run
@@ -123,6 +123,17 @@ def test_pairs_are_planned_for_a_gpu_that_is_not_here(plan, tmp_path):
     assert json.loads(out)["device"] == "L4-24GB"
 
 
+def test_over_devices_the_run_file_starts_the_processes(plan, tmp_path):
+    file = tmp_path / "plan.yaml"
+    status, out, err = plan("--devices", "2xH100", "--fsdp", "true", *FEW, "--output", str(file))
+    assert status == 0, err
+    said = " ".join(out.split())
+    for text in ("2 x H100-80GB: FSDP2", "tokens/s of all devices", "while each of its 2 processes loads", "predicted"):
+        assert text in said, text
+    written = yaml.safe_load(file.read_text())
+    assert (written["num_processes"], written["fsdp"]) == (2, True)
+
+
 def test_an_estimate_is_a_table_or_json(plan):
     status, out, err = plan("--json", command="estimate")
     assert status == 0, err
@@ -144,6 +155,11 @@ def test_an_estimate_is_a_table_or_json(plan):
         (("--budget", "8GiB", "--model", "no/such"), "no/such"),
         (("--budget", "8GiB", "--use_peft", "--load_in_8bit"), "not traced, but for load_in_4bit"),
         (("--budget", "8GiB", "--beta", "0.1"), "--beta: it is of"),
+        (("--devices", "8xH1000"), "unknown device 'H1000'"),
+        (("--devices", "64xH100"), "write --devices 8xH100 --nodes 8"),
+        (("--devices", "8xH100", "--device", "l4"), "leave one of them out"),
+        (("--nodes", "2"), "need `devices`"),
+        (("--devices", "2xH100", "--host_memory", "much"), "no amount of memory"),
     ],
 )
 def test_what_a_user_can_mend_is_one_message(plan, words, says):

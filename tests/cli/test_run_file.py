@@ -29,6 +29,13 @@ def test_values_are_converted_by_their_fields(tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("false", False), ("full_shard offload", "full_shard offload")]
+)
+def test_an_engine_is_switched_on_or_named(text, value, tmp_path):
+    assert read(tmp_path, f"fsdp: {text}\n") == {"fsdp": value}
+
+
 def test_names_of_trl_are_taken(tmp_path):
     assert read(tmp_path, "model_name_or_path: m\ndataset_name: d\n") == {"model": "m", "dataset": "d"}
 

@@ -72,6 +72,17 @@ def test_where_all_fits_the_plain_settings_are_taken_after_one_trace():
     assert table.asked == [({}, None)]
 
 
+def test_nothing_slower_than_what_is_worth_it_is_looked_for():
+    table = Table()
+    found = search(table, 4100)
+    (best,) = found.best()
+    asked = len(table.asked)
+    again = search(table, 4100)
+    assert not again.best(worth=best.cost / 2)
+    assert len(table.asked) < 2 * asked
+    assert search(table, 4100).best(worth=best.cost) == [best]
+
+
 @pytest.mark.parametrize("room", [2500, 3300, 4100, 4600, 5200, 6100])
 def test_what_is_chosen_fits_and_nothing_faster_does(room):
     table = Table()

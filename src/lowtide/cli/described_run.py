@@ -42,9 +42,11 @@ class DescribedRun:
         return self.run.what.load(evaluates=False)[0]
 
     def tokenizer(self) -> Any:
-        """The model's own."""
+        """The model's own; None where rows are tokens already."""
         from lowtide.engine.weights.loading import load_tokenizer
 
+        if (self.requested.get("dataset_kwargs") or {}).get("skip_prepare_dataset"):
+            return None
         trusts = bool(self.values.get("trust_remote_code"))
         return load_tokenizer(self.model, trust_remote_code=trusts, revision=self.run.what.model_revision)
 

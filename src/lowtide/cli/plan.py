@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
+from lowtide.cli.endings import UsageError
 from lowtide.compat.argparse import Subparsers
 from lowtide.deferred_imports import defer_imports
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from lowtide.planner.plan import Plan
+    from lowtide.planner.plan import Plan, Spread
+    from lowtide.planner.sharding.step_time import StepTime
 
 
 def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentParser:
@@ -30,6 +32,12 @@ def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentP
     if group is not None:
         group.add_argument(
             "--budget", metavar="SIZE", help="24GiB, 24GB, 24g, bytes, or auto: what the device has free"
+        )
+        devices = "GPUs of one node, 8xH100 say, in place of --device: how they share the run is chosen too"
+        group.add_argument("--devices", metavar="NxNAME", help=devices)
+        group.add_argument("--nodes", metavar="N", type=int, help="nodes that have so many --devices each (default: 1)")
+        group.add_argument(
+            "--host_memory", metavar="SIZE", help="of each node (default: 256 GiB for each of its --devices)"
         )
         group.add_argument("--lossy", action="store_true", help="choose settings that change the numbers too, named")
         group.add_argument(
@@ -46,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: nothing fits, or something that the user can mend; OSError likewise.
     """
     defer_imports()
+    if arguments.devices and arguments.device:
+        raise UsageError("--devices and --device both say where: leave one of them out")
     described = described_run(arguments)
     from rich.console import Console
 
@@ -59,6 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
             described.rows(),
             arguments.budget or described.values.get("memory_budget") or "auto",
             device=device_of(arguments),
+            devices=arguments.devices,
+            nodes=1 if arguments.nodes is None else arguments.nodes,
+            host_memory=arguments.host_memory,
             exact=not arguments.lossy,
             config=described.requested,
             processing_class=described.tokenizer(),
@@ -80,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         console.print(found.to_yaml().rstrip(), markup=False, highlight=False, soft_wrap=True)
     else:
-        command = f"lowtide {described.method} --config {arguments.output}"
+        command = found.launch(str(arguments.output))
         console.print(f"Written: {arguments.output}. This runs it: {command}", markup=False, soft_wrap=True)
     return 0
 
@@ -91,14 +104,18 @@ def _parts(plan: Plan) -> list[RenderableType]:
 
     from lowtide.memory.allocators.measure import bytes_text
 
-    share = plan.chosen.peak_bytes / plan.budget_bytes
+    share, spread = plan.chosen.peak_bytes / plan.budget_bytes, plan.spread
     rate = plan.chosen.tokens_per_second
     peak = Text.assemble(
         (f"{bytes_text(plan.chosen.peak_bytes)} ", "bold"),
-        f"of {bytes_text(plan.budget_bytes)} on {plan.device} ({share:.0%}), in {plan.estimate.phase}",
-        f"; some {rate:,.0f} tokens/s" if rate else "",
+        f"of {bytes_text(plan.budget_bytes)} on {'each ' if spread else ''}{plan.device} ({share:.0%}), "
+        f"in {plan.estimate.phase}",
+        f"; some {rate:,.0f} tokens/s{' of all devices' if spread else ''}" if rate else "",
     )
     parts: list[RenderableType] = [Text(""), peak]
+    if spread is not None:
+        parts = [Text(""), Text(f"{spread.cluster}: {plan.chosen.way}", style="bold"), peak]
+        parts += [Text(line) for line in _over_devices(spread, plan.estimate.time)]
     parts += [Text(f"not exact: {change}", style="yellow") for change in plan.chosen.changes]
     parts.append(_settings_table(plan))
     if plan.techniques:
@@ -112,8 +129,32 @@ def _parts(plan: Plan) -> list[RenderableType]:
     return parts
 
 
+def _over_devices(spread: Spread, time: StepTime | None) -> list[str]:
+    """What is predicted of all devices together."""
+    from lowtide.memory.allocators.measure import bytes_text
+
+    of_node = " of each node" if spread.cluster.nodes > 1 else ""
+    training = f"{bytes_text(spread.host_bytes)} while it trains" if spread.host_bytes else "nothing while it trains"
+    lines = [
+        f"Memory of the host{of_node}: {training}, {bytes_text(spread.loading_bytes)} while each of its "
+        f"{spread.cluster.per_node} processes loads the whole model."
+    ]
+    if time is not None:
+        lines.append(
+            f"A step: {time.seconds:.3g} s, of which {time.computing:.3g} s forward and backward, {time.exposed:.2g} s "
+            f"waiting for links (which are busy for {time.sent:.2g} s in all), {time.stepping:.2g} s optimizer."
+        )
+    if spread.cluster.nodes > 1:
+        cost = "it does not fit one node" if spread.cost is None else f"{spread.cost:.2f} x that of one node"
+        lines.append(f"Device time a token: {cost}.")
+    lines.append("All of this is predicted: rates are of data sheets, and what links and kernels reach is assumed.")
+    return lines
+
+
 def _settings_table(plan: Plan) -> RenderableType:
     table = plain_table("What fits, the fastest first")
+    if plan.spread is not None:
+        table.add_column("devices", overflow="fold")
     for name in ("settings", "peak", "time"):
         table.add_column(name, justify="left" if name == "settings" else "right", overflow="fold")
     from lowtide.memory.allocators.measure import bytes_text
@@ -121,6 +162,7 @@ def _settings_table(plan: Plan) -> RenderableType:
     for each in (plan.chosen, *plan.runners_up):
         chosen = each is plan.chosen
         table.add_row(
+            *([each.way] if plan.spread is not None else []),
             _lines(each.settings) or "the defaults",
             ("" if each.traced else "~") + bytes_text(each.peak_bytes),
             f"{each.seconds:.2f} x",

@@ -84,9 +84,8 @@ class SplitPlan:
             scores: with places among all tokens.
             read: from scores with places among this rank's tokens to what the head gives.
         """
-        own = self.own
-        place = torch.nonzero((scores.index >= own.start) & (scores.index < own.stop)).flatten()
-        index, target = scores.index[place] - own.start, scores.target[place]
+        place = self.sequence.held(scores.index, self.whole.tokens)
+        index, target = scores.index[place] - self.own.start, scores.target[place]
         # A loss that is added up over ranks has its gradient once for each (`SequenceParallel.summed`).
         found = read(replace(scores, index=index, target=target, grad_scale=scores.grad_scale * self.sequence.size))
         for name, value in list(found.items()):

@@ -49,6 +49,18 @@ def split_over(model: nn.Module, sequence: SequenceParallel | None) -> str:
     return f"key and value heads do not divide by {sequence.size} ranks: {', '.join(said)}" if said else ""
 
 
+def split_traced(model: nn.Module, sequence: SequenceParallel) -> None:
+    """`split_over` of a model without values, of whose numbers nothing can be proved.
+
+    Raises:
+        ValueError: the model cannot be split; names the reason, and what to do.
+    """
+    inner = causal_model(model)
+    if reason := why_not_split(inner):
+        raise ValueError(_refused(inner, reason))
+    vars(inner)[SPLIT_OVER] = sequence
+
+
 def why_not_split(model: PreTrainedModel) -> str | None:
     """What keeps a model's tokens from being split over ranks, as a clause; None if nothing is known to."""
     config = model.config.get_text_config()

@@ -34,6 +34,21 @@ def budget_bytes(budget: str | int | float, device: Device) -> int:
     """
     if isinstance(budget, str) and budget.strip().lower() == AUTO:
         return free_bytes(device)
+    count = bytes_of(budget)
+    if device.sheet is not None and count > device.memory_bytes:
+        raise ValueError(
+            f"memory budget {budget!r} is more than {device.name} has, {bytes_text(device.memory_bytes)}: give less, "
+            f"or '{AUTO}'"
+        )
+    return count
+
+
+def bytes_of(budget: str | int | float) -> int:
+    """The bytes of a number with a unit, or of a number of bytes.
+
+    Raises:
+        ValueError: it is none of these, or 0.
+    """
     match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)", str(budget).strip().lower())
     if match is None or match[2] not in UNITS or isinstance(budget, bool):
         raise ValueError(
@@ -43,11 +58,6 @@ def budget_bytes(budget: str | int | float, device: Device) -> int:
     count = int(float(match[1].replace("_", "").replace(",", "")) * UNITS[match[2]])
     if count < 1:
         raise ValueError(f"memory budget {budget!r} must be above 0")
-    if device.sheet is not None and count > device.memory_bytes:
-        raise ValueError(
-            f"memory budget {budget!r} is more than {device.name} has, {bytes_text(device.memory_bytes)}: give less, "
-            f"or '{AUTO}'"
-        )
     return count
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
 from lowtide.methods.method import Method
+from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import estimate_run
 from lowtide.planner.search import Measured, Refused, Sizes
@@ -40,6 +41,10 @@ class PlannedRun:
     """Whether a sample may stand for rows that have yet to be prepared; a trainer prepares them all in any case."""
     rewards: DescribedRewards = NO_REWARD_MODELS
     """The reward models, of a method whose policy writes."""
+    cluster: Cluster | None = None
+    """Several devices that share it; None for one."""
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What was traced of it over several devices, which plans for other numbers of them share."""
 
     def config(self, options: Mapping[str, Any]) -> Any:
         """The method's config, as the run would have it on the device.

@@ -33,6 +33,11 @@ CUBLAS_HANDLES = 2
 """A thread has its own handle: one computes forward, autograd's own computes backward."""
 MEASURED_SECONDS = 0.06
 """How long a rate is measured for."""
+HOST_MEMORY = 256 * GIB
+"""Host memory for each GPU of a machine: 2 TB for 8, as a DGX H100 has; assumed for all."""
+NETWORK = 100 / 8 / 8 * GIGA
+"""Bytes a second to other machines for each GPU, where a data sheet does not say it: a link of 100 Gbit/s for 8;
+assumed."""
 DISK = 1 * GIGA
 """Bytes a second of a disk, to which a run on a CPU offloads, and of a network: assumed, not measured."""
 
@@ -49,6 +54,8 @@ class Rates:
     """Bytes to or from host memory (a disk where the device is a CPU)."""
     interconnect: float
     """Bytes to the other devices of the machine, in one direction."""
+    network: float = NETWORK
+    """Bytes to devices of other machines, in one direction, while all of a machine's devices send."""
     measured: bool = False
     """Whether they were reached, rather than promised by a data sheet."""
 
@@ -103,27 +110,29 @@ def _gpu(
     half: float,
     single: float,
     memory: float,
-    link: float,
-    interconnect: float | None = None,
+    *links: float,
 ) -> Device:
-    """A row of a data sheet: TFLOPS of dense 16-bit products summed in float32, and of float32; GB/s."""
+    """A row of a data sheet: TFLOPS of dense 16-bit products summed in float32, and of float32; GB/s of its memory, to
+    the host, to the other devices, to other machines. Devices without links of their own send through the host's."""
     flops = {torch.float16: half * TERA, torch.bfloat16: half * TERA, torch.float32: single * TERA}
     if capability < (8, 0):  # no tensor cores for it: torch computes in float32
         flops[torch.bfloat16] = flops[torch.float32]
-    rates = Rates(flops, memory * GIGA, link * GIGA, (interconnect or link) * GIGA)
+    host, *own = (GIGA * each for each in links)
+    between, network = [*own, *[host, NETWORK][len(own) :]]
+    rates = Rates(flops, memory * GIGA, host, between, network)
     return Device(name, "cuda", int(gib * GIB), capability, rates)
 
 
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _gpu("B200-180GB", (10, 0), 178.3, 2250, 75, 8000, 64, 900),
-        _gpu("H200-141GB", (9, 0), 139.8, 989, 67, 4800, 64, 450),
-        _gpu("H100-80GB", (9, 0), 79.1, 989, 67, 3350, 64, 450),
+        _gpu("B200-180GB", (10, 0), 178.3, 2250, 75, 8000, 64, 900, 50),
+        _gpu("H200-141GB", (9, 0), 139.8, 989, 67, 4800, 64, 450, 50),
+        _gpu("H100-80GB", (9, 0), 79.1, 989, 67, 3350, 64, 450, 50),
         _gpu("H100-PCIe-80GB", (9, 0), 79.1, 756, 51, 2000, 64),
-        _gpu("A100-80GB", (8, 0), 79.1, 312, 19.5, 2039, 32, 300),
+        _gpu("A100-80GB", (8, 0), 79.1, 312, 19.5, 2039, 32, 300, 25),
         _gpu("A100-PCIe-80GB", (8, 0), 79.1, 312, 19.5, 1935, 32),
-        _gpu("A100-40GB", (8, 0), 39.4, 312, 19.5, 1555, 32, 300),
+        _gpu("A100-40GB", (8, 0), 39.4, 312, 19.5, 1555, 32, 300, 25),
         _gpu("L40S-48GB", (8, 9), 44.4, 362, 91.6, 864, 32),
         _gpu("L4-24GB", (8, 9), 22.0, 121, 30.3, 300, 32),
         _gpu("A10G-24GB", (8, 6), 22.0, 70, 35, 600, 32),
@@ -139,7 +148,8 @@ DEVICES: dict[str, Device] = {
 }
 """By name. Rates are NVIDIA's: the data sheets of B200 (HGX), H200, H100, A100, L40S, L4, A10G, T4, V100, RTX 6000 Ada
 and RTX A6000, and the architecture papers "Ampere GA102", "Ada" and "RTX Blackwell" for the GeForce cards; PCIe and
-NVLink in one direction. Memory is what torch reports as a card's total, which is some percent below its name."""
+NVLink in one direction. To other machines the boards of B200, H200, H100 and A100 have a network card for each GPU, as
+in NVIDIA's DGX. Memory is what torch reports as a card's total, which is some percent below its name."""
 
 
 def device_named(text: str) -> Device:
@@ -147,7 +157,7 @@ def device_named(text: str) -> Device:
 
     Args:
         text: `cpu` or `cuda` for those at hand, or a name of `DEVICES`, which may be left unfinished where it is
-            unambiguous ("L4", "h200").
+            unambiguous ("L4", "h200"); "H100" is the H100-80GB.
 
     Raises:
         ValueError: nobody knows the name; several devices are meant; there is no GPU here.
@@ -158,6 +168,8 @@ def device_named(text: str) -> Device:
     if name == "cuda":
         return _present_gpu()
     begun = [each for each in DEVICES if f"{each}-".lower().startswith(f"{name}-")]
+    if len(plain := [each for each in begun if each.count("-") == name.count("-") + 1]) == 1:
+        begun = plain  # "H100" is the one of a server board, and no H100-PCIe
     if len(begun) == 1:
         return DEVICES[begun[0]]
     if begun:

@@ -17,12 +17,16 @@ from lowtide.memory.allocators.settings import has_thread_cache
 from lowtide.planner.allocators.cuda_allocator import CudaAllocator
 from lowtide.planner.allocators.glibc_heap import GlibcHeap
 from lowtide.planner.allocators.replay import Allocator, peaks, run_of
+from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device
 from lowtide.planner.process import process_bytes
+from lowtide.planner.sharding.layout import Layout
+from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.sharded import shard
+from lowtide.planner.sharding.step_time import StepTime, step_time
 from lowtide.planner.sharding.tensor_parallel import one_rank
 from lowtide.planner.sharding.traced_step import one_device
-from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.planner.tracing.fake_run import FakeRun, TracedRun
 from lowtide.planner.tracing.host_memory import host_bytes
 from lowtide.ranks.sharding import Sharding
 
@@ -54,6 +58,8 @@ class Estimate:
     band: float = 0.06
     """By how much of itself the peak may be wrong."""
     notes: tuple[str, ...] = ()
+    time: StepTime | None = None
+    """Of a step, where several devices share the work."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -116,25 +122,57 @@ def _heap(run: FakeRun) -> GlibcHeap:
 
 
 def _sharded(run: FakeRun, device: Device, sharding: Sharding, beside: int) -> Estimate:
-    split = sharding.tensor_parallel
-    part = run if split == 1 else run.of(one_rank(run.described, split))
-    traced = part.gathering(sharding.cuts_weights or sharding.by_deepspeed).traced(device)
-    on_cpu = device.kind == "cpu"
-    found = shard(
-        run.layout(),
-        one_device(
-            run_of(traced.events, rehearsal=run.rehearsal and not sharding.by_deepspeed),
-            _heap(run) if on_cpu else None,
-            tokens=traced.tokens,
-            micro_batches=traced.micro_batches,
-        ),
-        _over_gloo(sharding) if on_cpu else sharding,
-    )
-    if on_cpu:  # what is offloaded lies in the same memory
-        found = found.with_host_bytes()
-    notes = (*traced.notes, *found.notes)
-    speed = traced.tokens_per_second(device, exchanged_bytes=found.traffic.per_rank)
-    return replace(_estimate(found.phases, device, speed, beside, notes), host_bytes=found.host_bytes)
+    cluster = Cluster(device, sharding.devices // sharding.nodes, sharding.nodes)
+    return RankTrace.of(run, device, sharding).estimate(sharding, cluster, beside)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one trace says of all ways to share states between ranks that compute the same: see `estimate`."""
+
+    traced: TracedRun
+    one_device: OneDevice
+    layout: Layout
+
+    @classmethod
+    def of(cls, run: FakeRun, device: Device, sharding: Sharding) -> RankTrace:
+        """Traces what a rank computes, which goes by how layers and sequences are split.
+
+        Raises:
+            ValueError: they cannot be split so, or the step cannot be traced.
+        """
+        split = sharding.tensor_parallel
+        part = run if split == 1 else run.of(one_rank(run.described, split))
+        part = part.split(sharding.sequence_parallel).gathering(sharding.cuts_weights or sharding.by_deepspeed)
+        traced, heap = part.traced(device), _heap(run) if device.kind == "cpu" else None
+        events = list(run_of(traced.events, rehearsal=run.rehearsal and not sharding.by_deepspeed))
+        found = one_device(events, heap, tokens=traced.tokens, micro_batches=traced.micro_batches)
+        return cls(traced, replace(found, sent=traced.sent_bytes, on_host=host_bytes(events)), run.layout())
+
+    def repeated(self, times: float) -> RankTrace:
+        """The same with so many times the micro-batches in a step."""
+        several = int(self.traced.micro_batches * times)
+        traced = replace(self.traced, micro_batches=several)
+        return RankTrace(traced, replace(self.one_device, micro_batches=several), self.layout)
+
+    def estimate(self, sharding: Sharding, cluster: Cluster, beside: int) -> Estimate:
+        """Of a rank.
+
+        Args:
+            sharding: which splits layers and sequences as the trace does.
+            cluster: over what.
+            beside: bytes that a process holds beside tensors.
+        """
+        device = cluster.device
+        on_cpu = device.kind == "cpu"
+        found = shard(self.layout, self.one_device, _over_gloo(sharding) if on_cpu else sharding, cluster.nodes)
+        if on_cpu:  # what is offloaded lies in the same memory
+            found = found.with_host_bytes()
+        time = step_time(self.traced, self.layout, found.traffic, sharding, cluster)
+        tokens = self.traced.tokens * self.traced.micro_batches * sharding.data_ranks
+        speed = tokens / time.seconds / sharding.devices
+        notes = (*self.traced.notes, *found.notes)
+        return replace(_estimate(found.phases, device, speed, beside, notes), host_bytes=found.host_bytes, time=time)
 
 
 def _over_gloo(sharding: Sharding) -> Sharding:

@@ -14,8 +14,10 @@ from datasets import Dataset
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
+from lowtide.planner.cluster import Cluster
 from lowtide.planner.estimate import BANDS
 from lowtide.planner.search import Candidate, Measured, Refused, Search, Sizes
+from lowtide.ranks.sharding import Sharding
 from lowtide.run.options.configs import config_class
 
 RUNNERS_UP = 3
@@ -52,6 +54,39 @@ class Alternative:
     """What they change in the numbers; empty where they are exact."""
     traced: bool = True
     """False where it is predicted from the traces of other settings."""
+    way: str = ""
+    """How the run is spread over several devices."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a run is spread over several devices, and what is predicted of all of them."""
+
+    sharding: Sharding
+    cluster: Cluster
+    host_bytes: int
+    """That the host of each node holds while the run trains."""
+    loading_bytes: int
+    """That it holds while the run begins: each process loads the whole model."""
+    tokens_per_second: float
+    """Of all devices together."""
+    cost: float | None = None
+    """Device-seconds a token, over those of the best plan of one node; None where nothing fits there, or it was not
+    asked."""
+
+    def launch(self, method: str, file: str) -> str:
+        """The command that runs a run file."""
+        if self.cluster.nodes == 1:
+            return f"lowtide {method} --config {file}"
+        return (
+            f"torchrun --nnodes {self.cluster.nodes} --nproc_per_node {self.cluster.per_node} --rdzv_backend c10d "
+            f"--rdzv_endpoint FIRST-NODE:29500 -m lowtide {method} --config {file}"
+        )
+
+    @property
+    def of_launcher(self) -> dict[str, int]:
+        """What a run file says to start the processes, which `torchrun` does on several nodes."""
+        return {"num_processes": self.cluster.devices} if self.cluster.nodes == 1 and self.cluster.devices > 1 else {}
 
 
 @dataclass(frozen=True)
@@ -87,6 +122,8 @@ class Plan:
     speed_by: str = "relative costs"
     """`roofline`, or what stands in for it."""
     traces: int = 0
+    spread: Spread | None = None
+    """Over several devices; the budget and the peak are those of each."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -100,9 +137,16 @@ class Plan:
             f"{bytes_text(self.budget_bytes)} on {self.device}.\n"
         )
         own = yaml.safe_dump(dict(self.requested), sort_keys=False, allow_unicode=True) if self.requested else ""
+        if self.spread is not None:
+            head += f"# {self.spread.cluster}: {self.chosen.way}.\n# {self.spread.launch(self.method, 'FILE')}\n"
         changes = "".join(f"# Not exact: {change}.\n" for change in self.chosen.changes)
-        chosen = yaml.safe_dump(dict(self.settings), sort_keys=False) if self.settings else "# nothing but defaults\n"
+        settings = {**self.settings, **(self.spread.of_launcher if self.spread else {})}
+        chosen = yaml.safe_dump(settings, sort_keys=False) if settings else "# nothing but defaults\n"
         return f"{head}{own}\n# Chosen for the budget.\n{changes}{chosen}"
+
+    def launch(self, file: str) -> str:
+        """The command that runs a run file."""
+        return self.spread.launch(self.method, file) if self.spread else f"lowtide {self.method} --config {file}"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -111,8 +155,9 @@ class Plan:
 
     def summary(self) -> str:
         """The plan in one line."""
+        where = self.device if self.spread is None else f"each of {self.spread.cluster}, {self.chosen.way}"
         return (
-            f"{bytes_text(self.budget_bytes)} on {self.device}: {settings_text(self.settings)}; predicted peak "
+            f"{bytes_text(self.budget_bytes)} on {where}: {settings_text(self.settings)}; predicted peak "
             f"{bytes_text(self.chosen.peak_bytes)}"
         )
 
@@ -156,7 +201,7 @@ def make_plan(
         ValueError: the run cannot be planned, with the reason.
     """
     prepared, sizes, of_rows = prepared_rows(run, rows)
-    setting = _setting(run, exact=exact, streamed=streamed)
+    setting = setting_of(run, exact=exact, streamed=streamed)
     search = Search(
         lambda options, tokens: measured(run, prepared, options, tokens),
         axes(setting, sizes),
@@ -187,7 +232,7 @@ def make_plan(
     )
 
 
-def _setting(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
+def setting_of(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
     """What there is to choose from."""
     plain, defaults = run.config({}), config_class(run.method)(output_dir="plan", use_cpu=True, report_to="none")
     stored = {"dtype"} if "dtype" in (plain.model_init_kwargs or {}) else set()

@@ -22,6 +22,8 @@ MICRO_BATCH_TOKENS = 128
 assumed."""
 DOUBT = 1.05
 """A combination that is predicted to be this much above the budget is worth a trace all the same."""
+TOO_SLOW = 1.25
+"""Costs that no trace has confirmed may be this much too high."""
 TRIES = 5
 """Traces of one combination, each with fewer tokens than the one before."""
 ROUND = 16
@@ -128,8 +130,12 @@ class Search:
         self.plain: Combination = (0,) * len(axes)
         self._known: dict[tuple[Combination, int | None], Measured] = {}
 
-    def best(self, runners_up: int = 0) -> list[Candidate]:
+    def best(self, runners_up: int = 0, worth: float = math.inf) -> list[Candidate]:
         """The fastest that fits, which is traced, and those behind it, which are predicted; empty if nothing fits.
+
+        Args:
+            runners_up: how many.
+            worth: the cost above which nothing is looked for.
 
         Raises:
             Refused: the plain settings cannot be traced.
@@ -146,6 +152,8 @@ class Search:
             wait("hoped", Candidate(combination, None, 0.0, self._hoped(combination), None))
         while waiting and len(found) <= runners_up:
             _, _, stage, candidate, tries = heapq.heappop(waiting)
+            if candidate.cost > worth * TOO_SLOW:
+                continue
             if stage == "hoped":
                 predicted = self._predicted(candidate.combination)
                 if predicted is not None:

@@ -26,6 +26,8 @@ ATTENTION_EFFICIENCY = 0.5
 2307.08691), 0.35 on an H100 (arXiv 2407.08608). Assumed for CPUs."""
 BANDWIDTH_EFFICIENCY = 0.85
 """Share of a data sheet's bandwidth that streaming kernels reach; assumed."""
+LINK_EFFICIENCY = 0.8
+"""Share of a data sheet's rate that collectives reach between devices; assumed."""
 KERNEL_SECONDS = {"cuda": 2e-6, "cpu": 0.0}
 """Before a kernel does anything, and after it; assumed."""
 DISPATCH_SECONDS = {"cuda": 6e-6, "cpu": 4e-6}
@@ -43,6 +45,8 @@ class Operation(NamedTuple):
     dtype: torch.dtype
     """Of what it computes with."""
     attention: bool = False
+    sent: int = 0
+    """Bytes that it sends to ranks which wait for them."""
 
 
 @dataclass
@@ -55,14 +59,12 @@ class OperationCosts:
         layer_of: the layer that a tensor is of. It tells where an operation outside of layers belongs: an optimizer
             steps the weights of all of them.
         host_bytes: bytes that go to or come from host memory meanwhile (offloading); whoever moves them adds them.
-        exchanged_bytes: bytes that a device sends to the others; likewise.
     """
 
     by_layer: dict[int | None, Counter[Operation]] = field(default_factory=lambda: defaultdict(Counter))
     layer: int | None = None
     layer_of: Callable[[Tensor], int | None] = lambda _tensor: None
     host_bytes: float = 0.0
-    exchanged_bytes: float = 0.0
 
     def __call__(self, func: Any, args: Sequence[Any], out: Any, kwargs: Any = None) -> None:
         """Counts an operation.
@@ -79,6 +81,10 @@ class OperationCosts:
         for layer, share in shares:
             part = cost._replace(flops=round(cost.flops * share), bytes=round(cost.bytes * share))
             self.by_layer[layer][part] += 1
+
+    def sends(self, size: int) -> None:
+        """Counts bytes that the device sends to ranks which wait for them."""
+        self.by_layer[self.layer][Operation(0, 0, torch.float32, sent=size)] += 1
 
     def _shares(self, args: Sequence[Any]) -> list[tuple[int | None, float]]:
         """By how much an operation is each layer's; one on lists of tensors is of several."""
@@ -101,7 +107,12 @@ class OperationCosts:
         if seen and layers > len(seen):
             for cost, count in self.by_layer[seen[len(seen) // 2]].items():
                 whole[cost] += count * (layers - len(seen))
-        return OperationCosts({None: whole}, host_bytes=self.host_bytes, exchanged_bytes=self.exchanged_bytes)
+        return OperationCosts({None: whole}, host_bytes=self.host_bytes)
+
+    @property
+    def sent_bytes(self) -> int:
+        """All that is sent to ranks which wait for it."""
+        return sum(each.sent * count for each, count in self.operations.items())
 
     @property
     def flops(self) -> float:
@@ -109,7 +120,8 @@ class OperationCosts:
         return sum(each.flops * count for each, count in self.operations.items())
 
     def seconds(self, device: Device) -> float:
-        """How long they take on a device, with transfers to the host and to other devices beside the computation."""
+        """How long they take on a device, with transfers to the host beside the computation. What other ranks wait for
+        is sent on top."""
         rates = device.rates
         product, bandwidth = (1.0, 1.0) if rates.measured else (PRODUCT_EFFICIENCY, BANDWIDTH_EFFICIENCY)
         busy, started = 0.0, sum(self.operations.values())
@@ -120,7 +132,8 @@ class OperationCosts:
         busy += started * KERNEL_SECONDS[device.kind]
         dispatched = started * DISPATCH_SECONDS[device.kind]
         computed = busy + dispatched if device.kind == "cpu" else max(busy, dispatched)
-        return max(computed, self.host_bytes / rates.host_link, self.exchanged_bytes / rates.interconnect)
+        waited = self.sent_bytes / (rates.interconnect * (1.0 if rates.measured else LINK_EFFICIENCY))
+        return max(computed + waited, self.host_bytes / rates.host_link)
 
 
 # -- one operation ------------------------------------------------------------------------------------------------

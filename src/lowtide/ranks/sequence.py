@@ -15,11 +15,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from lowtide.ranks.group import RankGroup
@@ -63,37 +63,48 @@ class SequenceParallel(RankGroup):
         """This rank's heads of all tokens, from all heads of its own tokens; `size` divides the heads."""
         own, lengths = x.shape[0], self.lengths(tokens)
         for_ranks = x.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1)
-        return _AllToAll.apply(for_ranks, [own] * self.size, lengths, self.group)
+        return _AllToAll.apply(for_ranks, [own] * self.size, lengths, self)
 
     def by_tokens(self, x: Float[Tensor, "tokens own_heads dim"]) -> Float[Tensor, "own heads dim"]:
         """The way back of `by_heads`."""
         lengths = self.lengths(x.shape[0])
         own = lengths[self.rank]
-        of_ranks = _AllToAll.apply(x, lengths, [own] * self.size, self.group)
+        of_ranks = _AllToAll.apply(x, lengths, [own] * self.size, self)
         return of_ranks.view(self.size, own, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
 
     def summed(self, x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
         """The sum over the ranks of the group."""
         return _Summed.apply(x, self)
 
+    # -- what the exchanges are made of ------------------------------------------------------------------------------
+
+    def sent(self, x: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """What comes back where `sent[r]` places of `x` go to rank r, and `taken[r]` come from it."""
+        found = x.new_empty(sum(taken), *x.shape[1:])
+        dist.all_to_all_single(found, x.contiguous(), list(taken), list(sent), self.group)
+        return found
+
+    def add_up(self, total: Tensor) -> None:
+        """Adds up a tensor over the ranks, in place."""
+        dist.all_reduce(total, group=self.group)
+
+    def held(self, index: Int[Tensor, " scores"], tokens: int) -> Int[Tensor, " held"]:
+        """Which of some places among all tokens are in this rank's slice, by their numbers."""
+        own = self.own(tokens)
+        return torch.nonzero((index >= own.start) & (index < own.stop)).flatten()
+
 
 class _AllToAll(torch.autograd.Function):
     """Sends `sent[r]` places to rank r and takes `taken[r]` from it; backward sends them back."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, sent: Sequence[int], taken: Sequence[int], group: Any) -> Tensor:
-        ctx.sent, ctx.taken, ctx.group = sent, taken, group
-        return _exchanged(x, sent, taken, group)
+    def forward(ctx, x: Tensor, sent: Sequence[int], taken: Sequence[int], ranks: SequenceParallel) -> Tensor:
+        ctx.sent, ctx.taken, ctx.ranks = sent, taken, ranks
+        return ranks.sent(x, sent, taken)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grads[0], ctx.taken, ctx.sent, ctx.group), None, None, None
-
-
-def _exchanged(x: Tensor, sent: Sequence[int], taken: Sequence[int], group: Any) -> Tensor:
-    found = x.new_empty(sum(taken), *x.shape[1:])
-    dist.all_to_all_single(found, x.contiguous(), list(taken), list(sent), group)
-    return found
+        return ctx.ranks.sent(grads[0], ctx.taken, ctx.sent), None, None, None
 
 
 class _Summed(torch.autograd.Function):
@@ -103,7 +114,7 @@ class _Summed(torch.autograd.Function):
     def forward(ctx, x: Tensor, ranks: SequenceParallel) -> Tensor:
         ctx.size = ranks.size
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ranks.group)
+        ranks.add_up(total)
         return total
 
     @staticmethod

@@ -126,15 +126,6 @@ def test_says_what_the_trainers_cannot_run_yet():
         assert not Sharding(**{"devices": 4, "tensor_parallel": 2, **more}).runs
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_ranks_that_split_sequences_divide_activations(kind):
-    layout, most = layers_of(2, 64), {"activations": 1001, "head": 40, "weights": 256}
-    traced = replace(EMPTY, phases={**EMPTY.phases, "forward": most})
-    found, plain = (shard(layout, traced, Sharding(kind=kind, devices=2, sequence_parallel=ranks)) for ranks in (2, 1))
-    assert found.phases["forward"] == {**plain.phases["forward"], "activations": 501}
-    assert "activations are divided by 2" in found.notes[0]
-
-
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 

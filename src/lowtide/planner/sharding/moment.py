@@ -48,9 +48,13 @@ class OneDevice:
     gradients_in_head: bool = False
     """Whether the head's gradient is made with its loss, before backward begins."""
     tokens: int = 0
-    """Of a micro-batch."""
+    """Of a micro-batch, of all ranks that split it."""
     micro_batches: int = 1
     """In a step of one rank."""
+    sent: int = 0
+    """Bytes of a micro-batch that a rank sends to those that split its tokens."""
+    on_host: int = 0
+    """Bytes in the host's memory at most, of offloaded activations say."""
     largest: int = 0
     """Bytes of the largest tensor that was stepped; set by `on`."""
     together: int = 0
@@ -110,21 +114,6 @@ class OneDevice:
         if found <= 4 * self.largest:
             return found * largest // self.largest
         return found * together // self.together
-
-    def of_slices(self, ranks: int) -> OneDevice:
-        """The step where so many ranks each compute a slice of the tokens: around attention a rank holds all tokens of
-        its share of the heads, which are as many bytes."""
-
-        def sliced(held: Mapping[str, int]) -> dict[str, int]:
-            return {name: -(-size // ranks) if name == "activations" else size for name, size in held.items()}
-
-        return replace(
-            self,
-            phases={phase: sliced(held) for phase, held in self.phases.items()},
-            in_layers=sliced(self.in_layers),
-            saved=sliced(self.saved),
-            saved_per_layer=self.saved_per_layer // ranks,
-        )
 
     def on(self, layout: Layout) -> OneDevice:
         """The trace of a model, of which it then knows what is stepped."""

@@ -44,24 +44,26 @@ class Sharded:
         return replace(self, phases={**self.phases, **phases} if self.host_bytes else self.phases, host_bytes=0)
 
 
-def shard(layout: Layout, traced: OneDevice, sharding: Sharding) -> Sharded:
+def shard(layout: Layout, traced: OneDevice, sharding: Sharding, machines: int | None = None) -> Sharded:
     """The bytes of one rank, by phase and category.
 
     Args:
         layout: of the whole model.
         traced: what the run holds on one device. With tensor parallelism, of the model that
-            `tensor_parallel.one_rank` describes: the activations of a split layer are those of a narrower one.
+            `tensor_parallel.one_rank` describes: the activations of a split layer are those of a narrower one. With
+            sequence parallelism, of a rank's slice of the tokens (`FakeRun.split`).
         sharding: how it is spread.
+        machines: that the devices are in; by default as many as `sharding` says.
 
     Raises:
         ValueError: the model has no plan for tensor parallelism, or cannot be split so.
     """
     sharding = sharding.resolved(layout.hidden_size)
     local = local_layout(layout, sharding.tensor_parallel) if sharding.tensor_parallel > 1 else layout
-    local, traced = traced.with_states(local), traced.of_slices(sharding.sequence_parallel).on(layout)
+    local, traced = traced.with_states(local), traced.on(layout)
     moments, host = SCHEMES[sharding.kind](local, traced, sharding)
     phases = {phase: _most(moments[phase], sharding, layout.buffers) for phase in traced.phases}
-    return Sharded(phases, host, traffic_of(local, traced, sharding), _notes(sharding))
+    return Sharded(phases, host + traced.on_host, traffic_of(local, traced, sharding, machines), _notes(sharding))
 
 
 def _most(moments: Iterable[PeakMoment], sharding: Sharding, buffers: int) -> dict[str, int]:
@@ -73,14 +75,9 @@ def _most(moments: Iterable[PeakMoment], sharding: Sharding, buffers: int) -> di
 
 
 def _notes(sharding: Sharding) -> tuple[str, ...]:
-    notes = () if sharding.runs else (f"lowtide's trainers cannot run {sharding}: this is what it would take",)
-    if sharding.sequence_parallel == 1:
-        return notes
-    return (
-        *notes,
-        f"activations are divided by {sharding.sequence_parallel}, since so many ranks split the tokens of a batch; "
-        "the exchange of attention heads is in neither bytes nor speed",
-    )
+    if sharding.runs:
+        return ()
+    return (f"lowtide's trainers cannot run {sharding}: this is what it would take",)
 
 
 def whole(layout: Layout, traced: OneDevice, sharding: Sharding) -> tuple[Moments, int]:

@@ -23,6 +23,7 @@ from lowtide.compat.transformers import place_on
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model
+from lowtide.engine.splitting import split_traced
 from lowtide.engine.weights.labels import set_labels
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.reference_storage import STORAGES
@@ -42,6 +43,7 @@ from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planner.tracing.package_optimizers import as_stepped
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards, make_reward_models
 from lowtide.planner.tracing.rollouts import TracedRollout
+from lowtide.planner.tracing.split_tokens import TracedSlice
 from lowtide.planner.tracing.stand_ins import as_on
 from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
@@ -95,14 +97,23 @@ class TracedRun:
     """In an optimizer step."""
     head_share: float = 1.0
     """How many times the scores that were traced there are."""
+    sequence_parallel: int = 1
+    """Ranks that split the tokens of the micro-batch; costs are of one of them."""
     notes: tuple[str, ...] = ()
 
-    def tokens_per_second(self, device: Device, exchanged_bytes: float = 0.0) -> float:
-        """On one device, by a roofline over the operations."""
-        micro_batch = self.costs["layers"].seconds(device) + self.head_share * self.costs["head"].seconds(device)
+    def micro_batch_seconds(self, device: Device) -> float:
+        """Of one micro-batch, by a roofline over the operations; what ranks that split its tokens wait for included."""
+        return self.costs["layers"].seconds(device) + self.head_share * self.costs["head"].seconds(device)
+
+    def tokens_per_second(self, device: Device) -> float:
+        """On one device that trains by itself."""
         step = self.costs["optimizer"].seconds(device)
-        exchange = exchanged_bytes / device.rates.interconnect if exchanged_bytes else 0.0
-        return self.tokens * self.micro_batches / (micro_batch * self.micro_batches + step + exchange)
+        return self.tokens * self.micro_batches / (self.micro_batch_seconds(device) * self.micro_batches + step)
+
+    @property
+    def sent_bytes(self) -> int:
+        """That a rank sends to those that split the tokens with it, in one micro-batch."""
+        return self.costs["layers"].sent_bytes + self.costs["head"].sent_bytes
 
 
 class FakeRun:
@@ -147,6 +158,7 @@ class FakeRun:
         self.method, self.prepared, self.gathers = method, prepared, False
         self.samples = samples and not getattr(config, "packing", False)  # a sample may not fill a batch of bins
         self.rewards = rewards
+        self.sequence_parallel = 1
         self.notes: tuple[str, ...] = ()
         self.rehearsal = bool(config.rehearsal)
         self.evaluates, self.saves = (
@@ -169,6 +181,12 @@ class FakeRun:
         """The same run, whose layers take and free memory for their weights, or do not."""
         other = copy.copy(self)
         other.gathers = gathers
+        return other
+
+    def split(self, ranks: int) -> FakeRun:
+        """The same run on one of so many ranks that split the tokens of a micro-batch."""
+        other = copy.copy(self)
+        other.sequence_parallel = ranks
         return other
 
     @property
@@ -221,9 +239,23 @@ class FakeRun:
             as_stepped(optimizer_name(self.config), device),
             followed_to_the_host(trace, device),
         ):
-            batch, traced_scores, micro_batches = self._run(trace, fake, layers, device)
+            sequence = self._slice(_sending(trace, costs))
+            batch, traced_scores, micro_batches = self._run(trace, fake, layers, device, sequence)
         share = batch.scores / max(traced_scores, 1)
-        return TracedRun(list(trace.events), costs, batch.tokens, micro_batches, head_share=share)
+        return TracedRun(
+            list(trace.events), costs, batch.tokens, micro_batches, share, sequence_parallel=self.sequence_parallel
+        )
+
+    def _slice(self, count: Callable[[int], None]) -> TracedSlice | None:
+        """This rank among those that split the tokens.
+
+        Raises:
+            ValueError: the attention heads cannot be shared out among them.
+        """
+        ranks, heads = self.sequence_parallel, getattr(self.described.get_text_config(), "num_attention_heads", 0)
+        if heads and heads % ranks:
+            raise ValueError(f"{heads} attention heads cannot be shared out among {ranks} ranks that split sequences")
+        return TracedSlice(ranks=ranks, count=count) if ranks > 1 else None
 
     def _unrolled(self, device: Device) -> TracedRun:
         model, together = self.model, self._together
@@ -247,7 +279,7 @@ class FakeRun:
         return self.config.checkpointing_every if self.config.gradient_checkpointing else 1
 
     def _run(
-        self, trace: StorageTrace, fake: FakeTensorMode, layers: int, device: Device
+        self, trace: StorageTrace, fake: FakeTensorMode, layers: int, device: Device, sequence: TracedSlice | None
     ) -> tuple[RaggedBatch, int, int]:
         """Returns the heaviest micro-batch, how many of its scores were traced, and micro-batches of a step."""
         model = self.model.of_layers(layers)
@@ -264,6 +296,9 @@ class FakeRun:
             thin = self._thinned(whole, device)
             evaluated = self._evaluated(run, device) if self.evaluates else None
         runner = run.runner(run.objective(), self._reference(run))
+        for each in (runner.model, getattr(runner.reference, "model", None)):
+            if sequence is not None and each is not None:
+                split_traced(each, sequence)
         rewarding = make_reward_models(self.rewards.models, trace)
         label(runner, layers, trace)
         follow_phases(runner, trace)
@@ -280,7 +315,7 @@ class FakeRun:
         """Few enough scores for two chunks of the head, which is all that its peak depends on."""
         dtype = torch.bfloat16 if self.config.bf16 else torch.float16 if self.config.fp16 else self._dtype
         rows = self.method.head.chunk_rows(self.described, dtype, device.kind)
-        return batch if rows is None else batch.thinned(2 * rows)
+        return batch if rows is None else batch.thinned(2 * rows * self.sequence_parallel)
 
     @property
     def has_16_bits(self) -> bool:
@@ -445,5 +480,16 @@ def _counting(trace: StorageTrace, costs: Mapping[str, OperationCosts]) -> Calla
             each = costs[names[headed]]
             each.layer = trace.layer
             each(func, args, out)
+
+    return count
+
+
+def _sending(trace: StorageTrace, costs: Mapping[str, OperationCosts]) -> Callable[[int], None]:
+    """Counts bytes that a rank sends in a micro-batch, in the layer that runs."""
+
+    def count(size: int) -> None:
+        if trace.now == "step":
+            costs["layers"].layer = trace.layer
+            costs["layers"].sends(size)
 
     return count

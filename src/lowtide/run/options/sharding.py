@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate import ParallelismConfig
@@ -27,6 +28,8 @@ OF_ENGINES = ("fsdp", "parallelism_config", "deepspeed")
 """The options of `TrainingArguments` that turn an engine on, whose values are of many kinds."""
 FIELDS = (*OF_ENGINES, "fsdp_config")
 """All that say how a run is spread."""
+SAY_HOW: Mapping[str, Any] = {**dict.fromkeys(FIELDS), "fsdp_split_vocabulary": False, "pipeline_parallel_size": 1}
+"""All options that `sharding_of` reads, with their defaults."""
 SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", SWITCH)
 """The variables by which `accelerate launch` turns an engine on."""
 OF_ENVIRONMENT = "accelerate's parallelism_config"
@@ -131,6 +134,16 @@ def _with_tensor_parallel(sharding: Sharding, tensor: int, sequence: int) -> Sha
         )
     kind = "none" if sharding.kind == "ddp" and sharding.devices == tensor else sharding.kind
     return replace(sharding, kind=kind, tensor_parallel=tensor)
+
+
+def sharding_said(values: Mapping[str, Any], ranks: int) -> Sharding:
+    """How a run with some options is spread over ranks; options that are left out have their defaults.
+
+    Raises:
+        ValueError: see `sharding_of`.
+    """
+    given = {name: value for name, value in values.items() if name in SAY_HOW}
+    return sharding_of(SimpleNamespace(**{**SAY_HOW, **given}), ranks)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     refused: ClassVar[dict[str, str]] = REFUSED
     """Options that this config has from `TrainingArguments` and refuses, and why."""
     inherited_ranges: ClassVar[dict[str, Range]] = INHERITED_RANGES
+    inherited_literals: ClassVar[dict[str, tuple[bool, ...]]] = {"fsdp": (True, False)}
     without_effect: ClassVar[dict[str, str]] = WITHOUT_EFFECT
     """Options that are accepted and change nothing, and why."""
 

@@ -83,7 +83,10 @@ class Option:
             value = "none"  # a word of this option's own
         if value is None and list in self.kinds and self.default == "":
             return self.default  # `debug`, as HfArgumentParser gives a list that is left out
-        if value is self.default or any(value is each for each in self.literals):
+        for each in self.literals:
+            if value is each or (isinstance(each, bool) and str(value).lower() == str(each).lower()):
+                return each
+        if value is self.default:
             return value
         if isinstance(value, str) and (value in (*self.choices, *self.literals) or value == self.default):
             return value

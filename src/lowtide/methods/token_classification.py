@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,8 @@ from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.objectives.tags import label_nll
 from lowtide.option import COUNT, NOT_NEGATIVE, option
 from lowtide.ragged import RaggedBatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -136,6 +139,10 @@ def class_weights(
     names = labels.names
     if isinstance(given, str):
         if labels.scored is None:
+            logger.warning(
+                "class_weights='balanced' counts the labels of the rows, which cannot be counted before they are read "
+                "(a stream, or rows that are prepared already): all labels weigh 1. Give their weights"
+            )
             return None
         found = np.array([labels.scored.get(name, 0) for name in names], dtype=np.float64)
         return torch.tensor(found.sum() / (len(names) * np.maximum(found, 1)), dtype=torch.float32)

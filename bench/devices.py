@@ -165,7 +165,9 @@ def cells(run: dict[str, Any], before: dict[str, Any] | None = None) -> list[str
     """A run's cells in a table; `before` is the smallest number of devices that the model fits."""
     if "refused" in run:
         least = (
-            f"nothing fits; at least {run['least_bytes'] / GIGABYTE:,.0f} GB" if run["least_bytes"] else "nothing fits"
+            f"nothing fits; at least {run['least_bytes'] / GIGABYTE:,.0f} GB each"
+            if run["least_bytes"]
+            else "nothing fits"
         )
         return [f"{run['devices']:,}", least, "", "", "", "", ""]
     shown = {name: value for name, value in run["settings"].items() if name not in SAID_BY_WAY}

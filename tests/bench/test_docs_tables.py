@@ -31,4 +31,4 @@ def test_the_long_row_is_predicted_below_what_trl_reports():
 
 def test_a_model_that_fits_nowhere_says_the_least():
     run = {"case": "405B", "devices": 8, "refused": "nothing fits", "least_bytes": 90_000_000_000}
-    assert devices.cells(run)[:2] == ["8", "nothing fits; at least 90 GB"]
+    assert devices.cells(run)[:2] == ["8", "nothing fits; at least 90 GB each"]

@@ -147,7 +147,8 @@ class RankTrace:
         traced, heap = part.traced(device), _heap(run) if device.kind == "cpu" else None
         events = list(run_of(traced.events, rehearsal=run.rehearsal and not sharding.by_deepspeed))
         found = one_device(events, heap, tokens=traced.tokens, micro_batches=traced.micro_batches)
-        return cls(traced, replace(found, sent=traced.sent_bytes, on_host=host_bytes(events)), run.layout())
+        found = replace(found, sent=traced.sent_bytes, on_host=host_bytes(events))
+        return cls(replace(traced, events=()), found, run.layout())  # many are kept, and events are large
 
     def repeated(self, times: float) -> RankTrace:
         """The same with so many times the micro-batches in a step."""

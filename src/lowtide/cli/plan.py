@@ -152,7 +152,7 @@ def _over_devices(spread: Spread, time: StepTime | None) -> list[str]:
 
 
 def _settings_table(plan: Plan) -> RenderableType:
-    table = plain_table("What fits, the fastest first")
+    table = plain_table("What fits, the fastest first" if plan.spread is None else "What fits, what is chosen first")
     if plan.spread is not None:
         table.add_column("devices", overflow="fold")
     for name in ("settings", "peak", "time"):

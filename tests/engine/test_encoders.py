@@ -137,3 +137,10 @@ def test_a_masked_head_gives_all_that_a_language_model_does():
     torch.testing.assert_close(found.entropies, -(expected.exp() * expected).sum(-1))
     torch.testing.assert_close(found.mean_logprobs, expected.mean(-1))
     assert torch.equal(found.top1, expected.argmax(-1) == batch.score_target)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_model_in_float64_is_proved_in_float64(kind: str):
+    found = probe(build("bert", kind).double())
+    assert found.isolated
+    assert found.leak < 1e-12

@@ -174,7 +174,7 @@ def score(
         stage = stage_of(inner)
         own = slice(None) if sequence is None else sequence.runs(batch.tokens)
         with (
-            ragged_inputs(batch, sequence, first_position=vars(inner)[FIRST_POSITION]) as inputs,
+            ragged_inputs(batch, sequence, first_position=vars(inner).get(FIRST_POSITION, 0)) as inputs,
             noisy_embeddings(inner, batch, own=own),
             _own_random(sequence if stage is None else stage.pipeline, inner, batch.token_ids.device),
         ):

@@ -77,8 +77,8 @@ class _Classes(Head):
     @classmethod
     def distances(cls, found: Float[Tensor, " scores"], expected: Float[Tensor, " scores"]) -> Tensor:
         """As shares of what logits vary by, which for a new head is next to nothing."""
-        spread = expected.float().std().clamp_min(torch.finfo(torch.float32).tiny)
-        return super().distances(found, expected) / spread
+        wide = expected.to(torch.promote_types(expected.dtype, torch.float32))
+        return super().distances(found, wide) / wide.std().clamp_min(torch.finfo(torch.float32).tiny)
 
     @classmethod
     def output_of(cls, stats: ClassStats, **more: Tensor | None) -> ClassOutput:

@@ -154,7 +154,7 @@ class Head(ABC):
     @classmethod
     def distances(cls, found: Float[Tensor, " scores"], expected: Float[Tensor, " scores"]) -> Tensor:
         """[scores]: how far two passes over the same rows are apart, in the unit of their numbers."""
-        return (found.float() - expected).abs()
+        return (found.to(torch.promote_types(found.dtype, torch.float32)) - expected).abs()
 
     @classmethod
     def pad_id(cls, model: PreTrainedModel) -> int | None:

@@ -223,8 +223,11 @@ def on_ranks(folder: Path, cases: Mapping[str, Mapping[str, Any]], ranks: int = 
 
 
 def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative: float) -> None:
-    """Weights are equal to rounding: by their norms."""
+    """Weights are equal to rounding: by their norms. Biases of keys are left out: a softmax does not see them, so their
+    gradients are rounding alone, of which AdamW makes steps."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
+        if name.endswith("k_proj.bias"):
+            continue
         distance = (found[name] - value).norm() / value.norm()
         assert distance <= relative, f"{name}: {distance:.2e}"

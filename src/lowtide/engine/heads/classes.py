@@ -1,10 +1,8 @@
-"""The heads that give logits of labels: at tokens, or of a whole row."""
+"""The head that gives logits of labels at tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -12,10 +10,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from lowtide.engine.heads.head import Head, ScoreOutput, Scores
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores, is_one_of
 from lowtide.engine.heads.own_head import own_head
 from lowtide.ops.linear_logprobs import NOTHING_MORE, Want
 from lowtide.ragged import OWN_TOKEN, ScoreRule
+
+TOKEN_CLASSIFIERS = frozenset(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,21 @@ class ClassOutput(ScoreOutput):
         return ClassStats(self.label_logits)
 
 
-class _Classes(Head):
-    """Logits of labels."""
+class TokenClasses(Head):
+    """Token classification: logits of labels at each scored token."""
 
     numbers = "logits"
     number = "logit"
+    models = "token classifiers"
+    auto_class = AutoModelForTokenClassification
+    new_module = "classifier"
+    task_type = "TOKEN_CLS"
+    pipeline = "token-classification"
     virtual_tokens = False
-    class_names: ClassVar[Collection[str]]
-    """Of transformers' models that have this head."""
 
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:
-        if any(each.__name__ in cls.class_names for each in type(model).__mro__):
-            return None
-        return f"has no head for {cls.pipeline}"
+        return None if is_one_of(model, TOKEN_CLASSIFIERS) else f"has no head for {cls.pipeline}"
 
     @classmethod
     def check(cls, model: PreTrainedModel) -> None:
@@ -84,17 +85,6 @@ class _Classes(Head):
     def output_of(cls, stats: ClassStats, **more: Tensor | None) -> ClassOutput:
         logits = stats.logits
         return ClassOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), **more)
-
-
-class TokenClasses(_Classes):
-    """Token classification: logits of labels at each scored token."""
-
-    models = "token classifiers"
-    auto_class = AutoModelForTokenClassification
-    new_module = "classifier"
-    task_type = "TOKEN_CLS"
-    pipeline = "token-classification"
-    class_names = frozenset(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
 
     @classmethod
     def dense_stats(

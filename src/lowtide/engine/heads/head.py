@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -185,6 +185,11 @@ class Head(ABC):
 def body(model: PreTrainedModel) -> nn.Module:
     """All of the model but its head; Llama 4 names a prefix that it has no attribute for."""
     return model.base_model if model.base_model is not model else getattr(model, "model", model)
+
+
+def is_one_of(model: nn.Module, names: Collection[str]) -> bool:
+    """Whether a model's class, or one that it inherits from as a sharded model's does, has one of some names."""
+    return any(each.__name__ in names for each in type(model).__mro__)
 
 
 def own_call(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body, own_call
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body, is_one_of, own_call
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.split_vocabulary import split_of
 from lowtide.ops.linear_logprobs import (
@@ -142,7 +142,7 @@ class LanguageModel(Head):
 
 def is_masked(model: nn.Module) -> bool:
     """Whether a model predicts tokens that are masked, from both sides."""
-    return any(each.__name__ in MASKED for each in type(model).__mro__)
+    return is_one_of(model, MASKED)
 
 
 def projection_of(config: PretrainedConfig) -> Projection:

@@ -30,6 +30,7 @@ from transformers import TrainerCallback
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.ranks import replicas
+from lowtide.ranks.failures import RankFailed, stopping_together, who_stopped
 from lowtide.step import rehearsal
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.runner import StepRunner
@@ -174,6 +175,20 @@ def stopped_in_optimizer(rank: int, kind: str) -> dict[str, Any]:
     broken = mock.Mock(side_effect=ZeroDivisionError)
     with mock.patch.object(torch.optim.AdamW, "_init_group", broken) if rank == 1 else contextlib.nullcontext():
         return {"error": error_of(trainer.train)}
+
+
+def gone_on(rank: int) -> dict[str, Any]:
+    """Each rank in turn stops alone and goes on at once, while the other looks only a second later."""
+
+    def begin(failing: int) -> None:
+        with stopping_together("training", "Again."):
+            if rank == failing:
+                raise ZeroDivisionError("alone")
+            time.sleep(1)
+            raise RankFailed(who_stopped())
+
+    late, next_one = (error_of(functools.partial(begin, failing)) for failing in (1, 0))
+    return {"late": ": ".join(late), "next": ": ".join(next_one)}
 
 
 def too_long(rank: int, kind: str) -> dict[str, Any]:
@@ -373,6 +388,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "stopped": functools.partial(stopped, kind="SFT"),
     "stopped in optimizer": functools.partial(stopped_in_optimizer, kind="SFT"),
     "too long": functools.partial(too_long, kind="SFT"),
+    "gone on": gone_on,
     **{f"unsaved {place}": functools.partial(unsaved, place=place) for place in WRITERS},
     **{
         f"{kind} with {name}": functools.partial(technique, kind=kind, name=name)
@@ -474,6 +490,18 @@ def test_an_error_in_the_optimizer_of_one_rank_stops_both(found):
     assert kind == "RankFailed"
     assert text.startswith("rank 1 stopped at ZeroDivisionError")
     assert found[1]["stopped in optimizer"]["error"][0] == "ZeroDivisionError"
+
+
+def test_a_rank_that_looks_late_finds_why_another_one_stopped_that_has_gone_on_since(found):
+    first, second = (each["gone on"] for each in found)
+    assert (
+        first["late"] == "RankFailed: rank 1 stopped at ZeroDivisionError: alone, while this rank was training. Again."
+    )
+    assert second["late"] == "ZeroDivisionError: alone"
+    assert first["next"] == "ZeroDivisionError: alone"
+    assert (
+        second["next"] == "RankFailed: rank 0 stopped at ZeroDivisionError: alone, while this rank was training. Again."
+    )
 
 
 def test_a_row_of_one_rank_above_the_budget_stops_both(found):

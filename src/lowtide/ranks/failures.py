@@ -3,8 +3,9 @@
 A rank that stops in the middle of something leaves the others in a collective that fails, at once where its process is
 gone, else after `ddp_timeout`. What the collective says names neither the rank nor the reason. So a rank that stops at
 an error leaves a line in the store of the process group, and the others look there: who left a line stopped by itself,
-and who leaves none any more was killed, stopped or cut off. Where the first rank has the store, it keeps it for some
-seconds when its process ends at an error.
+and who leaves none any more was killed, stopped or cut off. A script may catch the error and go on: a line
+belongs to what its rank had begun, by number, so that a rank which looks late still finds it. Where the first
+rank has the store, it keeps it for some seconds when its process ends at an error.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -47,6 +49,30 @@ class RankFailed(RuntimeError):
         """Whether the message also says what was done, and what to do."""
 
 
+@dataclass
+class _Begun:
+    """What this process began, one after the other: mostly the same on all ranks."""
+
+    number: int = 0
+    running: bool = False
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Around what is begun; what it does inside, as the evaluations of training, belongs to it."""
+        if self.running or not distributed():
+            yield
+            return
+        self.number, self.running = self.number + 1, True
+        _within_patience(lambda: _store().set(_begun_key(dist.get_rank()), str(self.number)))
+        try:
+            yield
+        finally:
+            self.running = False
+
+
+_begun = _Begun()
+
+
 def is_left_by_another(error: BaseException) -> bool:
     """Whether an error is that of a collective in which another rank was missing."""
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
@@ -65,10 +91,9 @@ def stopping_together(doing: str, remedy: str) -> Iterator[None]:
     Raises:
         RankFailed: another rank stopped.
     """
-    if distributed():
-        _within_patience(lambda: _store().delete_key(_key(dist.get_rank())))  # of an earlier attempt
     try:
-        yield
+        with _begun.one():
+            yield
         return
     except (Exception, KeyboardInterrupt) as error:
         others = isinstance(error, RankFailed)
@@ -106,7 +131,7 @@ def meeting(seconds: float) -> Iterator[None]:
 
 def tell(error: BaseException) -> None:
     """Leaves a line for the other ranks on what stopped this one."""
-    _within_patience(lambda: _store().set(_key(dist.get_rank()), _line(error)))
+    _within_patience(lambda: _store().set(_key(dist.get_rank(), _begun.number), _line(error)))
     if dist.get_rank() == 0:
         _keep_store_at_exit()
 
@@ -118,7 +143,7 @@ def first_says_the_same(error: BaseException) -> bool:
     deadline = time.monotonic() + PATIENCE / 5
     found = None
     while found is None and time.monotonic() < deadline:
-        found = _within_patience(lambda: _store().get(_key(0)).decode() if _store().check([_key(0)]) else None)
+        found = _within_patience(lambda: _line_of(0, _store()))
         time.sleep(0.02)
     return found == _line(error)
 
@@ -153,7 +178,7 @@ def _plain(error: BaseException) -> str:
 
 def _leave() -> None:
     """Leaves the line of a rank that stopped because of another, unless it has said why it stopped itself."""
-    store, key = _store(), _key(dist.get_rank())
+    store, key = _store(), _key(dist.get_rank(), _begun.number)
     if not store.check([key]):
         store.set(key, LEFT)
 
@@ -168,12 +193,12 @@ def _keep_store() -> None:
     """Closes the connections, at which the other ranks look into the store, and waits until they have."""
     if not distributed() or dist.get_backend() != "gloo":
         return
-    keys, store = [_key(rank) for rank in _others()], _store()
-    if not _within_patience(lambda: store.check([_key(dist.get_rank())])):
+    own, others, store = _key(dist.get_rank(), _begun.number), _others(), _store()
+    if not _within_patience(lambda: store.check([own])):
         return  # it went on after that error
     _within_patience(dist.destroy_process_group)
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and not _within_patience(lambda: all(store.check([key]) for key in keys)):
+    while time.monotonic() < deadline and not _within_patience(lambda: all(_line_of(rank, store) for rank in others)):
         time.sleep(0.05)
 
 
@@ -181,17 +206,30 @@ def _others() -> list[int]:
     return [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
 
 
-def _key(rank: int) -> str:
-    return f"lowtide/stopped/{rank}"
+def _begun_key(rank: int) -> str:
+    return f"lowtide/begun/{rank}"
+
+
+def _key(rank: int, begun: int) -> str:
+    return f"lowtide/stopped/{begun}/{rank}"
+
+
+def _line_of(rank: int, store: Any) -> str | None:
+    """The line that a rank left in what this one has begun, whatever came after it, or why it stopped in its latest."""
+    key = _key(rank, _begun.number)
+    if store.check([key]):
+        return store.get(key).decode()
+    if store.check([_begun_key(rank)]) and store.check([key := _key(rank, int(store.get(_begun_key(rank))))]):
+        line = store.get(key).decode()
+        return None if line == LEFT else line
+    return None
 
 
 def _lines() -> dict[int, str]:
     """The lines of the other ranks, as soon as one has stopped by itself, or all have left one."""
     store, lines, deadline = _store(), {}, time.monotonic() + PATIENCE / 2
     while time.monotonic() < deadline:
-        for rank in _others():
-            if rank not in lines and store.check([_key(rank)]):
-                lines[rank] = store.get(_key(rank)).decode()
+        lines = {rank: line for rank in _others() if (line := _line_of(rank, store)) is not None}
         if len(lines) == len(_others()) or any(line != LEFT for line in lines.values()):
             break
         time.sleep(0.05)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,16 @@ class RankGroup:
     def leader(self) -> int:
         """The first rank of the group, by its number among all ranks."""
         return dist.get_process_group_ranks(self.group)[0]
+
+    def add_up(self, total: Tensor) -> None:
+        """Adds up a tensor over the ranks, in place."""
+        dist.all_reduce(total, group=self.group)
+
+    def added_up(self, x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+        """The sum over the ranks, without a gradient."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        self.add_up(total)
+        return total
 
     @contextlib.contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:

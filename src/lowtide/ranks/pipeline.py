@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from jaxtyping import Shaped
 from torch import Tensor
 
 from lowtide.ranks.group import RankGroup
@@ -84,9 +83,3 @@ class Pipeline(RankGroup):
         told: list[Any] = [found if self.is_last else None]
         dist.broadcast_object_list(told, group=self.group, group_src=self.size - 1)
         return told[0]
-
-    def summed(self, x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
-        """The sum over the ranks, without a gradient."""
-        total = x.clone()
-        dist.all_reduce(total, group=self.group)
-        return total

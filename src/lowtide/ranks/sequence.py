@@ -84,10 +84,6 @@ class SequenceParallel(RankGroup):
         dist.all_to_all_single(found, x.contiguous(), list(taken), list(sent), self.group)
         return found
 
-    def add_up(self, total: Tensor) -> None:
-        """Adds up a tensor over the ranks, in place."""
-        dist.all_reduce(total, group=self.group)
-
     def held(self, index: Int[Tensor, " scores"], tokens: int) -> Int[Tensor, " held"]:
         """Which of some places among all tokens are in this rank's slice, by their numbers."""
         own = self.own(tokens)
@@ -113,9 +109,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, ranks: SequenceParallel) -> Tensor:
         ctx.size = ranks.size
-        total = x.clone(memory_format=torch.contiguous_format)
-        ranks.add_up(total)
-        return total
+        return ranks.added_up(x)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:

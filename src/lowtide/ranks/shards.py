@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lowtide.compat.deepspeed import gathered, is_partitioned, shape_of
 from lowtide.compat.torch import fully_sharded_modules, subclassed
@@ -112,6 +113,18 @@ def part_of(whole: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return whole
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+
+
+def as_part(own: Tensor, whole: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """A parameter in the place of a whole one, of which a part lies here.
+
+    Args:
+        own: the part.
+        whole: what it is of.
+        placement: how it was cut, along the one dimension of `mesh`.
+    """
+    how: dict[str, Any] = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return nn.Parameter(DTensor.from_local(own, mesh, [placement], **how), requires_grad=whole.requires_grad)
 
 
 def parts_of(weights: Iterable[Tensor]) -> dict[str, tuple[int, int]]:

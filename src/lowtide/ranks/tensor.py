@@ -33,11 +33,11 @@ class TensorParallel(RankGroup):
     def shared(self, x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
         """A tensor that is equal on all ranks, as it is, where each rank goes on with a part of the work of its own:
         in backward what they find of its gradient is added up."""
-        return _Shared.apply(x, self.group) if torch.is_grad_enabled() and x.requires_grad else x
+        return _Shared.apply(x, self) if torch.is_grad_enabled() and x.requires_grad else x
 
     def summed(self, x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
         """The sum over ranks, with which all of them go on alike."""
-        return _Summed.apply(x, self.group)
+        return _Summed.apply(x, self)
 
     def gathered(self, x: Float[Tensor, "... own"]) -> Float[Tensor, "... all"]:
         """The columns of all ranks, with which all of them go on alike; all have equally many."""
@@ -60,19 +60,19 @@ class TensorParallel(RankGroup):
 
 class _Shared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
+    def forward(ctx, x: Tensor, ranks: TensorParallel) -> Tensor:
+        ctx.ranks = ranks
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum(grads[0], ctx.group), None
+        return ctx.ranks.added_up(grads[0]), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        return _sum(x, group)
+    def forward(ctx, x: Tensor, ranks: TensorParallel) -> Tensor:
+        return ranks.added_up(x)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
@@ -99,9 +99,3 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks.everyones(grads[0]), None
-
-
-def _sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total

@@ -73,4 +73,4 @@ class PipelineUpdater(Updater):
         pipeline = self.stage.pipeline
         counted = [g for p, g in gradients.items() if p is not self.stage.tied or pipeline.is_first]
         own = norm_of(counted)
-        return pipeline.summed(own.double() ** 2).sqrt().to(own.dtype)
+        return pipeline.added_up(own.double() ** 2).sqrt().to(own.dtype)

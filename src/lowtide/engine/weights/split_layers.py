@@ -26,6 +26,7 @@ from lowtide.compat.torch import parameters_replaced, strided_shard
 from lowtide.engine.forward import TENSOR_PARALLEL, causal_model
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.split_vocabulary import split_vocabulary
+from lowtide.ranks.shards import as_part
 from lowtide.ranks.tensor import TensorParallel
 
 HEADS = ("q_proj", "k_proj", "v_proj")
@@ -65,8 +66,6 @@ WHOLE = "replicated_with_grad_allreduce"
 """The style of a module that is whole on each rank, and sees that rank's heads alone."""
 EXPERTS = "moe_tp_experts"
 """The style of a module with the experts of a layer, whose parameters have styles of their own."""
-OF_VOCABULARY = ("embedding_rowwise",)
-"""Styles of what `split_vocabulary` splits."""
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str:
@@ -203,8 +202,7 @@ def _cut(whole: Tensor, style: Style, ranks: TensorParallel, mesh: DeviceMesh) -
     parts = [part.chunk(ranks.size, dimension)[ranks.rank] for part in whole.detach().chunk(style.parts, dimension)]
     own = torch.cat(parts, dimension).contiguous()
     placement = Shard(dimension) if style.parts == 1 else strided_shard(dimension, style.parts)
-    how: dict[str, Any] = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-    return nn.Parameter(DTensor.from_local(own, mesh, [placement], **how), requires_grad=whole.requires_grad)
+    return as_part(own, whole, mesh, placement)
 
 
 def _generic(name: str) -> str:

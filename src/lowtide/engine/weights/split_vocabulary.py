@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit
 from lowtide.ops.split_vocabulary import SplitVocabulary
-from lowtide.ranks.shards import group_of, held_whole, rows_of
+from lowtide.ranks.shards import as_part, group_of, held_whole, rows_of
 from lowtide.ranks.tensor import MESH, TensorParallel
 
 
@@ -84,9 +84,7 @@ def _linears(head: nn.Module | None) -> Sequence[nn.Linear]:
 
 def _cut(whole: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
     start, end = rows_of(whole.shape[0], mesh.get_local_rank(), mesh.size())
-    own = whole.detach()[start:end].to(device, copy=True)
-    how = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-    return nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], **how), requires_grad=whole.requires_grad)
+    return as_part(whole.detach()[start:end].to(device, copy=True), whole, mesh, Shard(0))
 
 
 def _all_logits(self: nn.Linear, input: Tensor) -> Tensor:

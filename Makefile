@@ -8,12 +8,13 @@ VLLM_VENV := .venv-vllm
 INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
 DEMO_OUTPUT ?= demo-output
 
-RANKS := tests/trainers/test_two_ranks.py tests/trainers/test_ranks_stay_together.py tests/trainers/test_fully_shard.py \
-	tests/trainers/test_deepspeed.py tests/trainers/test_sequence_parallel.py tests/trainers/test_pipeline_parallel.py \
-	tests/trainers/test_tensor_parallel.py tests/trainers/test_vocabulary_in_rows.py \
+# of the slow tests of several ranks, `make test-all` runs the first: those of the others are for `make test-ranks`
+RANKS_TOO := tests/trainers/test_two_ranks.py tests/trainers/test_ranks_stay_together.py tests/ops/test_split_vocabulary.py \
+	tests/engine/test_splitting.py tests/step/test_split_sequences.py tests/step/test_stages.py
+RANKS_APART := tests/trainers/test_fully_shard.py tests/trainers/test_deepspeed.py tests/trainers/test_sequence_parallel.py \
+	tests/trainers/test_pipeline_parallel.py tests/trainers/test_tensor_parallel.py tests/trainers/test_vocabulary_in_rows.py \
 	tests/trainers/test_loading_by_shards.py tests/trainers/checkpoints/test_sharded_checkpoints.py \
 	tests/trainers/test_sharded_failures.py tests/trainers/online/test_two_ranks.py tests/methods/test_methods_on_two_ranks.py \
-	tests/engine/test_splitting.py tests/step/test_split_sequences.py tests/step/test_stages.py tests/ops/test_split_vocabulary.py \
 	tests/exactness/test_matrix_ranks.py tests/planner/sharding tests/cli/test_launch.py tests/cli/test_clusters.py
 
 .DEFAULT_GOAL := help
@@ -38,12 +39,12 @@ test: $(VENV)/.extras
 	$(PY) -m pytest -m "not slow"
 
 test-slow: $(VENV)/.extras
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow $(addprefix --ignore=,$(RANKS_APART))
 
 test-all: test test-slow
 
 test-ranks: $(VENV)/.deepspeed
-	$(PY) -m pytest $(RANKS)
+	$(PY) -m pytest $(RANKS_TOO) $(RANKS_APART)
 
 test-faults: $(VENV)/.extras
 	$(PY) -m tests.faults

@@ -151,7 +151,7 @@ def until_all_end(model: nn.Module) -> Iterator[None]:
     def goes_on(*_: Any) -> None:
         _one_goes_on(device, True)
 
-    hook = model.register_forward_pre_hook(goes_on)
+    hook = model.register_forward_pre_hook(goes_on, prepend=True)  # before FSDP2 gathers what the whole model holds
     try:
         yield
     finally:

@@ -39,7 +39,7 @@ from lowtide.trainers.checkpoints.shards import (
     saved_weights,
     states_are_cut,
 )
-from lowtide.trainers.checkpoints.soundness import OPTIMIZER, OPTIMIZERS, RANDOM, SCHEDULER, damage, load_states
+from lowtide.trainers.checkpoints.soundness import OPTIMIZER, OPTIMIZERS, RANDOM, SCHEDULER, Damage, damage, load_states
 from lowtide.trainers.checkpoints.states import check_states
 from lowtide.trainers.checkpoints.weights import check_weights, is_converted
 from lowtide.trainers.checkpoints.whole import STAGING, WholeCheckpoints, saved_run_state
@@ -254,10 +254,20 @@ class ResumableRuns(WholeCheckpoints):
                 for _ in range(self.state.global_step):
                     schedule.step()
         if OPTIMIZERS not in left_out:
-            self.optimizer.load_state_dict(load_optimizer_states(self.optimizer, checkpoint))
+            self._load_optimizer_states(checkpoint)
         if scheduler_name(self) not in OF_METRICS:
             for group, rate in zip(self.optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate
+
+    def _load_optimizer_states(self, checkpoint: Path) -> None:
+        try:
+            states = load_optimizer_states(self.optimizer, checkpoint)
+        except Damage as unfit:  # of a form that only the states themselves show
+            if not cast(Any, self.args).resume_without_states:
+                raise
+            logger.warning(f"resuming without the optimizer's states: {unfit}")
+            return
+        self.optimizer.load_state_dict(states)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self.resumption is None or RANDOM not in self.resumption.left_out:

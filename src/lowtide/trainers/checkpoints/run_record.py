@@ -17,7 +17,8 @@ from torch import nn
 from transformers.trainer_utils import has_length
 
 from lowtide.compat.transformers import made_own_schedule
-from lowtide.ranks.shards import whole_shape
+from lowtide.ranks.shards import parts_of, whole_shape
+from lowtide.ranks.tensor import MESH
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, SCHEDULER
 
 LAYOUT = ("amsgrad", "momentum", "centered", "rank", "proj_type", "remainder", "moment_bits", "block_size")
@@ -31,6 +32,7 @@ OF_METRICS = {"reduce_lr_on_plateau", "greedy"}
 def run_record(trainer: Any) -> dict[str, Any]:
     """The run of a trainer, as JSON."""
     args, rows = trainer.args, trainer.train_dataset
+    trained = (p for p in trainer.model.parameters() if p.requires_grad)
     return {
         "versions": {name: _version(name) for name in ("lowtide", "torch", "transformers")},
         "optimizer": trainer.states_layout,
@@ -42,6 +44,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
         "rows_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.data_ranks,
         "ranks": args.world_size,
         "stages": args.sharding.pipeline_parallel,
+        "parts": {name: ranks for name, (_, ranks) in parts_of(trained).items()},
     }
 
 
@@ -83,6 +86,11 @@ def unfit_states(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
             f"it is of the stages of pipeline_parallel_size={stages}, and this run has pipeline_parallel_size="
             f"{now['stages']}"
         )
+    elif _parts_differ(parts := then.get("parts", {}), now["parts"]):
+        found[OPTIMIZER] = (
+            f"it is of layers that were split {_parts(parts)}, which cannot be cut anew for layers that are split "
+            f"{_parts(now['parts'])}"
+        )
     elif then["trained"] != now["trained"]:
         counts = then["trained"]["parameters"], now["trained"]["parameters"]
         whose = "others by name or shape" if counts[0] == counts[1] else f"{counts[1]}"
@@ -90,6 +98,16 @@ def unfit_states(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
     if then["scheduler"] != now["scheduler"] and OF_METRICS & {then["scheduler"], now["scheduler"]}:
         found[SCHEDULER] = f"it is of {then['scheduler']}, and this run's schedule is {now['scheduler']}"
     return found
+
+
+def _parts_differ(then: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Whether states are of parts that are no rows, here or there. Whole ones can be cut anew."""
+    return bool(then) and then != now and MESH in {*then, *now}
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    names = {MESH: "tp_size"}
+    return "by " + " and ".join(f"{names.get(name, 'shards')}={size}" for name, size in parts.items() or [(MESH, 1)])
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

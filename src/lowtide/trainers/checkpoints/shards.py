@@ -38,13 +38,10 @@ from lowtide.ranks.shards import (
     rows_of,
     whole_of,
 )
-from lowtide.ranks.tensor import MESH
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, Damage, load_states
 
 SHARD = re.compile(r"optimizer-(\d+)-of-(\d+)\.pt")
 """The name of a rank's file."""
-CUT = "cut"
-"""The key of a rank's file that says how states are cut."""
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
@@ -135,14 +132,10 @@ def states_are_cut(model: nn.Module, optimizer: Any) -> bool:
 
 
 def save_optimizer_shard(optimizer: Any, folder: Path) -> None:
-    """Writes the states of what lies here: of shards of all weights and how many ranks hold parts along which dimension
-    of the ranks, or of the weights of a pipeline's stage."""
+    """Writes the states of what lies here: of shards of all weights, or of the weights of a pipeline's stage."""
     place = _place(optimizer)
     folder.mkdir(parents=True, exist_ok=True)  # the first rank's may be on another disk
-    torch.save(
-        {**optimizer.state_dict(), CUT: _cut_into(optimizer)},
-        folder / f"optimizer-{place.rank + 1:05}-of-{place.ranks:05}.pt",
-    )
+    torch.save(optimizer.state_dict(), folder / f"optimizer-{place.rank + 1:05}-of-{place.ranks:05}.pt")
 
 
 def optimizer_files(folder: Path) -> list[Path]:
@@ -160,22 +153,18 @@ def load_optimizer_states(optimizer: Any, folder: Path) -> Any:
     """A checkpoint's optimizer states for the shards that lie here, cut anew where other ranks wrote them.
 
     Raises:
-        Damage: states that are not a row for each row of their weight, and were written by another number of ranks; or
-            parts of layers that were split otherwise.
+        Damage: states that are not a row for each row of their weight, and were written by another number of ranks.
     """
     files = optimizer_files(folder)
     here = _place(optimizer)
     if here.ranks == len(files):
-        states = load_states(files[here.rank])
-        _check_cut(states.pop(CUT, None), optimizer)
-        return states
+        return load_states(files[here.rank])
     if hasattr(unwrap_optimizer(optimizer), "place"):
         raise Damage(
             f"optimizer states of {len(files)} rank(s) cannot be cut anew for {here.ranks}, where each steps parts of "
             f"its own: resume on {len(files)}, or with resume_without_states=True"
         )
     saved = [load_states(path) for path in files]
-    _check_cut(saved[0].pop(CUT, {}), optimizer)
     parameters = _parameters(optimizer)
     state = {}
     for number, parameter in enumerate(parameters):
@@ -185,31 +174,6 @@ def load_optimizer_states(optimizer: Any, folder: Path) -> Any:
             for name in of_ranks[0]
         }
     return {**saved[0], "state": {number: values for number, values in state.items() if values}}
-
-
-def _check_cut(cut: Mapping[str, int] | None, optimizer: Any) -> None:
-    """Refuses states of layers that were split otherwise than here: their parts are no rows.
-
-    Args:
-        cut: how they were cut, as `_cut_into` says; empty of whole ones, None where it is not known.
-    """
-    here = _cut_into(optimizer)
-    if cut is None or cut == here or MESH not in {*cut, *here} or not cut:
-        return
-    raise Damage(
-        f"optimizer states of layers that were split {_text(cut)} cannot be cut anew for layers that are split "
-        f"{_text(here)}: resume as they were, or with resume_without_states=True"
-    )
-
-
-def _text(cut: Mapping[str, int]) -> str:
-    names = {MESH: "tp_size"}
-    return "by " + " and ".join(f"{names.get(name, 'shards')}={size}" for name, size in cut.items()) if cut else "by 1"
-
-
-def _cut_into(optimizer: Any) -> dict[str, int]:
-    """How many ranks hold parts, by the dimension of the ranks."""
-    return {name: ranks for name, (_, ranks) in parts_of(_parameters(optimizer)).items()}
 
 
 def _cut(what: str, values: Sequence[Any], parameter: Tensor) -> Any:

@@ -57,7 +57,7 @@ def built(name: str) -> nn.Module:
 def run_stages(rank: int, folder: str) -> None:
     """Leaves what comes of each family in a file, or why it is refused."""
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), RANKS, rank)
-    pipeline = Pipeline.of_size(RANKS, 60)
+    pipeline = Pipeline.of_size(RANKS)
     for name in architectures.RAGGED:
         model = built(name)
         try:

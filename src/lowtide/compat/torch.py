@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -539,6 +540,15 @@ def is_left_out_of_graphs(function: Callable[..., Any]) -> bool:
 def default_store() -> Any:
     """The store of the default process group, which answers after a collective has failed."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def set_timeout_of_new_groups(timeout: datetime.timedelta) -> None:
+    """How long ranks of process groups wait for each other that are made from now on, by device meshes too, which take
+    no timeout: torch's default is that of the backend, whatever the first group was given."""
+    c10d: Any = torch.distributed.distributed_c10d
+    c10d.default_pg_timeout = timeout
+    if c10d.default_pg_nccl_timeout is not None:  # else torch has no NCCL
+        c10d.default_pg_nccl_timeout = timeout
 
 
 def cpu_has_bf16() -> bool:

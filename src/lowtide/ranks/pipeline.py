@@ -6,7 +6,6 @@ log-probabilities) it tells the others.
 
 from __future__ import annotations
 
-import datetime
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -28,20 +27,15 @@ class Pipeline(RankGroup):
     """The first and the last rank; None for all."""
 
     @classmethod
-    def of_size(cls, size: int, timeout: float) -> Pipeline:
-        """Groups of so many neighbouring ranks, and of them this rank's; all ranks call it together.
-
-        Args:
-            timeout: seconds that a rank waits for another.
-        """
+    def of_size(cls, size: int) -> Pipeline:
+        """Groups of so many neighbouring ranks, and of them this rank's; all ranks call it together."""
         ranks = dist.get_world_size()
         lines = [[*range(start, start + size)] for start in range(0, ranks, size)]
 
         def own_of(groups: list[list[int]]) -> dist.ProcessGroup | None:
             if len(groups[0]) in (1, ranks):
                 return None
-            waits = datetime.timedelta(seconds=timeout)
-            own, _ = dist.new_subgroups_by_enumeration(groups, timeout=waits)
+            own, _ = dist.new_subgroups_by_enumeration(groups)
             return cast(dist.ProcessGroup, own)
 
         replicas = own_of([[*each] for each in zip(*lines, strict=True)])

@@ -72,7 +72,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     compute_in(model, mixed)
     engine = replace(engine, attention=_other_attention(model, args, engine))
     if args.sharding.pipeline_parallel > 1:
-        cut_into_stages(model, Pipeline.of_size(args.sharding.pipeline_parallel, args.ddp_timeout), args.device)
+        cut_into_stages(model, Pipeline.of_size(args.sharding.pipeline_parallel), args.device)
         check_stage(model)
     return replace(engine, sequences=_split_sequences(model, args.sharding.sequence_parallel))
 

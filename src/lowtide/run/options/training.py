@@ -13,6 +13,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from lowtide.compat.torch import set_timeout_of_new_groups
 from lowtide.compat.transformers import dict_fields
 from lowtide.engine.attention import NAME
 from lowtide.memory.options import MemoryOptions
@@ -185,14 +186,16 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
 
     @functools.cached_property
     def _setup_devices(self) -> torch.device:
-        """As `TrainingArguments` does, which gives `ddp_timeout` to the process group of GPUs alone: one that is made
-        on a CPU gets it here.
+        """As `TrainingArguments` does, which gives `ddp_timeout` to the first process group of GPUs alone: one that is
+        made on a CPU gets it here, and those that are made later.
 
         Raises:
             RankFailed: not all ranks came.
             ValueError: the backend cannot start as this process was started.
         """
         on_cpu = self.use_cpu or is_on("ACCELERATE_USE_CPU")
+        if torch.distributed.is_available():
+            set_timeout_of_new_groups(self.ddp_timeout_delta)
         with meeting(self.ddp_timeout):
             try:
                 if on_cpu and not torch.distributed.is_initialized():

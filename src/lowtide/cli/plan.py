@@ -135,10 +135,11 @@ def _over_devices(spread: Spread, time: StepTime | None) -> list[str]:
 
     of_node = " of each node" if spread.cluster.nodes > 1 else ""
     training = f"{bytes_text(spread.host_bytes)} while it trains" if spread.host_bytes else "nothing while it trains"
-    lines = [
-        f"Memory of the host{of_node}: {training}, {bytes_text(spread.loading_bytes)} while each of its "
-        f"{spread.cluster.per_node} processes loads the whole model."
-    ]
+    processes, size = f"its {spread.cluster.per_node} processes", bytes_text(spread.loading_bytes)
+    loading = f"{size} while {processes} load the whole model each"
+    if spread.sharding.cuts_files:
+        loading = f"at most {size} while {processes} cut their parts from the files of the model, which are mapped once"
+    lines = [f"Memory of the host{of_node}: {training}; {loading}."]
     if time is not None:
         lines.append(
             f"A step: {time.seconds:.3g} s, of which {time.computing:.3g} s forward and backward, {time.exposed:.2g} s "

@@ -142,12 +142,9 @@ class Way:
 
     def found(self, search: Search, candidate: Candidate) -> Found:
         """What a search found."""
-        choices = search.choices(candidate.combination)
-        settings = self.options() | search.options(candidate.combination)
-        if candidate.tokens is not None:
-            settings["tokens_per_microbatch"] = candidate.tokens
-        changes = tuple(choice.changes for choice in choices if choice.changes)
-        return Found(self.sharding, candidate, settings, changes, any(choice.last_resort for choice in choices))
+        settings = self.options() | search.settings(candidate)
+        last_resort = any(choice.last_resort for choice in search.choices(candidate.combination))
+        return Found(self.sharding, candidate, settings, search.changes(candidate), last_resort)
 
     def options(self) -> dict[str, Any]:
         """Those that spread the run so. Ranks that split a micro-batch take more of them, so that a step has as many
@@ -268,7 +265,8 @@ def plan_over(
     if not found:
         raise _nothing_fits(ways, cluster, shardings, room, exact)
     best, *others = found
-    estimate, loaded = best.estimate, traces.weights * cluster.per_node
+    estimate = best.estimate
+    loaded = traces.weights * (1 if best.sharding.cuts_files else cluster.per_node)
     return Plan(
         method=run.method.name,
         requested={name: value for name, value in (source or run.requested).items() if name != "memory_budget"},
@@ -278,7 +276,7 @@ def plan_over(
         estimate=estimate,
         runners_up=tuple(each.beside(best) for each in others[: RUNNERS_UP if explain else 0]),
         refused=refused,
-        notes=(*notes, *of_rows, *estimate.notes, *_loading(loaded, cluster)),
+        notes=(*notes, *of_rows, *estimate.notes, *_loading(loaded, best.sharding, cluster)),
         speed_by="roofline",
         traces=len(traces.known),
         spread=Spread(
@@ -292,8 +290,8 @@ def plan_over(
     )
 
 
-def _loading(size: int, cluster: Cluster) -> tuple[str, ...]:
-    if size <= cluster.host_bytes:
+def _loading(size: int, sharding: Sharding, cluster: Cluster) -> tuple[str, ...]:
+    if size <= cluster.host_bytes or sharding.cuts_files:
         return ()
     return (
         f"the processes of a node load the whole model each, {bytes_text(size)} together, and its host has "

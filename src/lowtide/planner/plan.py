@@ -67,7 +67,8 @@ class Spread:
     host_bytes: int
     """That the host of each node holds while the run trains."""
     loading_bytes: int
-    """That it holds while the run begins: each process loads the whole model."""
+    """That it holds while the run begins: the files of the model once, mapped, where processes cut their parts from
+    them; else the whole model for each process."""
     tokens_per_second: float
     """Of all devices together."""
     cost: float | None = None
@@ -248,14 +249,13 @@ def setting_of(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
 
 
 def _option(search: Search, candidate: Candidate, best: Candidate) -> Alternative:
-    settings = search.options(candidate.combination)
-    if candidate.tokens is not None:
-        settings["tokens_per_microbatch"] = candidate.tokens
     rate = best.measured.tokens_per_second if best.measured else None
-    changes = tuple(choice.changes for choice in search.choices(candidate.combination) if choice.changes)
     seconds = candidate.cost / best.cost
     rate = None if rate is None else rate / seconds
-    return Alternative(settings, int(candidate.peak), seconds, rate, changes, candidate.measured is not None)
+    traced = candidate.measured is not None
+    return Alternative(
+        search.settings(candidate), int(candidate.peak), seconds, rate, search.changes(candidate), traced
+    )
 
 
 def _effects(search: Search, sizes: Sizes) -> list[Effect]:

@@ -197,6 +197,15 @@ class Search:
         """The choices of a combination."""
         return [axis.choices[number] for axis, number in zip(self.axes, combination, strict=True)]
 
+    def settings(self, candidate: Candidate) -> dict[str, Any]:
+        """What a user would write for a candidate, with its token budget."""
+        tokens = {} if candidate.tokens is None else {"tokens_per_microbatch": candidate.tokens}
+        return self.options(candidate.combination) | tokens
+
+    def changes(self, candidate: Candidate) -> tuple[str, ...]:
+        """What its settings change in the results."""
+        return tuple(choice.changes for choice in self.choices(candidate.combination) if choice.changes)
+
     def alone(self) -> Iterator[tuple[Choice, Measured]]:
         """Each choice by itself beside plain settings, as far as it works."""
         for axis, name in enumerate(self.axes):

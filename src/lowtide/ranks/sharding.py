@@ -174,6 +174,11 @@ class Sharding:
         """Whether weights themselves lie in parts, each on another rank."""
         return self.tensor_parallel > 1 or (self.kind in ("zero3", "fsdp2") and self.shards > 1)
 
+    @property
+    def cuts_files(self) -> bool:
+        """Whether ranks can cut their parts from the files of a model, a layer at a time, and load none whole."""
+        return self.kind == "fsdp2" and self.shards > 1 and self.tensor_parallel == self.pipeline_parallel == 1
+
     @classmethod
     def read(cls, given: Any, *, devices: int, nodes: int = 1, **more: Any) -> Sharding:
         """From what people write.

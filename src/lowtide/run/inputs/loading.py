@@ -138,10 +138,7 @@ def _may_wait(args: TrainingConfig, head: type[Head]) -> bool:
     """Whether nothing looks at weights before they are cut, and nothing is made in their dtype."""
     new = head.new_module is not None or head.added_module is not None
     reads = args.optim in OPTIMIZERS or getattr(args, "chat_template_path", None) is not None
-    sharding = args.sharding
-    split = sharding.tensor_parallel > 1 or sharding.pipeline_parallel > 1
-    cut = sharding.kind == "fsdp2" and sharding.cuts_weights and not split
-    return cut and not new and not reads and not args.fsdp_split_vocabulary
+    return args.sharding.cuts_files and not new and not reads and not args.fsdp_split_vocabulary
 
 
 def _adopt_template(path: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module, *, has_adapters: bool) -> None:

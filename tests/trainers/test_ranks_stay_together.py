@@ -341,7 +341,7 @@ def gradients(rank: int) -> dict[str, Any]:
     used = ((0, 1, 3), (0, 2, 3))[rank]
     for number in used:
         model[number].grad = torch.empty_like(model[number]).copy_(whole(number, model[number].shape) * (rank + 1))
-    replicas.averaging(model)()
+    replicas.Averaging(model).complete()()
     return {"gradients": [p.grad for p in model]}
 
 

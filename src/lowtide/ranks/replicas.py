@@ -33,20 +33,6 @@ def broadcast_weights(model: nn.Module) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def averaging(model: nn.Module) -> Callable[[], None]:
-    """Allocates what it takes to make every rank's gradients their mean over ranks, and returns what does so.
-
-    In two parts, so that a rank whose memory is exhausted can say so before it is waited for. A parameter that no rank
-    used has no gradient in the end.
-    """
-    exchange = Averaging(model)
-
-    def average() -> None:
-        exchange.complete()()
-
-    return average
-
-
 @dataclass(frozen=True)
 class Piece:
     """A part of a parameter's gradient, by its flattened numbers."""

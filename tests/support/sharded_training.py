@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -29,7 +32,29 @@ from tests.support.processes import run_ranks
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
 
 
-EVALUATED = ("eval_loss", "eval_scores", "eval_weighed")
+FOUND = ("eval_loss", "eval_scores", "eval_weighed")
+"""What is compared of an evaluation."""
+EVALUATED = {"evaluated": True, "per_device_eval_batch_size": 2, "include_num_input_tokens_seen": "all"}
+CASES: dict[str, dict[str, Any]] = {
+    "SFT": {"kind": "SFT", "rehearsal": True, **EVALUATED},
+    "DPO": {"kind": "DPO", "tokens_per_microbatch": 90},
+    **{name: {"kind": name} for name in ("KTO", "Reward", "ORPO", "CPO", "BCO")},
+    "packed": {"kind": "SFT", "packing": True, "max_length": 52, "rows": 2, "max_steps": 2},
+    "epochs": {"kind": "SFT", "max_steps": -1, "num_train_epochs": 2, "rows": 4, **EVALUATED},
+    "LoRA": {"kind": "SFT", "lora": True},
+    "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
+    "few scores": {"kind": "SFT", "unscored": True},
+    "few scores, small micro-batches": {"kind": "SFT", "unscored": True, "tokens_per_microbatch": 40},
+    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot"},
+    "reference computed before": {"kind": "DPO", "precompute_ref_log_probs": True},
+    "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
+    "accumulation": {"kind": "SFT", "gradient_accumulation_steps": 2, "tokens_per_microbatch": 64},
+    "checkpointing": {"kind": "SFT", "gradient_checkpointing": True, "mlp_tile_tokens": 16},
+    "offloading": {"kind": "DPO", "gradient_checkpointing": True, "activation_offloading": True},
+    "tied": {"kind": "SFT", "model": "tied"},
+    "windows": {"kind": "DPO", "model": "gemma3"},
+}
+"""What `trained` is asked for, however weights, layers or sequences are spread: every method and most options."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "four layers": {"model_type": "llama", "num_hidden_layers": 4},
@@ -133,7 +158,7 @@ def trained(
     weights = trained_weights(trainer.model)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seen = {"epoch": trainer.state.epoch, "tokens": trainer.state.num_input_tokens_seen}
-    return losses, weights, seen | {name: value for name, value in evaluation.items() if name in EVALUATED}
+    return losses, weights, seen | {name: value for name, value in evaluation.items() if name in FOUND}
 
 
 def trained_weights(model: Any) -> dict[str, Tensor]:
@@ -184,6 +209,48 @@ def resumed(folder: Path, ranks: int, start: Path | None, **options: Any) -> dic
     checkpoint = None if start is None else str(start / "checkpoint-2")
     _, weights, _ = trained("SFT", ranks, folder, checkpoint=checkpoint, save_to=folder / "last", **saving, **options)
     return weights
+
+
+def assert_as_on_one_rank(folder: Path, found: str, case: Mapping[str, Any]) -> None:
+    """What ranks left in a file is what one rank comes to in a case."""
+    losses, weights, seen = torch.load(folder / f"{found}.pt")
+    expected_losses, expected_weights, expected_seen = on_one_rank(json.dumps(case, sort_keys=True))
+    assert losses == pytest.approx(expected_losses, rel=1e-5, abs=1e-6)
+    assert seen == pytest.approx(expected_seen, rel=1e-5)
+    assert_near(weights, expected_weights, 2e-5)
+
+
+@functools.cache
+def on_one_rank(case: str) -> Any:
+    """What one rank comes to in a case, which is given as JSON: many tests ask for the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        return trained(ranks=1, folder=Path(folder), **json.loads(case))
+
+
+def resumed_on_ranks(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    """`resumed` on two ranks: a first run of each case and one from its checkpoint, and one from that of one rank if it
+    lies in the folder; the weights of each lie in a file of its name."""
+    run_ranks(_resume, str(meeting_place(folder)), cases)
+
+
+def _resume(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    place = Path(folder)
+    with rank_of(place, rank, 2):
+        for name, options in cases.items():
+            starts = {"first": None, "again": f"first {name}", "from one rank": f"one {name}"}
+            for run, start in starts.items():
+                begun = None if start is None else place / start
+                if begun is None or begun.exists():
+                    found = resumed(place / f"{run} {name}", 2, begun, **options)
+                    if rank == 0:
+                        torch.save(found, place / f"{run} {name}.pt")
+
+
+def of_equal_bits(folder: Path, name: str) -> dict[str, Tensor]:
+    """The weights of the first run of a case of `resumed_on_ranks`, to which the resumed one came as well."""
+    first, again = (torch.load(folder / f"{run} {name}.pt") for run in ("first", "again"))
+    assert all(torch.equal(again[key], value) for key, value in first.items())
+    return first
 
 
 def rank_main(rank: int, folder: str, ranks: int) -> None:

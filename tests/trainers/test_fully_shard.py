@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 from pathlib import Path
 from typing import Any
@@ -13,45 +14,40 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from lowtide.engine.forward import install
+from lowtide.engine.weights.fully_shard import shard_model, weights_for_writing
 from lowtide.engine.weights.quantized import check_shardable
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.optimizers.states import predict_states
+from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import place_of, whole_of
+from lowtide.rollout.generators.generator import Request, Sampling
+from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.run.options.sharding import engines_hidden, sharding_of
 from lowtide.trainers.reports.start import StartReport
-from tests.support import matrix
+from tests.support import matrix, sharded_training
 from tests.support.marks import slow_but
 from tests.support.processes import run_ranks
 from tests.support.sabotage import OPTIMIZER, out_of_memory
 from tests.support.sharded_training import (
     ONLINE,
+    assert_as_on_one_rank,
     assert_near,
+    build,
     meeting_place,
+    of_equal_bits,
     on_ranks,
     rank_of,
     resumed,
+    resumed_on_ranks,
     trained,
     written,
 )
 
 CASES: dict[str, dict[str, Any]] = {
-    "SFT": {"kind": "SFT", "evaluated": True, "rehearsal": True},
-    "DPO": {"kind": "DPO", "tokens_per_microbatch": 90},
-    **{name: {"kind": name} for name in ("KTO", "Reward", "ORPO", "CPO", "BCO")},
-    "LoRA": {"kind": "SFT", "lora": True},
-    "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
-    "no scores on a rank": {"kind": "SFT", "unscored": True},
-    "no scores, small micro-batches": {"kind": "SFT", "unscored": True, "tokens_per_microbatch": 40},
-    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot"},
-    "reference computed before": {"kind": "DPO", "precompute_ref_log_probs": True},
-    "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
-    "accumulation": {"kind": "SFT", "gradient_accumulation_steps": 2, "tokens_per_microbatch": 64},
-    "checkpointing": {"kind": "SFT", "gradient_checkpointing": True, "mlp_tile_tokens": 16},
-    "offloading": {"kind": "DPO", "gradient_checkpointing": True, "activation_offloading": True},
+    **sharded_training.CASES,
     "padded": {"kind": "DPO", "padding_free": False},
     "Lion": {"kind": "SFT", "optim": "lion_32bit"},
-    "tied": {"kind": "SFT", "model": "tied"},
-    "windows": {"kind": "DPO", "model": "gemma3"},
     "experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.0},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -78,12 +74,8 @@ def cells() -> list[tuple[str, dict[str, Any], str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "how"), [(name, how) for name, _, how in cells()])
-def test_two_ranks_learn_what_one_does(name, how, sharded, tmp_path):
-    losses, weights, evaluation = torch.load(sharded / f"{name}, {how}.pt")
-    expected_losses, expected_weights, expected_evaluation = trained(ranks=1, folder=tmp_path, **CASES[name])
-    assert losses == pytest.approx(expected_losses, rel=1e-5, abs=1e-6)
-    assert evaluation == pytest.approx(expected_evaluation, rel=1e-5)
-    assert_near(weights, expected_weights, 2e-5)
+def test_two_ranks_learn_what_one_does(name, how, sharded):
+    assert_as_on_one_rank(sharded, f"{name}, {how}", CASES[name])
 
 
 # -- generation --------------------------------------------------------------------------------------------------
@@ -110,30 +102,38 @@ def test_completions_are_written_and_learned_from_as_by_one_rank(name, on_two_ra
     assert_near(torch.load(on_two_ranks / f"{name}.pt"), written(tmp_path, name, 8), 2e-5)
 
 
+def write_unequally(rank: int, folder: str) -> None:
+    """The second rank's completion is longer, then the first's."""
+    with rank_of(Path(folder), rank, 2):
+        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+        model = build("four layers")
+        install(model)
+        request = [Request([3, 4, 5], 1, seed=rank)]
+        longest = (2, 9) if rank == 0 else (9, 2)
+        expected = [RaggedGenerator().generate(model, request, Sampling(most)) for most in longest]
+        shard_model(model, Sharding(kind="fsdp2", devices=2), torch.device("cpu"))
+        for most, before in zip(longest, expected, strict=True):
+            for gather in (False, 20_000, True):
+                with weights_for_writing(model, gather):
+                    found = RaggedGenerator().generate(model, request, Sampling(most))
+                assert [each.token_ids for each in found[0]] == [each.token_ids for each in before[0]]
+
+
+def test_a_rank_that_has_written_all_takes_part_until_the_other_has(tmp_path):
+    run_ranks(write_unequally, str(meeting_place(tmp_path)))
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 RESUMED = {"whole": {}, "LoRA": {"lora": True}}
 
 
-def resume_on_ranks(rank: int, folder: str) -> None:
-    place = Path(folder)
-    with rank_of(place, rank, 2):
-        for name, options in RESUMED.items():
-            for run, start in {"first": None, "again": f"first {name}", "from one rank": f"one {name}"}.items():
-                begun = None if start is None else place / start
-                found = resumed(place / f"{run} {name}", 2, begun, fsdp=True, **options)
-                if rank == 0:
-                    torch.save(found, place / f"{run} {name}.pt")
-
-
 @pytest.mark.slow
 def test_a_run_resumes_to_equal_bits_and_on_another_number_of_ranks(tmp_path):
     expected = {name: resumed(tmp_path / f"one {name}", 1, None, **options) for name, options in RESUMED.items()}
-    run_ranks(resume_on_ranks, str(meeting_place(tmp_path)))
+    resumed_on_ranks(tmp_path, {name: {"fsdp": True, **options} for name, options in RESUMED.items()})
     for name, options in RESUMED.items():
-        first, again = (torch.load(tmp_path / f"{run} {name}.pt") for run in ("first", "again"))
-        assert all(torch.equal(again[key], value) for key, value in first.items())
-        assert_near(first, expected[name], 1e-5)
+        assert_near(of_equal_bits(tmp_path, name), expected[name], 1e-5)
         assert_near(torch.load(tmp_path / f"from one rank {name}.pt"), expected[name], 1e-5)
         back = resumed(tmp_path / f"back {name}", 1, tmp_path / f"first {name}", **options)
         assert_near(back, expected[name], 1e-5)

@@ -5,52 +5,34 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft import LoraConfig
-from torch import Tensor
 
 from lowtide.trainers.checkpoints.weights import shapes_in
-from tests.support import matrix
+from tests.support import matrix, sharded_training
 from tests.support.processes import run_ranks
-from tests.support.sharded_training import assert_near, build, meeting_place, on_ranks, rank_of, trained
+from tests.support.sharded_training import (
+    assert_as_on_one_rank,
+    assert_near,
+    build,
+    meeting_place,
+    of_equal_bits,
+    on_ranks,
+    rank_of,
+    resumed,
+    resumed_on_ranks,
+)
 
-EVALUATED = {"evaluated": True, "per_device_eval_batch_size": 2, "include_num_input_tokens_seen": "all"}
 CASES: dict[str, dict[str, Any]] = {
-    "SFT": {"kind": "SFT", "rehearsal": True, "max_steps": 10, **EVALUATED},
-    "DPO": {"kind": "DPO", "tokens_per_microbatch": 90, "max_steps": 10, **EVALUATED},
-    **{name: {"kind": name} for name in ("KTO", "Reward", "ORPO", "CPO", "BCO")},
-    "packed": {"kind": "SFT", "packing": True, "max_length": 52, "rows": 2, "max_steps": 2},
-    "epochs": {"kind": "SFT", "max_steps": -1, "num_train_epochs": 2, "rows": 4, **EVALUATED},
-    "LoRA": {"kind": "SFT", "lora": True},
-    "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2, "max_steps": 10},
+    **sharded_training.CASES,
     "LoRA, Reward": {"kind": "Reward", "lora": True},
-    "few scores": {"kind": "SFT", "unscored": True},
-    "few scores, small micro-batches": {"kind": "SFT", "unscored": True, "tokens_per_microbatch": 40},
-    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot"},
-    "reference computed before": {"kind": "DPO", "precompute_ref_log_probs": True},
-    "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
     "one row a micro-batch": {"kind": "SFT", "gradient_accumulation_steps": 2, "tokens_per_microbatch": 50},
-    "checkpointing": {"kind": "SFT", "gradient_checkpointing": True, "mlp_tile_tokens": 16},
-    "offloading": {"kind": "DPO", "gradient_checkpointing": True, "activation_offloading": True},
     "8-bit states": {"kind": "SFT", "optim": "adamw_8bit"},
-    "tied": {"kind": "SFT", "model": "tied"},
-    "windows": {"kind": "DPO", "model": "gemma3"},
     "experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.0},
 }
-
-
-def assert_as_on_one_rank(folder: Path, found: str, case: Mapping[str, Any]) -> None:
-    """What ranks left in a file is what one rank comes to in a case."""
-    losses, weights, seen = torch.load(folder / f"{found}.pt")
-    expected_losses, expected_weights, expected_seen = trained(ranks=1, folder=folder / "one", **case)
-    assert losses == pytest.approx(expected_losses, rel=1e-5, abs=1e-6)
-    assert seen == pytest.approx(expected_seen, rel=1e-5)
-    assert_near(weights, expected_weights, 2e-5)
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +84,6 @@ def test_four_ranks_learn_what_one_does(name, four_ranks):
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def resumed(folder: Path, ranks: int, start: Path | None, **options: Any) -> dict[str, Tensor]:
-    """The weights after four steps with dropout, with a checkpoint every second; from one of them, if it is given."""
-    saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear", "max_steps": 4}
-    checkpoint = None if start is None else str(start / "checkpoint-2")
-    return trained("SFT", ranks, folder, checkpoint=checkpoint, **saving, **options)[1]
-
-
 RESUMED: dict[str, dict[str, Any]] = {
     "all": {},
     "adapters": {"lora": {"lora_dropout": 0.2}},
@@ -117,23 +92,11 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-def resume_on_ranks(rank: int, folder: str) -> None:
-    place = Path(folder)
-    with rank_of(place, rank, 2):
-        for name, options in RESUMED.items():
-            for run, start in {"first": None, "again": f"first {name}"}.items():
-                begun = None if start is None else place / start
-                found = resumed(place / f"{run} {name}", 2, begun, stages=2, **options)
-                if rank == 0:
-                    torch.save(found, place / f"{run} {name}.pt")
-
-
 @pytest.mark.slow
 def test_a_run_resumes_to_equal_bits_and_its_model_is_that_of_one_rank(tmp_path):
-    run_ranks(resume_on_ranks, str(meeting_place(tmp_path)))
+    resumed_on_ranks(tmp_path, {name: {"stages": 2, **options} for name, options in RESUMED.items()})
     for name, options in RESUMED.items():
-        first, again = (torch.load(tmp_path / f"{run} {name}.pt") for run in ("first", "again"))
-        assert all(torch.equal(again[key], value) for key, value in first.items())
+        first = of_equal_bits(tmp_path, name)
         folder = tmp_path / f"one {name}"
         if name != "adapters":  # which drop out other numbers on each rank
             assert_near(first, resumed(folder, 1, None, **options), 1e-5)

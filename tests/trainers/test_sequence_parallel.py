@@ -10,49 +10,30 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from torch import Tensor
 
 from lowtide.engine.forward import sequence_of
-from lowtide.run.options.sharding import sharding_of
-from tests.support import matrix
+from tests.support import matrix, sharded_training
 from tests.support.processes import run_ranks
-from tests.support.sharded_training import assert_near, meeting_place, on_ranks, rank_of, trained
+from tests.support.sharded_training import (
+    assert_as_on_one_rank,
+    assert_near,
+    meeting_place,
+    of_equal_bits,
+    on_ranks,
+    rank_of,
+    resumed,
+    resumed_on_ranks,
+)
 
-EVALUATED = {"evaluated": True, "per_device_eval_batch_size": 2, "include_num_input_tokens_seen": "all"}
 CASES: dict[str, dict[str, Any]] = {
-    "SFT": {"kind": "SFT", "rehearsal": True, **EVALUATED},
-    "DPO": {"kind": "DPO", "tokens_per_microbatch": 90},
-    **{name: {"kind": name} for name in ("KTO", "Reward", "ORPO", "CPO", "BCO")},
-    "packed": {"kind": "SFT", "packing": True, "max_length": 52, "rows": 2, "max_steps": 2},
-    "epochs": {"kind": "SFT", "max_steps": -1, "num_train_epochs": 2, "rows": 4, **EVALUATED},
+    **sharded_training.CASES,
     "shuffled": {"kind": "SFT", "train_sampling_strategy": "random", "max_steps": 5, "rows": 4},
     "balanced": {"kind": "SFT", "train_sampling_strategy": "batch_rebalance", "rows": 4},
     "grouped": {"kind": "SFT", "train_sampling_strategy": "group_by_length", "rows": 4},
-    "LoRA": {"kind": "SFT", "lora": True},
-    "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
-    "few scores": {"kind": "SFT", "unscored": True},
-    "few scores, small micro-batches": {"kind": "SFT", "unscored": True, "tokens_per_microbatch": 40},
-    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot"},
-    "reference computed before": {"kind": "DPO", "precompute_ref_log_probs": True},
-    "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
-    "accumulation": {"kind": "SFT", "gradient_accumulation_steps": 2, "tokens_per_microbatch": 64},
-    "checkpointing": {"kind": "SFT", "gradient_checkpointing": True, "mlp_tile_tokens": 16},
-    "offloading": {"kind": "DPO", "gradient_checkpointing": True, "activation_offloading": True},
-    "tied": {"kind": "SFT", "model": "tied"},
-    "windows": {"kind": "DPO", "model": "gemma3"},
     "experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.01},
 }
 OF_SINGLE_BATCHES = ("experts",)
 """Whose loss has a term that is no sum over rows, so that it depends on the rows of a rank."""
-
-
-def assert_as_on_one_rank(folder: Path, found: str, name: str) -> None:
-    """What ranks left in a file is what one rank comes to in a case."""
-    losses, weights, seen = torch.load(folder / f"{found}.pt")
-    expected_losses, expected_weights, expected_seen = trained(ranks=1, folder=folder / "one", **CASES[name])
-    assert losses == pytest.approx(expected_losses, rel=1e-5, abs=1e-6)
-    assert seen == pytest.approx(expected_seen, rel=1e-5)
-    assert_near(weights, expected_weights, 2e-5)
 
 
 # -- two ranks -----------------------------------------------------------------------------------------------------
@@ -72,12 +53,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CASES, *(f"{name}, fsdp" for name in SHARDED)])
 def test_two_ranks_learn_what_one_does(name, two_ranks):
-    assert_as_on_one_rank(two_ranks, name, name.removesuffix(", fsdp"))
+    assert_as_on_one_rank(two_ranks, name, CASES[name.removesuffix(", fsdp")])
 
 
 def test_two_ranks_learn_and_evaluate_as_one_does(tmp_path):
     on_ranks(tmp_path, {"SFT": {**CASES["SFT"], "sequence": 2}})
-    assert_as_on_one_rank(tmp_path, "SFT", "SFT")
+    assert_as_on_one_rank(tmp_path, "SFT", CASES["SFT"])
 
 
 # -- four ranks ----------------------------------------------------------------------------------------------------
@@ -109,7 +90,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "place"), cells())
 def test_four_ranks_learn_what_one_does(name, place, four_ranks):
-    assert_as_on_one_rank(four_ranks, f"{name}, {place}", name)
+    assert_as_on_one_rank(four_ranks, f"{name}, {place}", CASES[name])
 
 
 @pytest.mark.slow
@@ -129,32 +110,12 @@ def test_the_last_batch_of_an_epoch_is_filled_up_as_without_the_split(tmp_path):
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def resumed(folder: Path, ranks: int, start: Path | None, **options: Any) -> dict[str, Tensor]:
-    """The weights after four steps with dropout, with a checkpoint every second; from one of them, if it is given."""
-    saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear", "max_steps": 4}
-    checkpoint = None if start is None else str(start / "checkpoint-2")
-    return trained("SFT", ranks, folder, checkpoint=checkpoint, **saving, **options)[1]
-
-
-def resume_on_ranks(rank: int, folder: str) -> None:
-    place = Path(folder)
-    with rank_of(place, rank, 2):
-        for name, options in {"whole": {}, "shards": {"fsdp": True}}.items():
-            for run, start in {"first": None, "again": f"first {name}"}.items():
-                begun = None if start is None else place / start
-                found = resumed(place / f"{run} {name}", 2, begun, sequence=2, **options)
-                if rank == 0:
-                    torch.save(found, place / f"{run} {name}.pt")
-
-
 @pytest.mark.slow
 def test_a_run_resumes_to_equal_bits_and_on_one_rank(tmp_path):
-    run_ranks(resume_on_ranks, str(meeting_place(tmp_path)))
+    resumed_on_ranks(tmp_path, {"whole": {"sequence": 2}, "shards": {"sequence": 2, "fsdp": True}})
     expected = resumed(tmp_path / "one", 1, None)
     for name in ("whole", "shards"):
-        first, again = (torch.load(tmp_path / f"{run} {name}.pt") for run in ("first", "again"))
-        assert all(torch.equal(again[key], value) for key, value in first.items())
-        assert_near(first, expected, 1e-5)
+        assert_near(of_equal_bits(tmp_path, name), expected, 1e-5)
         assert_near(resumed(tmp_path / f"back {name}", 1, tmp_path / f"first {name}"), expected, 1e-5)
 
 
@@ -188,20 +149,6 @@ def refuse(rank: int, folder: str) -> None:
 
 def test_what_cannot_be_done_on_split_sequences_is_refused(tmp_path):
     run_ranks(refuse, str(meeting_place(tmp_path)))
-
-
-@pytest.fixture
-def read(monkeypatch, tmp_path):
-    """From options to the `Sharding` that they say on so many processes."""
-    config = matrix.classes("SFT")[1](output_dir=str(tmp_path), use_cpu=True, report_to="none")
-
-    def sharding(ranks: int, **options: Any) -> Any:
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        for name, value in options.items():
-            setattr(config, name, value)
-        return sharding_of(config)
-
-    return sharding
 
 
 @pytest.mark.parametrize(
@@ -269,11 +216,13 @@ def test_what_accelerate_launch_says_is_read(read, monkeypatch):
 
 def look_at_ranks(rank: int, folder: str) -> None:
     with rank_of(Path(folder), rank, 2):
-        trainer = matrix.make("DPO", parallelism_config={"sp_size": 2}, max_steps=1)
+        trainer = matrix.make("DPO", parallelism_config={"sp_size": 2}, max_steps=1, ddp_timeout=77)
         for model in (trainer.model, trainer.reference.model):
             sequence = sequence_of(model)
             assert sequence is not None
             assert (sequence.size, sequence.rank) == (2, rank)
+            assert sequence.group is not None
+            assert sequence.group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
         assert trainer.get_total_train_batch_size(trainer.args) == matrix.BATCH
         assert len(trainer.get_train_dataloader()) == matrix.ROWS // matrix.BATCH
         run = matrix.watched(trainer)

@@ -16,53 +16,36 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowtide.engine.forward import tensor_parallel_of
-from lowtide.run.options.sharding import sharding_of
 from lowtide.trainers.reports.start import StartReport
-from tests.support import matrix
+from tests.support import matrix, sharded_training
 from tests.support.processes import run_ranks
-from tests.support.sharded_training import assert_near, meeting_place, on_ranks, rank_of, resumed, trained
+from tests.support.sharded_training import (
+    assert_as_on_one_rank,
+    assert_near,
+    meeting_place,
+    of_equal_bits,
+    on_ranks,
+    rank_of,
+    resumed,
+    resumed_on_ranks,
+)
 
-EVALUATED = {"evaluated": True, "per_device_eval_batch_size": 2, "include_num_input_tokens_seen": "all"}
 ADAPTED = {"target_modules": ["lm_head", "q_proj", "o_proj", "up_proj", "down_proj"], "lora_bias": True}
 CASES: dict[str, dict[str, Any]] = {
-    "SFT": {"kind": "SFT", "rehearsal": True, "max_steps": 10, **EVALUATED},
-    "DPO": {"kind": "DPO", "tokens_per_microbatch": 90},
-    **{name: {"kind": name} for name in ("KTO", "Reward", "ORPO", "CPO", "BCO")},
-    "packed": {"kind": "SFT", "packing": True, "max_length": 52, "rows": 2, "max_steps": 2},
-    "epochs": {"kind": "SFT", "max_steps": -1, "num_train_epochs": 2, "rows": 4, **EVALUATED},
+    **sharded_training.CASES,
     "balanced": {"kind": "SFT", "train_sampling_strategy": "batch_rebalance", "rows": 4},
-    "LoRA": {"kind": "SFT", "lora": True},
     "LoRA, on the head too and with dropout": {"kind": "SFT", "lora": {**ADAPTED, "lora_dropout": 0.3}},
-    "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
-    "few scores, small micro-batches": {"kind": "SFT", "unscored": True, "tokens_per_microbatch": 40},
-    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot"},
-    "reference computed before": {"kind": "DPO", "precompute_ref_log_probs": True},
-    "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
     "noise": {"kind": "SFT", "neftune_noise_alpha": 5.0},
-    "accumulation": {"kind": "SFT", "gradient_accumulation_steps": 2, "tokens_per_microbatch": 64},
-    "checkpointing": {"kind": "SFT", "gradient_checkpointing": True, "mlp_tile_tokens": 16},
-    "offloading": {"kind": "DPO", "gradient_checkpointing": True, "activation_offloading": True},
     "padded": {"kind": "DPO", "padding_free": False},
     "Lion": {"kind": "SFT", "optim": "lion_32bit"},
-    "biases, tied": {"kind": "SFT", "model": "tied"},
     "norms of heads": {"kind": "SFT", "model": "qwen3"},
     "soft-caps": {"kind": "DPO", "model": "gemma2"},
-    "windows": {"kind": "DPO", "model": "gemma3"},
     "queries, keys and values in one": {"kind": "SFT", "model": "phi3"},
     "experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.01},
     "experts and norms of heads": {"kind": "DPO", "model": "qwen3_moe"},
 }
 OF_SINGLE_BATCHES = ("experts", "experts and norms of heads")
 """Whose loss has a term that is no sum over rows, so that it depends on the rows of a rank."""
-
-
-def assert_as_on_one_rank(folder: Path, found: str, name: str) -> None:
-    """What ranks left in a file is what one rank comes to in a case."""
-    losses, weights, seen = torch.load(folder / f"{found}.pt")
-    expected_losses, expected_weights, expected_seen = trained(ranks=1, folder=folder / "one", **CASES[name])
-    assert losses == pytest.approx(expected_losses, rel=1e-5, abs=1e-6)
-    assert seen == pytest.approx(expected_seen, rel=1e-5)
-    assert_near(weights, expected_weights, 2e-5)
 
 
 # -- two ranks -----------------------------------------------------------------------------------------------------
@@ -79,13 +62,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_learn_what_one_does(name, two_ranks):
-    assert_as_on_one_rank(two_ranks, name, name)
+    assert_as_on_one_rank(two_ranks, name, CASES[name])
 
 
 def test_two_ranks_learn_and_evaluate_as_one_does(tmp_path):
     on_ranks(tmp_path, {name: {**CASES[name], "tensor": 2} for name in ("SFT", "LoRA, DPO")})
     for name in ("SFT", "LoRA, DPO"):
-        assert_as_on_one_rank(tmp_path, name, name)
+        assert_as_on_one_rank(tmp_path, name, CASES[name])
 
 
 # -- four ranks ----------------------------------------------------------------------------------------------------
@@ -95,7 +78,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": True},
     "shards by size": {"parallelism_config": {"dp_shard_size": 2}},
 }
-PLACED = ("DPO", "epochs", "biases, tied", "LoRA, DPO", "checkpointing", "clipped")
+PLACED = ("DPO", "epochs", "tied", "LoRA, DPO", "checkpointing", "clipped")
 
 
 def cells() -> list[tuple[str, str]]:
@@ -119,7 +102,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "place"), cells())
 def test_four_ranks_learn_what_one_does(name, place, four_ranks):
-    assert_as_on_one_rank(four_ranks, f"{name}, {place}", name)
+    assert_as_on_one_rank(four_ranks, f"{name}, {place}", CASES[name])
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -127,30 +110,21 @@ def test_four_ranks_learn_what_one_does(name, place, four_ranks):
 RESUMED = {"whole": {}, "LoRA": {"lora": True}, "experts": {"model": "mixtral"}}
 
 
-def resume_on_ranks(rank: int, folder: str) -> None:
-    place = Path(folder)
-    with rank_of(place, rank, 2):
-        for name, options in RESUMED.items():
-            for run, start in {"first": None, "again": f"first {name}", "from one rank": f"one {name}"}.items():
-                begun = None if start is None else place / start
-                found = resumed(place / f"{run} {name}", 2, begun, tensor=2, **options)
-                if rank == 0:
-                    torch.save(found, place / f"{run} {name}.pt")
-
-
 @pytest.mark.slow
 def test_a_run_resumes_to_equal_bits_and_from_one_rank(tmp_path):
     expected = {name: resumed(tmp_path / f"one {name}", 1, None, **options) for name, options in RESUMED.items()}
-    run_ranks(resume_on_ranks, str(meeting_place(tmp_path)))
+    resumed_on_ranks(tmp_path, {name: {"tensor": 2, **options} for name, options in RESUMED.items()})
     for name in RESUMED:
-        first, again = (torch.load(tmp_path / f"{run} {name}.pt") for run in ("first", "again"))
-        assert all(torch.equal(again[key], value) for key, value in first.items())
-        assert_near(first, expected[name], 1e-5)
+        assert_near(of_equal_bits(tmp_path, name), expected[name], 1e-5)
         assert_near(torch.load(tmp_path / f"from one rank {name}.pt"), expected[name], 1e-5)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "first whole" / "last")
     assert_near(dict(saved.named_parameters()), expected["whole"], 1e-5)
-    with pytest.raises(ValueError, match="layers that were split by tp_size=2 cannot be cut anew"):
+    with pytest.raises(
+        ValueError,
+        match="split by tp_size=2, which cannot be cut anew for layers that are split by tp_size=1",
+    ):
         resumed(tmp_path / "back", 1, tmp_path / "first whole")
+    resumed(tmp_path / "back", 1, tmp_path / "first whole", resume_without_states=True)
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -239,20 +213,6 @@ def test_what_cannot_be_split_is_refused(tmp_path):
 
 
 # -- how users say it ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def read(monkeypatch, tmp_path):
-    """From options to the `Sharding` that they say on so many processes."""
-    config = matrix.classes("SFT")[1](output_dir=str(tmp_path), use_cpu=True, report_to="none")
-
-    def sharding(ranks: int, **options: Any) -> Any:
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        for name, value in options.items():
-            setattr(config, name, value)
-        return sharding_of(config)
-
-    return sharding
 
 
 @pytest.mark.parametrize(

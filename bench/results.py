@@ -24,6 +24,7 @@ ONLINE = "online"
 SHARDED = "sharded"
 EXCHANGE = "exchange"
 GATHERING = "gathering"
+TASKS = "tasks"
 SHARDED_ESTIMATE = "sharded estimate"
 DEVICES = "devices"
 FLOPS_PER_PARAMETER = 6

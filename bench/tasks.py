@@ -1,0 +1,86 @@
+"""`python -m bench.tasks`: tasks of encoders, beside transformers' Trainer with its default collators.
+
+Both train the same BERT of 29 million parameters on the same rows, whose lengths have a long tail, 16 a step. They
+take turns, each run in a process of its own. transformers pads a batch to its longest row; with `group_by_length` rows
+of like lengths meet in a batch, so its steps have other rows, and tokens/s are compared.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from bench.measure import GIGABYTE, hardware, matmul_rate
+from bench.processes import run_child
+from bench.results import TASKS, ratios, summarise, versions, write
+
+PLAIN, GROUPED, OURS = "transformers", "transformers, group_by_length", "lowtide"
+CONTESTANTS = (PLAIN, GROUPED, OURS)
+LEAST_BESIDE_GROUPED = 1.3
+"""Times the tokens/s of `group_by_length`."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be reached against transformers with its defaults."""
+
+    speed: float
+    peak: float
+
+
+TARGETS = {
+    "token-classification": Target(2.5, 0.4),
+    "masked-lm": Target(4.0, 0.2),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures, prints and records; returns 1 where a target is missed."""
+    options, console = parse(argv), Console()
+    reached, found, rate = True, {}, matmul_rate("cpu", "float32")
+    for task in options.tasks:
+        runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for turn in range(options.turns):
+            for contestant in CONTESTANTS if turn % 2 == 0 else CONTESTANTS[::-1]:
+                console.print(f"{task}: {contestant}, turn {turn + 1}")
+                spec = {"task": task, "contestant": contestant, "warmup": options.warmup, "timed": options.timed}
+                result = run_child(spec, lambda _: None, options.timeout, "bench.tasks_child")
+                runs.setdefault((task, contestant), []).append(result)
+        found |= summarise(runs, rate)
+        reached &= report(task, found[task], console)
+    if options.record:
+        results = {"kind": TASKS, "hardware": hardware("cpu"), "versions": versions()}
+        results |= {"matmul_flops_per_second": rate, "tasks": found}
+        console.print(f"recorded in {write('tasks-bert-29m', results)}")
+    return 0 if reached else 1
+
+
+def report(task: str, found: dict[str, dict[str, Any]], console: Console) -> bool:
+    """Prints a task against transformers, and whether its targets are reached."""
+    target, ours = TARGETS[task], found[OURS]
+    speed, peak = ratios(ours, found[PLAIN])
+    beside_grouped, _ = ratios(ours, found[GROUPED])
+    reached = speed >= target.speed and peak <= target.peak and beside_grouped >= LEAST_BESIDE_GROUPED
+    console.print(
+        f"{task}: {speed:.2f} times the speed (target {target.speed}), {peak:.2f} of the peak (target {target.peak}, "
+        f"{ours['peak_above_start_bytes'] / GIGABYTE:.2f} GB), {beside_grouped:.2f} times the speed with "
+        f"group_by_length (target {LEAST_BESIDE_GROUPED}): {'reached' if reached else 'NOT reached'}"
+    )
+    return reached
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.tasks", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tasks", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="TASK")
+    parser.add_argument("--turns", type=int, default=2, help="of each contestant [%(default)s]")
+    parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed [%(default)s]")
+    parser.add_argument("--timed", type=int, default=6, help="steps that are [%(default)s]")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds of a run [%(default)s]")
+    parser.add_argument("--no-record", dest="record", action="store_false", help="record nothing")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

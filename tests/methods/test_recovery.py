@@ -20,7 +20,7 @@ from lowtide.methods.kto import KTOOptions
 from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.replicas import averaging
+from lowtide.ranks.replicas import Averaging
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
 from lowtide.step.rank_sync import OutOfMemory
@@ -246,7 +246,7 @@ def rank_main(rank: int, rendezvous: str, path: str) -> None:
     for name in ("sft", "aot", "kto"):
         for place in (*PLACES, None):
             model = dropping(build())
-            plan = BackwardPlan(exchange=functools.partial(averaging, model))
+            plan = BackwardPlan(exchange=Averaging(model).complete)
             number = random.Random(f"{name} {place}").randrange(3)
             # The second rank alone fails; the first learns of it where they meet.
             limits = Limits(rows=2) if place else taken  # noqa: F821

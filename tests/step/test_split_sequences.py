@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from datetime import timedelta
 
 import pytest
@@ -24,7 +23,7 @@ from lowtide.methods.reward import RewardOptions
 from lowtide.objectives.sft import LOSSES
 from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import LastToken, RaggedBatch
-from lowtide.ranks.replicas import averaging
+from lowtide.ranks.replicas import Averaging
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models, OwnLoss
@@ -79,7 +78,7 @@ def step(name: str, cut: str, rows: slice, sequence: SequenceParallel | None = N
         split_over(reference, sequence)
     models, batch = Models(model, FrozenModel(reference, padding_free=True)), collate(made()[rows])
     seen, evaluated = Totals(), Totals()
-    plan = BackwardPlan(exchange=functools.partial(averaging, model)) if sequence is not None else BackwardPlan()
+    plan = BackwardPlan(exchange=Averaging(model).complete) if sequence is not None else BackwardPlan()
     loss = train_step(models, batch, objective, limits=CUTS[cut], plan=plan, totals=seen)
     if sequence is not None:
         dist.all_reduce(loss)
@@ -134,7 +133,7 @@ def failing(rank: int, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     model, batch = build(0), RaggedBatch.from_rows(texts())
     split_over(model, SequenceParallel())
-    plan = BackwardPlan(exchange=functools.partial(averaging, model), finite=True)
+    plan = BackwardPlan(exchange=Averaging(model).complete, finite=True)
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
     with pytest.raises(NotFinite):  # on both ranks, wherever the scores are

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.ops.attention_plan import AttentionPlan, Gather, Places, Rules, Sight, gathered, scattered
+from lowtide.ops.dropout import dropped_attention, drops_here
 from lowtide.ops.target import target_of
 from lowtide.ragged import Segment
 
@@ -42,9 +43,11 @@ class Group:
     p: int
     leads: tuple[int, ...]
     """How many of the prefix places each segment leaves empty, at their start; empty if none does."""
-    query_start: int
-    """Where its queries stand among all groups' queries, in tokens; likewise its keys."""
-    key_start: int
+
+    @property
+    def keys(self) -> int:
+        """Of each segment, padding included."""
+        return self.p + self.q
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,14 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, plan: Attention
     all_groups = grouping(plan, causal=rules.causal)
     query = gathered(query, all_groups.queries)
     key, value = gathered(key, all_groups.keys), gathered(value, all_groups.keys)
+    groups = all_groups.groups
+    # Split at once: each narrowing would have a gradient of the size of the whole.
+    queries = query.split([group.n * group.q for group in groups])
+    keys, values = (x.split([group.n * group.keys for group in groups]) for x in (key, value))
     outputs = []
-    for group in all_groups.groups:
-        keys = group.p + group.q
-        q = _heads_first(query, group.query_start, group.n, group.q)
-        k = _heads_first(key, group.key_start, group.n, keys)
-        v = _heads_first(value, group.key_start, group.n, keys)
-        out = _attend(q, k, v, plan, group, rules._replace(sight=rules.sight.within(keys)))
+    for group, *own in zip(groups, queries, keys, values, strict=True):
+        q, k, v = (x.unflatten(0, (group.n, -1)).transpose(1, 2) for x in own)  # [n, heads, length, dim]
+        out = _attend(q, k, v, plan, group, rules._replace(sight=rules.sight.within(group.keys)))
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return scattered(outputs[0] if len(outputs) == 1 else torch.cat(outputs), all_groups.queries)
 
@@ -88,7 +92,7 @@ def _group(plan: AttentionPlan, causal: bool) -> Grouping:
         width = max(segments[number].length for number in cluster)
         prefix = max(prefixes[number] for number in cluster)
         leads = tuple(prefix - prefixes[number] for number in cluster)
-        groups.append(Group(len(cluster), width, prefix, leads if any(leads) else (), queries.count, keys.count))
+        groups.append(Group(len(cluster), width, prefix, leads if any(leads) else ()))
         for number, lead in zip(cluster, leads, strict=True):
             part = segments[number]
             queries.put(part, width)
@@ -170,16 +174,13 @@ def _close(shorter: Segment, longer: Segment) -> bool:
     return longer.length <= max(shorter.length * PADDING_TOLERANCE, shorter.length + SMALL)
 
 
-def _heads_first(x: Tensor, start: int, n: int, length: int) -> Tensor:
-    """[tokens, heads, dim] to [n, heads, length, dim], a view."""
-    return x.narrow(0, start, n * length).unflatten(0, (n, length)).transpose(1, 2)
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: Group, rules: Rules) -> Tensor:
-    """One group, in blocks of queries wherever a mask has to be written down. [n, heads, q, dim]"""
+    """One group, in blocks of queries wherever a mask or scores have to be written down. [n, heads, q, dim]"""
     # No kernel of `scaled_dot_product_attention` knows what these do to the scores.
     in_the_open = rules.softcap is not None or rules.sinks is not None
-    if (group.p == 0 or not rules.causal) and rules.sight == Sight() and not in_the_open:
+    drops = drops_here(q, rules.dropout)
+    unlimited = rules.sight == Sight() and not in_the_open
+    if (group.p == 0 or not rules.causal) and unlimited and not drops:
         return _sdpa(q, k, v, None, rules)
     attend = _open if in_the_open else _sdpa
     blocks = []
@@ -188,7 +189,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: Group, 
         window = rules.sight.window
         last = group.p + (queries.stop if rules.causal else group.q)
         keys = range(0 if window is None else max(0, group.p + start - window + 1), last)
-        mask = _mask(plan, queries, keys, group, rules)
+        mask = _mask(plan, queries, keys, group, rules) if rules.causal or not unlimited else None
         seen = slice(keys.start, keys.stop)
         blocks.append(attend(q[:, :, queries.start : queries.stop], k[:, :, seen], v[:, :, seen], mask, rules))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
@@ -218,8 +219,11 @@ def _mask(plan: AttentionPlan, q: range, k: range, group: Group, rules: Rules) -
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:
     repeat = q.shape[1] // k.shape[1]
-    if repeat > 1 and not _shares_keys(q, mask):
+    drops = drops_here(q, rules.dropout)
+    if repeat > 1 and (drops or not _shares_keys(q, mask)):
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    if drops:
+        return dropped_attention(q, k, v, mask, rules.scale, rules.dropout)
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lowtide.engine.attention import NAME, planned_inputs, ragged_inputs
 from lowtide.engine.convolution import install_convolution
+from lowtide.engine.dropout import install_dropout
 from lowtide.engine.embedding import install_embedding
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.heads.install import install_head
@@ -89,6 +90,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     keep_trainable(inner)
     install_head(inner)
     install_embedding(inner)
+    install_dropout(inner)
     if padding_free:
         inner.set_attn_implementation(NAME)
         vars(inner)[FIRST_POSITION] = _first_position(inner)

@@ -15,6 +15,7 @@ from lowtide.data.encode.masked import MaskedEncoder, MaskedOptions
 from lowtide.data.prepare import prepare
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
 from lowtide.methods.method import Method, TokenObjective
+from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.paper import Paper
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.objectives.sft import nll
@@ -27,7 +28,7 @@ LONGEST = {"tokens": 1, "spans": 10, "ngrams": 3}
 
 
 @dataclass(kw_only=True)
-class MaskedLMOptions:
+class MaskedLMOptions(TransformersDefaults):
     """The options of masked language modelling, under the names of transformers' collator and with its defaults."""
 
     # data

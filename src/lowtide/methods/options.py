@@ -34,6 +34,16 @@ class CompletionOptions:
 
 
 @dataclass(kw_only=True)
+class TransformersDefaults:
+    """Of the tasks that people bring from transformers' own Trainer: its values, where TRL's are others."""
+
+    learning_rate: float = option(5e-5, "The initial learning rate.")
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in backward: about a third slower, for a fraction of their memory."
+    )
+
+
+@dataclass(kw_only=True)
 class FollowedReference:
     """Of the methods that may have a reference: how it is stored, and whether it moves."""
 

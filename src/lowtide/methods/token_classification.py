@@ -17,6 +17,7 @@ from lowtide.data.batches.values import DOCUMENT, WORDS
 from lowtide.engine.heads.classes import ClassStats, TokenClasses
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.methods.method import Labels, Method, RowObjective
+from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.rows import Tags
 from lowtide.objectives.entities import PREFIXES, entity_scores
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class TokenClassificationOptions:
+class TokenClassificationOptions(TransformersDefaults):
     """The options of token classification, under the names of transformers' `run_ner.py` where it has them."""
 
     # data

@@ -247,7 +247,7 @@ def _shares_keys(q: Tensor, mask: Tensor | None) -> bool:
     return target.kind != "cuda" or (mask is None and half and target.capability >= (8, 0))
 
 
-def _open(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: Rules) -> Tensor:
+def _open(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:
     """Attention with its scores written out, at least in float32 from the scores to the weights."""
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
@@ -255,7 +255,9 @@ def _open(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: Rules) -> Tensor
     scores = (q @ k.transpose(-1, -2)) * rules.scale
     if rules.softcap is not None:
         scores = rules.softcap * torch.tanh(scores / rules.softcap)
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(~mask, float("-inf"))
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
     if rules.sinks is not None:
         sink = rules.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
         scores = torch.cat([scores, sink], dim=-1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench import encoders
 from bench.shapes import QWEN_05B
 
 VOCABULARY = 32_000
@@ -39,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-56m": _sized("qwen3", 448, 12, tie_word_embeddings=False, num_attention_heads=7, num_key_value_heads=7),
     "qwen2-59m": _sized("qwen2", 576, 12, tie_word_embeddings=True, num_attention_heads=9, num_key_value_heads=3),
     "llama-96m": _sized("llama", 640, 13, tie_word_embeddings=False),
+    "bert-29m": {"model_type": "bert", "vocab_size": encoders.VOCABULARY, **encoders.SIZES},
     "qwen2.5-0.5b": {**QWEN_05B, "pad_token_id": 0},
 }
 
@@ -161,6 +163,9 @@ CASES: dict[str, EstimateCase] = {
         case_of("reward", "qwen3-56m"),
         case_of("sft", "qwen3-56m", rows=2, packing=True),
         case_of("dpo", "llama-33m", rows=8, activation_offloading=True),
+        # tasks of encoders
+        *(case_of(task, "bert-29m", rows=16) for task in encoders.NAMES),
+        case_of("masked-lm", "bert-29m", rows=16, gradient_checkpointing=True),
         # what the policy writes
         case_of("grpo", "llama-22m", rows=8, max_length=128),
         case_of("grpo", "llama-22m", rows=8, max_length=128, beta=0.04),

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench import encoders
 from bench.arguments import specification
 from bench.cases import longtail_rows
 from bench.child import say
@@ -20,7 +21,7 @@ from lowtide.memory.allocators.host_heap import trim_heap
 
 STEPS = 2
 ROWS = {"kto": longtail_labelled, "bco": longtail_labelled, "sft": longtail_rows}
-NAMES = {"reward": "Reward", "online_dpo": "OnlineDPO"}
+NAMES = {"reward": "Reward", "online_dpo": "OnlineDPO", **encoders.NAMES}
 """Of the methods whose classes are not their name in capitals."""
 
 
@@ -82,16 +83,15 @@ def data(case: EstimateCase) -> dict[str, Any]:
             "train_dataset": Dataset.from_list(generated(60, 0.35, seed=38)[:64]),
             "processing_class": load_tokenizer(Path(tokenizer_for(longtail_rows()))),
         }
-    rows = ROWS.get(case.method, longtail_pairs)()[:64]
+    encodes = case.method in encoders.NAMES
+    rows = encoders.rows_of(case.method, 64) if encodes else ROWS.get(case.method, longtail_pairs)()[:64]
     if case.ranks > 1:  # ranks take the heaviest micro-batch in each step: not all engines rehearse it
         heaviest = sorted(rows, key=lambda row: len(json.dumps(row)))[-case.rows :]
         rows = heaviest * (len(rows) // case.rows)
     dataset = Dataset.from_list(rows)
     evaluated = {"eval_dataset": dataset} if "eval_strategy" in case.options else {}
-    return {
-        "train_dataset": dataset,
-        "processing_class": load_tokenizer(Path(tokenizer_for(longtail_rows()))),
-    } | evaluated
+    tokenizer = encoders.words_tokenizer(rows) if encodes else load_tokenizer(Path(tokenizer_for(longtail_rows())))
+    return {"train_dataset": dataset, "processing_class": tokenizer} | evaluated
 
 
 def rewards(case: EstimateCase, tokenizer: Any) -> dict[str, Any]:
@@ -116,7 +116,8 @@ def described_reward(case: EstimateCase) -> Any:
 def described(case: EstimateCase) -> Any:
     from transformers import AutoConfig
 
-    labels = {"num_labels": 1} if case.method == "reward" else {}
+    count = {"reward": 1, "token-classification": len(encoders.LABELS)}.get(case.method)
+    labels: dict[str, Any] = {} if count is None else {"num_labels": count}
     return AutoConfig.for_model(**MODELS[case.model], **labels)
 
 
@@ -130,11 +131,11 @@ def model_of(case: EstimateCase, device: str, weights: str) -> Any:
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         return model
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers
 
     torch.manual_seed(0)  # ranks make the same weights
-    kind = AutoModelForSequenceClassification if case.method == "reward" else AutoModelForCausalLM
-    return kind.from_config(described(case), dtype=getattr(torch, case.dtype))
+    head = {"reward": "SequenceClassification", **encoders.NAMES}.get(case.method, "CausalLM")
+    return getattr(transformers, f"AutoModelFor{head}").from_config(described(case), dtype=getattr(torch, case.dtype))
 
 
 def adapters(case: EstimateCase) -> Any:

@@ -1,62 +1,16 @@
 """One run of one contestant of `bench.tasks`: trains a few steps, and prints what it took."""
 
 import importlib
-import random
 import tempfile
 from typing import Any
 
 from bench.arguments import specification
 from bench.child import clock, differences, say
-from bench.generated import lognormal_lengths, word_source
+from bench.encoders import NAMES, model_of, rows_of, words_tokenizer
 from bench.measure import PeakMeter
 from bench.tasks import GROUPED, OURS
 
 BATCH = 16
-LONGEST = 510
-"""Words of the longest row: with its two special tokens it fills the model's 512 positions."""
-VOCABULARY = 30_000
-SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 2048}
-LABELS = ("O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC", "I-LOC")
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-
-
-def rows_of(task: str, number: int) -> list[dict[str, Any]]:
-    """Rows of log-normal lengths (median 60 words, sigma 1.0)."""
-    rng = random.Random(0)
-    draw = word_source(rng)
-    texts = [draw(length) for length in lognormal_lengths(60, 1.0, rng, rows=number, shortest=4, longest=LONGEST)]
-    if task == "masked-lm":
-        return [{"text": " ".join(words)} for words in texts]
-    return [{"tokens": words, "ner_tags": [rng.randrange(len(LABELS)) for _ in words]} for words in texts]
-
-
-def words_tokenizer(rows: list[dict[str, Any]]) -> Any:
-    """A tokenizer to which each word is a token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = sorted({word for row in rows for word in row.get("tokens") or row["text"].split()})
-    vocabulary = {word: number for number, word in enumerate((*SPECIAL, *words))}
-    assert len(vocabulary) <= VOCABULARY
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    ends = [(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", ends)
-    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, **{f"{name}_token": text for name, text in names.items()}
-    )
-
-
-def model_of(task: str) -> Any:
-    """The BERT of a task, of seeded weights."""
-    import torch
-    from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification
-
-    torch.manual_seed(0)
-    labels = {"num_labels": len(LABELS), "id2label": dict(enumerate(LABELS))} if task != "masked-lm" else {}
-    config = BertConfig(vocab_size=VOCABULARY, **SIZES, **labels)
-    return (BertForMaskedLM if task == "masked-lm" else BertForTokenClassification)(config)
 
 
 def theirs(task: str, model: Any, rows: list[dict[str, Any]], tokenizer: Any, flags: dict[str, Any]) -> Any:
@@ -98,8 +52,7 @@ def ours(task: str, model: Any, rows: list[dict[str, Any]], tokenizer: Any, flag
 
     import lowtide
 
-    names = {"masked-lm": "MaskedLM", "token-classification": "TokenClassification"}
-    config, trainer = (getattr(lowtide, names[task] + part) for part in ("Config", "Trainer"))
+    config, trainer = (getattr(lowtide, NAMES[task] + part) for part in ("Config", "Trainer"))
     args = config(**flags, rehearsal=False)
     made = trainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     lengths = [len(row.get("tokens") or row["text"].split()) + 2 for row in rows]

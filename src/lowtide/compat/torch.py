@@ -434,6 +434,12 @@ def parameters_of_unit(module: FSDPModule) -> list[Tensor]:
     return [p.sharded_param for group in _groups_of(module) for p in group.fsdp_params]
 
 
+def unread_in_backward(module: nn.Module, unread: bool) -> None:
+    """Whether the weights of a module are not gathered for backward, where it is a unit of `fully_shard`."""
+    if isinstance(module, FSDPModule):
+        module.set_unshard_in_backward(not unread)
+
+
 @contextlib.contextmanager
 def gathered(model: nn.Module, part: nn.Module) -> Iterator[None]:
     """While it lasts, the weights of a part of a model are whole; all ranks enter together."""

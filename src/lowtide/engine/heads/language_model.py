@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from lowtide.compat.torch import unread_in_backward
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body, is_one_of, own_call
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.split_vocabulary import split_of
@@ -237,6 +238,7 @@ def _fused(
     split = split_of(parts.base.weight)
     shared: dict[str, Any] = {"bias": bias, "projection": projection, "want": scores.want, "split": split}
     shared["accumulate"] = scores.accumulate
+    unread_in_backward(parts.base, scores.loss is not None)
     if scores.loss is None:
         return None, linear_logprobs(terms, scores.index, scores.target, **shared)
     shared |= {"factor": scores.factor, "grad_scale": scores.grad_scale}

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit, staying_gathered
+from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit, staying_gathered, unread_in_backward
 from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model, install, score
 from lowtide.engine.heads.head import body
@@ -70,10 +70,13 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device, *, s
     more: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": split}
     more["reshard_after_forward"] = sharding.reshard  # of what is left too: a forward without gradients lets go of all
     wanted = taken_dtype(model)
+    embedding = causal_model(model).get_input_embeddings()
     for unit in units_of(model):
         if not split.issuperset(_parameters(unit)):
             widen(_parameters(unit), wanted)
             fully_shard(unit, **more)
+            if unit is embedding:
+                unread_in_backward(unit, True)
     widen(model.parameters(), wanted)
     fully_shard(model, **more)
     for buffer in model.buffers():

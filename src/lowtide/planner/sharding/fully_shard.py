@@ -7,10 +7,11 @@ its shards are gathered into one flat buffer, which is copied out into a tensor 
 - forward: a unit's flat buffer stays until the next unit is there, so that two flat buffers and one whole unit are
   there at a time, and the head runs beside its own flat buffer;
 - the head's gradient is whole from where it is made: with the loss, or as backward begins;
-- backward: the flat buffer goes at once, but the unit before is gathered ahead; whole gradients are copied into a
-  buffer that is reduced and scattered, and that stays until the next unit's is wanted;
-- a tied embedding is whole from its own forward to the head's, and all through backward. Its gradient stays whole to
-  the end, as nothing before it tells that it is complete.
+- backward: units are gathered again, but for the embedding, and for the head where its gradient is made in forward; the
+  flat buffer goes at once, but the unit before is gathered ahead; whole gradients are copied into a buffer that is
+  reduced and scattered, and that stays until the next unit's is wanted;
+- a tied embedding is whole from its own forward to the head's, and all through backward where that reads it. Its
+  gradient stays whole to the end, as nothing before it tells that it is complete.
 
 Where head and embedding stay in rows (`engine.weights.split_vocabulary`), they are no units: hidden states of a chunk
 travel in their place, and each rank has the gradient of its own rows.
@@ -92,9 +93,10 @@ def moments(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
     found = {phase: [replace(base, gradients=held, rest=traced.rest(phase))] for phase in traced.phases}
     found["loading"] = _loading(layout, traced, units, sharding)
     forward = [*_forward(units, held)]
+    again = _gathered_again(units, traced.gradients_in_head, sharding)
     found["forward"] = [at(point, "forward") for point in forward]
     found["head"] = [at(_at_head(units, held, traced.gradients_in_head), "head")]
-    found["backward"] = [at(point, "backward") for point in _backward(units, held, gradients - own_rows, sharding)]
+    found["backward"] = [at(point, "backward") for point in _backward(again, held, gradients - own_rows, sharding)]
     if "evaluation" in found:
         most = max(point.gathered for point in forward)
         found["evaluation"] = [replace(base, communication=most, rest=traced.rest("evaluation"))]
@@ -214,6 +216,18 @@ def _at_head(units: Sequence[Unit], held: int, makes_gradients: bool) -> Point:
     kept = sum(unit.flat for unit in units if unit.keeps)
     gathered = kept + (0 if head.keeps else head.flat) + units[-1].flat
     return Point(gathered, 0, "head", held + (head.gradients if makes_gradients and not head.is_layer else 0))
+
+
+def _gathered_again(units: Sequence[Unit], loss_in_forward: bool, sharding: Sharding) -> list[Unit]:
+    """The units as backward has them: nothing of those that were let go and that it does not read."""
+    tied = units[0].is_last
+    unread = {0} if loss_in_forward or not tied else set()
+    if loss_in_forward:
+        unread.add(len(units) - 1)
+    return [
+        replace(unit, flat=0) if sharding.reshard and number in unread and not unit.is_layer else unit
+        for number, unit in enumerate(units)
+    ]
 
 
 def _backward(units: Sequence[Unit], held: int, gradients: int, sharding: Sharding) -> Iterator[Point]:

@@ -129,7 +129,7 @@ def _liger(site: Site) -> Callable[[], None]:
 
 def _no_vocabulary(site: Site) -> str | None:
     head = getattr(site.model, "get_output_embeddings", None)
-    return "a reward model has no vocabulary at its end" if head is None or head() is None else None
+    return "a head of labels has no vocabulary at its end" if head is None or head() is None else None
 
 
 def _optimizer(name: str, saves: str, changes: str | None, *values: str, needs: tuple[str, ...] = ()) -> Technique:
@@ -363,11 +363,17 @@ class ActiveTechniques:
         """
         for technique in self._working:
             if reason := _missing(technique) or technique.refused(self.site):
-                settings = ", ".join(f"{name}={getattr(self.site.options, name)!r}" for name in technique.options)
-                raise ValueError(f"{technique.name} ({settings}) cannot work here: {reason}")
+                raise ValueError(self._refusal(technique, reason))
         for technique in self._working:
             if technique.prepare is not None:
-                technique.prepare(self.site)
+                try:
+                    technique.prepare(self.site)
+                except ValueError as error:
+                    raise ValueError(self._refusal(technique, error)) from error
+
+    def _refusal(self, technique: Technique, reason: object) -> str:
+        settings = ", ".join(f"{name}={getattr(self.site.options, name)!r}" for name in technique.options)
+        return f"{technique.name} ({settings}) cannot work here: {reason}"
 
     def begin(self) -> list[Callable[[], None]]:
         """What is done as training begins; returns what undoes it, to be called in this order."""

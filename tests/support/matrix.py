@@ -21,12 +21,14 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BertConfig,
     LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -49,9 +51,13 @@ from lowtide.ops.linear_logprobs import TokenStats
 
 TRAINERS = ("SFT", "DPO", "KTO", "Reward", "ORPO", "CPO", "BCO")
 ONLINE = ("GRPO", "RLOO", "OnlineDPO", "PPO")
-EVERY_TRAINER = (*TRAINERS, *ONLINE)
-"""The columns of the table; other tests go by `TRAINERS`, since a run of an online trainer takes longer."""
+ENCODERS = ("TokenClassification", "MaskedLM")
+EVERY_TRAINER = (*TRAINERS, *ONLINE, *ENCODERS)
+"""The columns of the table; other tests go by `TRAINERS`, since a run of an online trainer takes longer, and not all
+that holds for decoders is meant for encoders."""
 UNPAIRED = ("KTO", "BCO")
+TAGS = ("question", "answer", "wrong", "more", "most")
+"""Of the words of a row."""
 STEPS = 5
 ROWS = 16
 BATCH = 8
@@ -85,8 +91,9 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "RLOO": {**ONE_ROLLOUT, "num_iterations": STEPS, "learning_rate": 2e-4, "epsilon": 0.5, "beta": 0.1},
     "OnlineDPO": {"max_completion_length": 24, "shuffle_dataset": False, "learning_rate": 1e-3},
     "PPO": {**ONE_ROLLOUT, "num_ppo_epochs": STEPS, "learning_rate": 2e-4, "cliprange": 0.5, "vf_coef": 1.0},
+    "MaskedLM": {"mlm_probability": 0.3},
 }
-"""Options of every run of an online trainer.
+"""Options of every run of a trainer.
 
 The loss of GRPO, RLOO and PPO is about 0 on each new rollout, whatever was learned before. All steps therefore learn
 from one rollout, on which the loss falls, and few ratios reach the clipping range. OnlineDPO's loss falls on new
@@ -132,6 +139,8 @@ BITWISE = {
     "rehearsal",
 }
 """The techniques that change no bit; the other exact ones add up in another order."""
+CHANGES = {("MaskedLM", "packing"): "masks are drawn of bins, with the same probabilities"}
+"""What a technique changes in one trainer, where it does not in others."""
 EXCLUDED = [{"tiled MLP", "compiled layers"}]
 """Pairs that are refused, with the reason."""
 BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.25
@@ -172,28 +181,29 @@ class Run:
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte is a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({piece: n for n, piece in enumerate(["<eos>", *alphabet])}, []))
+    made = Tokenizer(models.BPE({piece: n for n, piece in enumerate(["<eos>", *alphabet, "<mask>"])}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", mask_token="<mask>")
 
 
 def build(kind: str, intermediate_size: int) -> PreTrainedModel:
     """Two layers, with weights large enough for attention to be far from uniform."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer()),
-        hidden_size=32,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-        num_labels=1,
-        eos_token_id=0,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer()),
+        "hidden_size": 32,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "initializer_range": 0.1,
+        "num_labels": len(TAGS) if kind == "TokenClassification" else 1,
+    }
+    if kind in ENCODERS:
+        without_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return getattr(transformers, f"BertFor{kind}")(BertConfig(**sizes, **without_dropout))
     family = AutoModelForSequenceClassification if kind == "Reward" else AutoModelForCausalLM
-    return family.from_config(config)
+    return family.from_config(LlamaConfig(**sizes, num_key_value_heads=2, eos_token_id=0))
 
 
 def rows(kind: str) -> Dataset:
@@ -208,8 +218,12 @@ def rows(kind: str) -> Dataset:
     ]
     if kind in ONLINE:
         return Dataset.from_list([{"prompt": row["prompt"], "answer": row["chosen"]} for row in pairs])
-    if kind == "SFT":
+    if kind in ("SFT", "MaskedLM"):
         return Dataset.from_list([{"text": row["prompt"] + row["chosen"] + row["rejected"] * 2} for row in pairs])
+    if kind == "TokenClassification":
+        tags = [*TAGS, *TAGS]
+        words = [[row["prompt"], row["chosen"], *row["rejected"].split()] for row in pairs]
+        return Dataset.from_list([{"tokens": each, "ner_tags": tags[: len(each)]} for each in words])
     if kind in UNPAIRED:
         singles = [
             {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
@@ -250,6 +264,10 @@ def folder() -> Path:
     return Path(made.name)
 
 
+PARTS = {"llama": ("input_layernorm", "mlp.act_fn"), "bert": ("attention", "intermediate.intermediate_act_fn")}
+"""Of a layer: what its input passes first, and the activation function."""
+
+
 class Watched:
     """Mixed into a trainer: rows are prepared once for all runs, and losses are kept as they are."""
 
@@ -270,9 +288,11 @@ class Watched:
         loss = super().training_step(model, inputs, *args)  # type: ignore[misc]
         if inputs is not None:
             self.run.losses.append(loss.item())
-            layers: Any = checkpointed_layers(causal_model(model))
+            inner = causal_model(model)
+            layers: Any = checkpointed_layers(inner)
+            first, _ = PARTS[inner.config.model_type]
             self.run.compiled = all(hasattr(layer, "compiled_here") for layer in layers)
-            self.run.liger = all("liger" in layer.input_layernorm.forward.__module__ for layer in layers)
+            self.run.liger = all("liger" in layer.get_submodule(first).forward.__module__ for layer in layers)
         return loss
 
 
@@ -361,12 +381,13 @@ def watching(run: Run, model: Any) -> Iterator[None]:
         run.heads += 1
         return chunks(self)
 
-    layers = model.model.layers
+    layers: Any = checkpointed_layers(model)
+    first, activation = PARTS[model.config.model_type]
     with contextlib.ExitStack() as stack:
         stack.callback(model.get_input_embeddings().register_forward_pre_hook(embedded).remove)
-        stack.callback(layers[0].mlp.act_fn.register_forward_hook(activated).remove)
+        stack.callback(layers[0].get_submodule(activation).register_forward_hook(activated).remove)
         for number, layer in enumerate(layers):
-            stack.callback(layer.input_layernorm.register_forward_pre_hook(passed(number)).remove)
+            stack.callback(layer.get_submodule(first).register_forward_pre_hook(passed(number)).remove)
         stack.enter_context(mock.patch.object(linear_logprobs.ChunkedHead, "chunks", counted))
         yield
 
@@ -374,9 +395,12 @@ def watching(run: Run, model: Any) -> Iterator[None]:
 # -- without the fused head ----------------------------------------------------------------------------------------
 
 
-def dense_logprobs(terms: Any, index: Tensor, target: Tensor, *, want: Any, projection: Any, **_: Any) -> TokenStats:
+def dense_logprobs(
+    terms: Any, index: Tensor, target: Tensor, *, want: Any, projection: Any, bias: Tensor | None = None, **_: Any
+) -> TokenStats:
     """`linear_logprobs` by all the logits."""
-    logits = torch.stack([x[index] @ weight.T for x, weight in terms]).sum(0).float() / projection.temperature
+    logits = torch.stack([x[index] @ weight.T for x, weight in terms]).sum(0).float()
+    logits = (logits if bias is None else logits + bias) / projection.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(-1, target[:, None])[:, 0]
     return TokenStats(
@@ -426,15 +450,16 @@ def cell(kind: str, technique: Technique) -> Cell:
     with uncompiled(technique):
         run = watched(made)
     plain = without_it(kind, technique)
-    if technique.changes is None or idle is not None:
+    changes = CHANGES.get((kind, technique.name), technique.changes)
+    if changes is None or idle is not None:
         check_equal(run, plain, bits=technique.name in BITWISE or idle is not None)
     else:
         check_near(run, plain, technique)
     if idle is not None:
         return Cell("no-op", idle)
     check(ACTED[technique.name](run, plain), f"{technique.name} did nothing")
-    if technique.changes is not None:
-        return Cell("not exact", technique.changes)
+    if changes is not None:
+        return Cell("not exact", changes)
     return Cell("exact", "bit by bit" if technique.name in BITWISE else "to rounding")
 
 
@@ -481,16 +506,18 @@ def check(holds: bool, otherwise: str) -> None:
 
 
 def distance(run: Run, other: Run) -> tuple[float, float]:
-    """How far apart two runs are, relatively: the most of any loss, and of the norm of any weight.
+    """How far apart two runs are, relatively: the most of any loss, and of the norm of any weight but biases of keys.
 
-    Losses that are not all positive, as those of policy gradients, are compared relative to the run's largest.
+    A softmax does not see those: their gradients are rounding alone, of which AdamW makes steps. Losses that are not
+    all positive, as those of policy gradients, are compared relative to the run's largest.
     """
     check(len(run.losses) == len(other.losses) > 0, "they took different numbers of steps")
     sizes = [abs(loss) for loss in other.losses]
     if min(other.losses) <= 0:
         sizes = [max(sizes)] * len(sizes)
     losses = max(abs(a - b) / size for a, b, size in zip(run.losses, other.losses, sizes, strict=True))
-    weights = max(float((run.weights[n].float() - w.float()).norm() / w.norm()) for n, w in other.weights.items())
+    compared = {name: w for name, w in other.weights.items() if not name.endswith("key.bias")}
+    weights = max(float((run.weights[n].float() - w.float()).norm() / w.norm()) for n, w in compared.items())
     return losses, weights
 
 
@@ -526,7 +553,8 @@ def uncompiled(*techniques: Technique) -> Any:
 
 def _policy(name: str) -> Callable[[Run, Run], bool]:
     def kept(run: Run, plain: Run) -> bool:
-        functions = [layer._gradient_checkpointing_func for layer in run.trainer.model.model.layers]
+        layers: Any = checkpointed_layers(run.trainer.model)
+        functions = [layer._gradient_checkpointing_func for layer in layers]
         return _recomputed(run, plain) and all(
             function.keywords["context_fn"].args[0] == POLICIES[name] for function in functions
         )

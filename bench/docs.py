@@ -18,6 +18,7 @@ from bench.estimate import summary as estimate_summary
 from bench.measure import GIGABYTE
 from bench.memory_docs import costs_table, longest_section, memory_section, techniques_table, write_measured
 from bench.methods import METHODS
+from bench.peer_docs import sharded_section, tasks_section
 from bench.processes import ROOT
 from bench.results import (
     ACCUMULATION,
@@ -26,7 +27,9 @@ from bench.results import (
     ESTIMATE,
     LONGEST,
     MEMORY,
+    SHARDED,
     SHARDED_ESTIMATE,
+    TASKS,
     VOCABULARY,
     dated,
     described,
@@ -87,6 +90,8 @@ def main() -> int:
     sections += [accumulation_section(result) for result in results if result.get("kind") == ACCUMULATION]
     sections += [estimate_section(result) for result in results if result.get("kind") == ESTIMATE]
     sections += [longest_section(result) for result in results if result.get("kind") == LONGEST]
+    sections += [tasks_section(result) for result in results if result.get("kind") == TASKS]
+    sections += [sharded_section(result) for result in results if result.get("kind") == SHARDED]
     sections += [not_yet_section({(result["method"], result["shape"]) for result in comparisons})]
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(section for section in sections if section), encoding="utf-8")

@@ -1,0 +1,76 @@
+"""Sections of docs/benchmarks.md for what is measured beside other libraries' trainers: tasks, and steps over ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench import sharded, tasks
+from bench.measure import GIGABYTE
+from bench.results import dated, described
+
+HEADER = ["| | | speed | peak | against it | to reach | |", "|---|---|---:|---:|---:|---:|---|"]
+Measured = Mapping[str, Any]
+
+
+def tasks_section(results: Measured) -> str:
+    """Tasks beside transformers' Trainer."""
+    rows = []
+    for task, found in results["tasks"].items():
+        target, ours = tasks.TARGETS[task], found[tasks.OURS]
+        for peer, least, most in (
+            (tasks.PLAIN, target.speed, target.peak),
+            (tasks.GROUPED, tasks.LEAST_BESIDE_GROUPED, None),
+        ):
+            rows.append(_row(task, peer, found[peer], least, most, ours))
+        rows.append(_row(task, tasks.OURS, ours))
+    intro = (
+        "Small models on rows whose lengths have a long tail, 16 a step, float32, beside transformers' Trainer with "
+        "its default collators, which pad a batch to its longest row. With `group_by_length` rows of like lengths meet "
+        "in a batch. Each library has its own defaults."
+    )
+    return _section("Tasks of transformers' Trainer", intro, rows, results, "python -m bench.tasks")
+
+
+def sharded_section(results: Measured) -> str:
+    """Steps over ranks beside TRL's."""
+    rows = []
+    for case, found in results["cases"].items():
+        theirs, ours = ({**found[who], "speed": 1 / found[who]["seconds_per_step"]} for who in ("trl", "lowtide"))
+        rows.append(_row(case, "trl", theirs, sharded.LEAST_SPEED, sharded.MOST_MEMORY, ours))
+        rows.append(_row(case, "lowtide", ours))
+    intro = (
+        "llama-22m on gsm8k, 8 rows a step over all ranks, each rank a process with one thread, over gloo. Both "
+        "libraries use the same engine and settings. The peak is that of the rank that holds most."
+    )
+    return _section("Over ranks, beside TRL", intro, rows, results, "python -m bench.sharded")
+
+
+def _row(
+    what: str,
+    who: str,
+    found: Measured,
+    least: float | None = None,
+    most: float | None = None,
+    ours: Measured | None = None,
+) -> str:
+    """A contestant; a peer has lowtide's numbers divided by its own beside what they are to be."""
+    speed = (
+        f"{found['tokens_per_second']:,.0f} tokens/s" if "speed" not in found else f"{1 / found['speed']:.2f} s/step"
+    )
+    cells = [what, who, speed, f"{found['peak_above_start_bytes'] / GIGABYTE:.2f} GB"]
+    if ours is None or least is None:
+        return f"| {' | '.join(cells)} | | | |"
+    faster = _speed(ours) / _speed(found)
+    smaller = ours["peak_above_start_bytes"] / found["peak_above_start_bytes"]
+    reached = faster >= least and (most is None or smaller <= most)
+    wanted = f"{least}x" if most is None else f"{least}x, {most}x"
+    cells += [f"{faster:.2f}x, {smaller:.2f}x", wanted, "reached" if reached else "not reached"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _speed(found: Measured) -> float:
+    return found.get("speed") or found["tokens_per_second"]
+
+
+def _section(title: str, intro: str, rows: list[str], results: Measured, command: str) -> str:
+    measured = f"{described(results['hardware'])}. {dated(results['versions'])}. Measured with `{command}`."
+    return "\n".join([f"## {title}", "", intro, "", *HEADER, *rows, "", measured, ""])

@@ -34,7 +34,7 @@ def sharded_section(results: Measured) -> str:
     """Steps over ranks beside TRL's."""
     rows = []
     for case, found in results["cases"].items():
-        theirs, ours = ({**found[who], "speed": 1 / found[who]["seconds_per_step"]} for who in ("trl", "lowtide"))
+        theirs, ours = found["trl"], found["lowtide"]
         rows.append(_row(case, "trl", theirs, sharded.LEAST_SPEED, sharded.MOST_MEMORY, ours))
         rows.append(_row(case, "lowtide", ours))
     intro = (
@@ -53,13 +53,11 @@ def _row(
     ours: Measured | None = None,
 ) -> str:
     """A contestant; a peer has lowtide's numbers divided by its own beside what they are to be."""
-    speed = (
-        f"{found['tokens_per_second']:,.0f} tokens/s" if "speed" not in found else f"{1 / found['speed']:.2f} s/step"
-    )
-    cells = [what, who, speed, f"{found['peak_above_start_bytes'] / GIGABYTE:.2f} GB"]
+    speed, text = _speed(found)
+    cells = [what, who, text, f"{found['peak_above_start_bytes'] / GIGABYTE:.2f} GB"]
     if ours is None or least is None:
         return f"| {' | '.join(cells)} | | | |"
-    faster = _speed(ours) / _speed(found)
+    faster = _speed(ours)[0] / speed
     smaller = ours["peak_above_start_bytes"] / found["peak_above_start_bytes"]
     reached = faster >= least and (most is None or smaller <= most)
     wanted = f"{least}x" if most is None else f"{least}x, {most}x"
@@ -67,8 +65,10 @@ def _row(
     return f"| {' | '.join(cells)} |"
 
 
-def _speed(found: Measured) -> float:
-    return found.get("speed") or found["tokens_per_second"]
+def _speed(found: Measured) -> tuple[float, str]:
+    if "tokens_per_second" in found:
+        return found["tokens_per_second"], f"{found['tokens_per_second']:,.0f} tokens/s"
+    return 1 / found["seconds_per_step"], f"{found['seconds_per_step']:.2f} s/step"
 
 
 def _section(title: str, intro: str, rows: list[str], results: Measured, command: str) -> str:

@@ -13,6 +13,7 @@ from lowtide.engine.forward import install, score
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.classes import TokenClasses
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
+from lowtide.engine.positions import position_table
 from lowtide.engine.probe import probe
 from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import IGNORE, OWN_TOKEN, RaggedBatch
@@ -144,3 +145,17 @@ def test_a_model_in_float64_is_proved_in_float64(kind: str):
     found = probe(build("bert", kind).double())
     assert found.isolated
     assert found.leak < 1e-12
+
+
+@pytest.mark.parametrize(("family", "taken"), [("bert", 0), ("roberta", 2), ("modernbert", None)])
+def test_a_row_may_be_as_long_as_there_are_positions_for(family: str, taken: int | None):
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model(family, **SIZES, **RAGGED[family]))
+    most = position_table(model)
+    if taken is None:
+        assert most is None  # positions are computed
+        return
+    assert most == SIZES["max_position_embeddings"] - taken
+    longest = torch.zeros(1, most, dtype=torch.long).fill_(3)
+    model(longest)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.cat([longest, longest[:, :1]], dim=1))

@@ -93,11 +93,11 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     install_dropout(inner)
     if padding_free:
         inner.set_attn_implementation(NAME)
-        vars(inner)[FIRST_POSITION] = _first_position(inner)
+        vars(inner)[FIRST_POSITION] = first_position(inner)
         install_convolution(inner)
 
 
-def _first_position(model: nn.Module) -> int:
+def first_position(model: nn.Module) -> int:
     """RoBERTa and its kin count positions from the one after that of padding."""
     counting = (each for each in model.modules() if hasattr(each, "create_position_ids_from_input_ids"))
     return next((int(cast(Any, each).padding_idx) + 1 for each in counting), 0)

@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from lowtide.engine.forward import causal_model
+from lowtide.engine.forward import causal_model, first_position
 
 TABLE = re.compile(r"(wpe|pos\w*)(\.weight)?$")
 """The names of tables of positions."""
@@ -20,4 +20,6 @@ def position_table(model: nn.Module) -> int | None:
     most = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
     named = (*inner.named_parameters(), *inner.named_buffers())
     tables = [table.shape[0] for name, table in named if table.ndim == 2 and TABLE.search(name)]
-    return most if most is not None and any(most <= rows <= most + OFFSET for rows in tables) else None
+    if most is None or not any(most <= rows <= most + OFFSET for rows in tables):
+        return None
+    return most - first_position(inner)

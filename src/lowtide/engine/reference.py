@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -31,13 +32,17 @@ class AdapterOff:
     def __init__(self, model: nn.Module, *, padding_free: bool, temperature: float = 1.0) -> None:
         self.model, self.padding_free, self.temperature = model, padding_free, temperature
 
+    def active(self) -> AbstractContextManager[None]:
+        """While it is entered, the model is this reference."""
+        return adapters_off(self.model)
+
     def __call__(self, batch: RaggedBatch) -> Tensor:
-        with adapters_off(self.model):
+        with self.active():
             return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
 
     def states(self, batch: RaggedBatch) -> TeacherStates:
         """What it makes of a batch as a teacher."""
-        with adapters_off(self.model):
+        with self.active():
             return teacher_states(self.model, batch, padding_free=self.padding_free)
 
 
@@ -57,6 +62,10 @@ class FrozenModel:
     def copy_of(cls, model: nn.Module, *, padding_free: bool = True) -> FrozenModel:
         """A copy of a model as it is, in the dtype that it is stored in."""
         return cls.of(copy.deepcopy(model), padding_free=padding_free)
+
+    def active(self) -> AbstractContextManager[None]:
+        """While it is entered, the model is this reference: always."""
+        return nullcontext()
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
         return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)

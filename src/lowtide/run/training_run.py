@@ -222,7 +222,9 @@ class TrainingRun:
             bin_tokens = self.method.rows.bin_tokens(self.args) if trained_on else None
             check_budget(budget, self.row_lengths(dataset), name, bin_tokens)
         if positions is not None:
-            check_positions(dataset, positions, name, self.args.max_completion_length if self.method.writes else 0)
+            written = self.args.max_completion_length if self.method.writes else 0
+            lengths = self.row_lengths(dataset) if getattr(self.args, "writes", False) else None
+            check_positions(dataset, positions, name, written, lengths)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@ resuming, and what is refused."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,11 +120,11 @@ def test_evaluation_is_on_the_datas_completions(tmp_path):
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}
-MIXED = {"lmbda": 0.5, "seq_kd": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
-MIXED |= {"max_steps": 4, "max_new_tokens": 5}
+MIXED = {"lmbda": 0.5, "seq_kd": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+MIXED |= {"max_steps": 3, "max_new_tokens": 5}
 
 
-@pytest.mark.parametrize("step", slow_but([2], [1, 2, 3]))
+@pytest.mark.parametrize("step", slow_but([1], [1, 2]))
 def test_resumed_anywhere_the_bits_are_the_same(step, tmp_path):
     whole = trained(tmp_path / "whole", **MIXED)
     first = distilling(tmp_path / "parts", **MIXED, **SAVING)
@@ -212,7 +211,7 @@ def other_tokens() -> Any:
 def test_a_teacher_of_other_tokens_is_refused(tmp_path):
     build_teacher().save_pretrained(tmp_path / "teacher")
     other_tokens().save_pretrained(tmp_path / "teacher")
-    with pytest.raises(ValueError, match="the tokenizer of teacher_model .* gives other ids"):
+    with pytest.raises(ValueError, match=r"the tokenizer of teacher_model .* gives other ids"):
         distilling(tmp_path, arguments={"teacher_model": str(tmp_path / "teacher")})
 
 
@@ -248,7 +247,7 @@ def test_texts_without_prompts_need_their_own_completions(tmp_path):
 
 def test_a_conversation_has_to_end_with_an_answer(tmp_path):
     rows = Dataset.from_list([{"messages": [{"role": "user", "content": "And?"}]}])
-    with pytest.raises(ValueError, match="row 0 .*does not end with what the assistant answers"):
+    with pytest.raises(ValueError, match=r"row 0 .*does not end with what the assistant answers"):
         distilling(tmp_path, arguments={"train_dataset": rows})
 
 

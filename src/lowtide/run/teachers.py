@@ -31,7 +31,7 @@ class TeacherMaker(ReferenceMaker):
     def __init__(self, args: Any, requested: Any, *, adapters_came: bool) -> None:
         requested = args.teacher_model_name_or_path if requested is None else requested
         init = args.teacher_model_init_kwargs
-        if init and not isinstance(requested, str):
+        if init and not isinstance(requested, str) and not _is_fake(requested):
             found = (
                 "there is no name to load one by" if requested is None else "the teacher_model that was passed is one"
             )
@@ -39,7 +39,7 @@ class TeacherMaker(ReferenceMaker):
                 f"teacher_model_init_kwargs ({', '.join(init)}) are for a teacher that is loaded by its name, and "
                 f"{found}: leave them out, or pass the teacher's name"
             )
-        self.in_dtype_of_policy = "dtype" not in model_init(init)
+        self.in_dtype_of_policy = not model_init(init).keys() & {"dtype", "quantization_config"}
         super().__init__(args, requested, adapters_came=adapters_came)
 
     def make(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
@@ -54,7 +54,7 @@ class TeacherMaker(ReferenceMaker):
 
     def _runs(self, frozen: nn.Module, engine: Engine) -> dict[str, Any]:
         """Without padding where the teacher itself is proved to keep segments apart."""
-        if not engine.padding_free or isinstance(next(frozen.parameters()), FakeTensor):
+        if not engine.padding_free or _is_fake(frozen):
             return {}
         whole = self.args.ref_model_storage == "same" and not self.args.sharding.cuts_weights
         if whole and not getattr(causal_model(frozen), "is_quantized", False):
@@ -84,6 +84,11 @@ class TeacherMaker(ReferenceMaker):
                 f"one of {tokens}: it predicts other tokens. Pass a teacher with the student's tokenizer"
             )
         return reference
+
+
+def _is_fake(model: nn.Module | None) -> bool:
+    """Whether its tensors have no memory, as in a plan."""
+    return model is not None and isinstance(next(model.parameters()), FakeTensor)
 
 
 def _title(model: nn.Module) -> str:

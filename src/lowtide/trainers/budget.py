@@ -37,6 +37,7 @@ def fit_budget(
     peft_config: Any,
     quantization_config: Any,
     reward_funcs: Any = None,
+    teacher_model: Any = None,
 ) -> Fitted:
     """Chooses what fits `memory_budget`, and sets it in the config.
 
@@ -66,6 +67,7 @@ def fit_budget(
         peft_config=peft_config,
         quantization_config=quantization_config,
         reward_funcs=reward_funcs,
+        teacher_model=teacher_model,
     )
     room = budget_bytes(args.memory_budget, run.device)
     plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import nn
@@ -39,6 +40,9 @@ class DistillationTrainer(ReferenceTrainer):
     def teacher_model(self) -> nn.Module | None:
         """The teacher; None where it is the student without adapters."""
         return self.ref_model
+
+    def _to_plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super()._to_plan(given), "teacher_model": given["teacher_model"]}
 
     def _writer(self, who: str, teacher: AdapterOff | FrozenModel | None) -> Writer:
         model = self.training_run.model if teacher is None else teacher.model

@@ -16,6 +16,7 @@ from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.tracing.described_model import config_of_model
 from lowtide.planner.tracing.reward_models import DescribedRewards
+from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.trainers.reports.reported import Reported
 
@@ -36,6 +37,7 @@ def run_of(
     peft_config: Any = None,
     quantization_config: Any = None,
     reward_funcs: Any = None,
+    teacher_model: Any = None,
 ) -> PlannedRun:
     """What is trained, with the user's own settings; of a model that is there, or by its name."""
     own = {**requested, "output_dir": args.output_dir}
@@ -64,6 +66,7 @@ def run_of(
         quantization_config,
         samples=False,
         rewards=rewards,
+        teacher=DescribedTeacher.of(teacher_model, args),
     )
 
 
@@ -119,6 +122,7 @@ def predicted(
         requested={**trainer.args.requested, **trainer.planned.settings},
         peft_config=next(iter(adapters.values()), None),
         reward_funcs=getattr(trainer, "reward_models", None),
+        teacher_model=getattr(trainer, "teacher_model", None),
     )
     return in_tracing_process(_estimates, run, trainer.train_dataset, changes, beside)
 

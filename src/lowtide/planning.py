@@ -86,7 +86,7 @@ def estimate(
     if (lengths is None) == (dataset is None):
         raise ValueError("estimate needs either `lengths` or `dataset`, to know what a step will see")
     rewards = DescribedRewards.of(_rewards(inputs.pop("reward_funcs", None), config))
-    teacher = DescribedTeacher.of(inputs.pop("teacher_model", None), config)
+    inputs["teacher_model"] = DescribedTeacher.of(inputs.get("teacher_model"), config)
     init = model_init(
         cast(Any, config.model_init_kwargs),
         trust_remote_code=config.trust_remote_code,
@@ -100,7 +100,6 @@ def estimate(
         device_named(device).with_rates(),
         _spread(config, sharding, world_size),
         rewards,
-        teacher,
         {**inputs, "quantization_config": init.get("quantization_config")},
     )
 
@@ -122,7 +121,6 @@ def _estimated(
     device: Device,
     sharding: Sharding | None,
     rewards: DescribedRewards,
-    teacher: DescribedTeacher | None,
     inputs: ModelInputs,
 ) -> Estimate:
     """See `estimate`; rows are a dataset, or lengths."""
@@ -132,8 +130,7 @@ def _estimated(
         if isinstance(rows, Dataset)
         else Dataset.from_list(rows_of(rows, writes=method_of(config).writes is not None))
     )
-    beside: dict[str, Any] = {"rewards": rewards, "teacher": teacher}
-    run = FakeRun(method_of(config), config, described, dataset, prepared=prepared, **beside, **inputs)
+    run = FakeRun(method_of(config), config, described, dataset, prepared=prepared, rewards=rewards, **inputs)
     return estimate_run(run, device, sharding=sharding)
 
 

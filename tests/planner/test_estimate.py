@@ -91,7 +91,7 @@ def run_of_case(case: str, folder: str, **sizes: int) -> FakeRun:
     config, rows = config_of(name, options, folder), Dataset.from_list(rows_of(lengths))
     described, method = kind(**{**SIZES, **sizes}), method_of(config)
     teacher = DescribedTeacher.of(TEACHER, config) if method.taught else None
-    return FakeRun(method, config, described, rows, peft_config=peft_config, prepared=True, teacher=teacher)
+    return FakeRun(method, config, described, rows, peft_config=peft_config, prepared=True, teacher_model=teacher)
 
 
 def allocated(case: str, folder: str) -> int:

@@ -34,7 +34,7 @@ def estimated(folder: Any, teacher: Any = TEACHER, **options: Any) -> Estimate:
     always = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "save_strategy": "no"}
     config = lowtide.GKDConfig(**always | {"per_device_train_batch_size": 2, "lmbda": 0.0} | options)
     described = DescribedTeacher.of(teacher, config)
-    run = FakeRun(method_of(config), config, STUDENT, talks(8), processing_class=tokenizer(), teacher=described)
+    run = FakeRun(method_of(config), config, STUDENT, talks(8), processing_class=tokenizer(), teacher_model=described)
     return estimate_run(run, CPU, beside=0)
 
 

@@ -40,9 +40,7 @@ def talks(count: int = 24, seed: int = 0) -> Dataset:
     return Dataset.from_list([{"messages": [user(ask), assistant(answer)]} for ask, answer in sums(count, seed)])
 
 
-def distilling(
-    folder: Path, *, model: Any = None, arguments: dict[str, Any] | None = None, **options: Any
-) -> GKDTrainer:
+def distilling(folder: Path, *, model: Any = None, arguments: dict[str, Any] | None = None, **options: Any) -> Any:
     """A trainer that writes into a folder; its models are in float64, but for the norms of Llama."""
     given = {"teacher_model": build_teacher(), "train_dataset": talks()} | (arguments or {})
     return GKDTrainer(
@@ -53,7 +51,7 @@ def distilling(
     )
 
 
-def trained(folder: Path, **options: Any) -> GKDTrainer:
+def trained(folder: Path, **options: Any) -> Any:
     trainer = distilling(folder, **options)
     trainer.train()
     return trainer

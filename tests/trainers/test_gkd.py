@@ -74,7 +74,7 @@ def greedily(model: Any, prompt: list[int], most: int) -> list[int]:
 
 @pytest.mark.parametrize("who", ["student", "teacher"])
 def test_completions_are_those_of_generate_at_a_low_temperature(who, tmp_path):
-    options = {"lmbda": 1.0} if who == "student" else {"seq_kd": True}
+    options: dict[str, Any] = {"lmbda": 1.0} if who == "student" else {"seq_kd": True}
     trainer = distilling(tmp_path, temperature=1e-4, max_steps=1, **options)
     writer = build_model("llama").double() if who == "student" else build_teacher()
     seen = seen_batches(trainer)

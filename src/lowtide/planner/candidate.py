@@ -84,7 +84,7 @@ class PlannedRun:
             peft_config=self.adapters(options),
             quantization_config=self.quantization_config,
             rewards=self.rewards,
-            teacher=self.teacher,
+            teacher_model=self.teacher,
             prepared=True,
         )
 

@@ -75,6 +75,9 @@ class ModelInputs(TypedDict, total=False):
     """Adapters to put on the model."""
     quantization_config: Any
     """How its weights are stored: a `BitsAndBytesConfig` with `load_in_4bit`, for QLoRA."""
+    teacher_model: Any
+    """Of a method with one, as the trainer takes it, its config, or a `DescribedTeacher`; by default the one that the
+    options name."""
 
 
 class RunInputs(ModelInputs, total=False):
@@ -83,8 +86,6 @@ class RunInputs(ModelInputs, total=False):
     reward_funcs: Any
     """What rewards completions, as the trainer takes it, or the config of a reward model. A function takes nothing;
     a reward model takes its weights, and a forward."""
-    teacher_model: Any
-    """The teacher, as the trainer takes it, or its config; by default the one that the options name."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,6 @@ class FakeRun:
         prepared: whether the rows are token rows already.
         samples: whether a sample may stand for rows that have yet to be prepared.
         rewards: the reward models, of a method whose policy writes.
-        teacher: of a method with one.
         inputs: see `ModelInputs`.
 
     Raises:
@@ -149,7 +149,6 @@ class FakeRun:
         prepared: bool = False,
         samples: bool = True,
         rewards: DescribedRewards = NO_REWARD_MODELS,
-        teacher: DescribedTeacher | None = None,
         **inputs: Unpack[ModelInputs],
     ) -> None:
         check_arguments_known("a run", inputs, ModelInputs.__annotations__)
@@ -164,7 +163,7 @@ class FakeRun:
         self.quantization_config = inputs.get("quantization_config")
         self.method, self.prepared, self.gathers = method, prepared, False
         self.samples = samples and not getattr(config, "packing", False)  # a sample may not fill a batch of bins
-        self.rewards, self.teacher = rewards, teacher
+        self.rewards, self.teacher = rewards, DescribedTeacher.of(inputs.get("teacher_model"), self.config)
         self.sequence_parallel = 1
         self.notes: tuple[str, ...] = ()
         self.rehearsal = bool(config.rehearsal)

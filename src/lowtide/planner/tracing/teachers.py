@@ -30,12 +30,14 @@ class DescribedTeacher:
         """The teacher that is given, else the one that a run's options name; None without either.
 
         Args:
-            teacher: a model, its config, or a path or hub name of it.
+            teacher: a model, its config, a path or hub name of it, or what describes it already.
             options: a config, or options by name.
 
         Raises:
             ValueError: there is no model under the name.
         """
+        if isinstance(teacher, DescribedTeacher):
+            return teacher
         given = options if isinstance(options, Mapping) else vars(options)
         teacher = given.get("teacher_model_name_or_path") if teacher is None else teacher
         if teacher is None:

@@ -31,7 +31,7 @@ from lowtide.run.options.configs import method_of
 from lowtide.step.heaviest import heaviest_rows, row_lengths
 from lowtide.trainers.public import trainer_class
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 8_000,
     "hidden_size": 192,
     "intermediate_size": 768,

@@ -195,6 +195,13 @@ def test_a_teacher_by_name_is_loaded_as_its_options_say(tmp_path):
     assert plain.teacher_model.dtype == torch.float64  # the student's
 
 
+def test_the_report_says_who_teaches_and_who_writes(tmp_path):
+    lines = dict(distilling(tmp_path, lmbda=0.5, seq_kd=True).report_lines())
+    assert lines["teacher"].startswith("the teacher Qwen2ForCausalLM, ")
+    assert lines["written by the student"].startswith("lowtide's own")
+    assert lines.keys() == {"teacher", "written by the student", "written by the teacher"}
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

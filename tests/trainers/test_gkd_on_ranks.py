@@ -1,4 +1,4 @@
-"""Distillation on two ranks, whole copies, FSDP2's shards and ZeRO-3's, trains what one rank does; so does what is written."""
+"""Distillation on two ranks (whole copies, FSDP2, ZeRO-3) trains, and writes, what one rank does."""
 
 from __future__ import annotations
 

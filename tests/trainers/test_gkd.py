@@ -124,7 +124,8 @@ MIXED = {"lmbda": 0.5, "seq_kd": True, "per_device_train_batch_size": 1, "gradie
 MIXED |= {"max_steps": 3, "max_new_tokens": 5}
 
 
-@pytest.mark.parametrize("step", slow_but([1], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2])
 def test_resumed_anywhere_the_bits_are_the_same(step, tmp_path):
     whole = trained(tmp_path / "whole", **MIXED)
     first = distilling(tmp_path / "parts", **MIXED, **SAVING)
@@ -156,6 +157,17 @@ def test_with_adapters_the_model_without_them_can_teach(tmp_path):
     assert losses(own).min() > 0
     assert own.teacher_model is None
     assert_close(own, copied)
+
+
+def test_a_teacher_that_needs_padded_rows_gets_them(tmp_path):
+    def taught(name: str, **options: Any) -> Any:
+        bloom = {"model_type": "bloom", "n_head": 4, "n_layer": 2, "hidden_size": 32, "hidden_dropout": 0.0}
+        return trained(tmp_path / name, arguments={"teacher_model": build_teacher(**bloom)}, **options)
+
+    found, padded = taught("a"), taught("b", padding_free=False)
+    assert (found.padding_free, found.reference.padding_free) == (True, False)
+    assert_close(found, padded)
+    assert "transformers' generate" in taught("c", seq_kd=True, max_steps=1).written_by["the teacher"]
 
 
 def test_of_a_padded_vocabulary_the_common_rows_count(tmp_path):

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.torch import FakeTensor
+from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.forward import causal_model, embedding_weight, vocabulary
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.probe import probe
@@ -56,10 +57,15 @@ class TeacherMaker(ReferenceMaker):
         """Without padding where the teacher itself is proved to keep segments apart."""
         if not engine.padding_free or _is_fake(frozen):
             return {}
+        inner = causal_model(frozen)
         whole = self.args.ref_model_storage == "same" and not self.args.sharding.cuts_weights
-        if whole and not getattr(causal_model(frozen), "is_quantized", False):
+        if whole and not getattr(inner, "is_quantized", False):
             frozen.to(self.args.device)
-        return {"padding_free": probe(frozen).isolated}
+        implementation = attention_implementation(inner.config) or "eager"
+        isolated = probe(frozen).isolated
+        if not isolated:
+            inner.set_attn_implementation(implementation)
+        return {"padding_free": isolated}
 
     def _text(self, reference: nn.Module, *, own_model: bool) -> str:
         exact = "" if self.args.ref_model_storage in ("same", "cpu") else ", not exact"

@@ -89,6 +89,10 @@ CASES = {
         "gsm8k": Case(gsm8k_pairs, pairs_source, speed_target=5.0, peak_target=0.15),
         "longtail": Case(longtail_pairs, longtail_preferences, speed_target=12.0, peak_target=0.15),
     },
+    "gkd": {
+        "gsm8k": Case(gsm8k_rows, gsm8k_source, speed_target=3.0, peak_target=0.2),
+        "longtail": Case(longtail_rows, longtail_source, speed_target=4.0, peak_target=0.2),
+    },
     "kto": {
         "gsm8k": Case(gsm8k_labelled, labelled_source, speed_target=4.0, peak_target=0.2),
         "longtail": Case(longtail_labelled, longtail_preferences, speed_target=4.0, peak_target=0.2),

@@ -19,7 +19,7 @@ from bench.contestants import Contestant, common_flags
 from bench.measure import PeakMeter, hardware, matmul_rate, now
 from bench.methods import METHODS, Method
 from bench.processes import MARK
-from bench.shapes import SHAPES, Shape, build_model, build_reward_model, parameter_counts
+from bench.shapes import SHAPES, Shape, build_model, build_reward_model, build_teacher, parameter_counts
 from bench.tokenizer import load_tokenizer
 
 
@@ -70,6 +70,7 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
             processing_class=tokenizer,
             callbacks=[timer],
             **reference_for(method, contestant, model),
+            **teacher_for(method, contestant, shape),
         )
         result = trainer.train()
         memory = meter.stop()
@@ -78,7 +79,7 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "step_seconds": differences(timer.ends)[timed],
         "step_cpu_seconds": differences(timer.cpu_ends)[timed],
-        "step_tokens": tokens_by_step(method, contestant, trainer.train_dataset, steps)[timed],
+        "step_tokens": tokens_by_step(method, contestant, in_tokens(trainer.train_dataset, tokenizer), steps)[timed],
         "loss": result.training_loss,
         "parameters": total,
         "multiplied_parameters": multiplied,
@@ -90,6 +91,18 @@ def reference_for(method: Method, contestant: Contestant, model: Any) -> dict[st
     """The copy that TRL is given where lowtide makes its own; see `methods.py`."""
     given = method.reference and contestant.package == "trl"
     return {"ref_model": copy.deepcopy(model)} if given else {}
+
+
+def teacher_for(method: Method, contestant: Contestant, shape: Shape) -> dict[str, Any]:
+    """The teacher of a method that has one, alike in both libraries."""
+    return {"teacher_model": build_teacher(shape, contestant.fastest_attention)} if method.teacher else {}
+
+
+def in_tokens(dataset: Any, tokenizer: Any) -> Any:
+    """Prepared rows; those of a trainer that renders conversations batch by batch are rendered here."""
+    if "messages" not in dataset.column_names or "input_ids" in dataset.column_names:
+        return dataset
+    return dataset.map(lambda row: {"input_ids": tokenizer.apply_chat_template(row["messages"], return_dict=False)})
 
 
 def differences(values: list[float]) -> list[float]:

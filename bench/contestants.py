@@ -48,6 +48,13 @@ DPO_CONTESTANTS = {
     ),
 }
 
+ON_THE_DATA = {"lmbda": 0.0}
+GKD_CONTESTANTS = {
+    "trl": Contestant("trl.experimental.gkd", ON_THE_DATA),
+    "lowtide": Contestant("lowtide", ON_THE_DATA),
+}
+"""Distillation on the data's completions: what is written differs from run to run, and so would the tokens."""
+
 DEFAULTS = {"trl": Contestant("trl"), "lowtide": Contestant("lowtide")}
 """For methods that are measured with the defaults alone."""
 

@@ -6,14 +6,15 @@ reference's forward, KTO's mismatched completions) is part of the time and not o
 
 Where a method compares the policy with a reference, lowtide's trainer makes its frozen copy by itself. TRL's can only
 load one by the model's name, and these models have none, so it is given a copy, made after the meter has started: in
-both libraries the reference is part of the peak.
+both libraries the reference is part of the peak. A teacher is given to both, of the student's shape with twice the
+layers, and made after the meter has started.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.contestants import DEFAULTS, DPO_CONTESTANTS, SFT_CONTESTANTS, Contestant
+from bench.contestants import DEFAULTS, DPO_CONTESTANTS, GKD_CONTESTANTS, SFT_CONTESTANTS, Contestant
 
 Row = dict[str, Any]
 
@@ -32,6 +33,8 @@ class Method:
     """Whether the policy is compared with a copy of itself."""
     rewards: bool = False
     """Whether the model gives one value a row, in place of logits."""
+    teacher: bool = False
+    """Whether the model learns from another one."""
 
 
 def tokens_of_text(row: Row) -> int:
@@ -50,6 +53,7 @@ def tokens_of_completion(row: Row) -> int:
 METHODS = {
     "sft": Method("SFT", "SFTConfig", "SFTTrainer", SFT_CONTESTANTS, tokens_of_text),
     "dpo": Method("DPO", "DPOConfig", "DPOTrainer", DPO_CONTESTANTS, tokens_of_pair, reference=True),
+    "gkd": Method("GKD", "GKDConfig", "GKDTrainer", GKD_CONTESTANTS, tokens_of_text, teacher=True),
     "kto": Method("KTO", "KTOConfig", "KTOTrainer", DEFAULTS, tokens_of_completion, reference=True),
     "reward": Method("Reward model", "RewardConfig", "RewardTrainer", DEFAULTS, tokens_of_pair, rewards=True),
 }

@@ -6,7 +6,7 @@ ones (config.json of Qwen/Qwen2.5-0.5B, Qwen/Qwen2.5-7B and Qwen/Qwen3-8B), and 
 Llama-3.1 with 8B, 70B and 405B, without the scaling of their rotary embeddings.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -122,6 +122,14 @@ def build_model(shape: Shape, fastest_attention: bool = False):
     return _build(AutoModelForCausalLM, shape, fastest_attention)
 
 
+def build_teacher(shape: Shape, fastest_attention: bool = False):
+    """Returns a model of the same shape with twice the layers, and other weights."""
+    from transformers import AutoModelForCausalLM
+
+    deeper = replace(shape, config=shape.config | {"num_hidden_layers": 2 * shape.config["num_hidden_layers"]})
+    return _build(AutoModelForCausalLM, deeper, fastest_attention, seed=1)
+
+
 def build_reward_model(shape: Shape, pad_token_id: int, fastest_attention: bool = False):
     """Returns a model of the same shape that gives one value a row in place of logits."""
     from transformers import AutoModelForSequenceClassification
@@ -130,11 +138,11 @@ def build_reward_model(shape: Shape, pad_token_id: int, fastest_attention: bool 
     return _build(AutoModelForSequenceClassification, shape, fastest_attention, **options)
 
 
-def _build(auto_class: Any, shape: Shape, fastest_attention: bool, **options: Any):
+def _build(auto_class: Any, shape: Shape, fastest_attention: bool, seed: int = 0, **options: Any):
     import torch
     from transformers import AutoConfig
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(**shape.config, **options)
     attention = {"attn_implementation": attention_for(shape)} if fastest_attention else {}
     with torch.device(shape.device):

@@ -18,6 +18,7 @@ STUB = Path(__file__).parent.parent / "src/lowtide/trainers/public.pyi"
 TYPES = {
     "model": "str | os.PathLike | nn.Module",
     "ref_model": "str | os.PathLike | nn.Module | None",
+    "teacher_model": "str | os.PathLike | nn.Module | None",
     "args": "TrainingArguments | None",
     "data_collator": "Callable | None",
     "train_dataset": "Dataset | IterableDataset | None",

@@ -25,6 +25,8 @@ NAMES = [
     "DataCollatorWithFlattening",
     "DatasetConfig",
     "DatasetMixtureConfig",
+    "GKDConfig",
+    "GKDTrainer",
     "GRPOConfig",
     "GRPOTrainer",
     "KTOConfig",

@@ -26,6 +26,7 @@ from lowtide.planner.plan import Plan, make_plan
 from lowtide.planner.tracing.described_model import config_of_model
 from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs, RunInputs
 from lowtide.planner.tracing.reward_models import DescribedRewards
+from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.ranks.sharding import Sharding
 from lowtide.run.options.configs import ConfigState, method_named, method_of
@@ -85,6 +86,7 @@ def estimate(
     if (lengths is None) == (dataset is None):
         raise ValueError("estimate needs either `lengths` or `dataset`, to know what a step will see")
     rewards = DescribedRewards.of(_rewards(inputs.pop("reward_funcs", None), config))
+    inputs["teacher_model"] = DescribedTeacher.of(inputs.get("teacher_model"), config)
     init = model_init(
         cast(Any, config.model_init_kwargs),
         trust_remote_code=config.trust_remote_code,
@@ -230,9 +232,9 @@ def _run(
         processing_class = load_tokenizer(model, **config_init(init))
     adapters, quantized = inputs.get("peft_config"), init.get("quantization_config")
     rewards = DescribedRewards.of(_rewards(inputs.get("reward_funcs"), given))
-    run = PlannedRun(
-        declared, described, given, place.with_rates(), processing_class, adapters, quantized, rewards=rewards
-    )
+    teacher = DescribedTeacher.of(inputs.get("teacher_model"), given)
+    beside: dict[str, Any] = {"rewards": rewards, "teacher": teacher}
+    run = PlannedRun(declared, described, given, place.with_rates(), processing_class, adapters, quantized, **beside)
     return run, load_rows(dataset)
 
 

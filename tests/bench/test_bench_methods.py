@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.cases import CASES, Row
-from bench.child import reference_for
+from bench.child import reference_for, teacher_for
 from bench.compare import Run, parse
 from bench.generated import LONGEST
 from bench.methods import METHODS, tokens_of_completion, tokens_of_pair
@@ -31,7 +31,7 @@ def test_names_of_a_method_resolve(name: str):
     assert CASES[name].keys() == {"gsm8k", "longtail"}
     assert {"trl", "lowtide"} <= method.contestants.keys()
     for contestant in method.contestants.values():
-        if contestant.package == "trl":
+        if contestant.package != "lowtide":
             pytest.importorskip("trl")
         package = importlib.import_module(contestant.package)
         flags = getattr(package, method.config).__dataclass_fields__
@@ -120,3 +120,12 @@ def test_most_allocated_is_the_peak_of_tensors_made_since_the_start(tmp_path: Pa
         del second, third
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     assert 2 << 20 <= most_allocated(tmp_path / "trace.json") < (2 << 20) + 4096
+
+
+def test_both_libraries_are_given_a_teacher_where_there_is_one():
+    method = METHODS["gkd"]
+    for contestant in method.contestants.values():
+        teacher = teacher_for(method, contestant, TINY)["teacher_model"]
+        assert teacher.config.num_hidden_layers == 2
+        assert not teacher.lm_head.weight.equal(build_model(TINY).lm_head.weight)
+    assert teacher_for(METHODS["sft"], METHODS["sft"].contestants["trl"], TINY) == {}

@@ -23,6 +23,7 @@ from lowtide.methods import METHODS
 from lowtide.planner.allocators.replay import peaks, run_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing.trace import Event
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, unrolled
 from lowtide.planning import estimate, estimate_method, plan, rows_of
@@ -30,7 +31,7 @@ from lowtide.run.options.configs import method_of
 from lowtide.step.heaviest import heaviest_rows, row_lengths
 from lowtide.trainers.public import trainer_class
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 8_000,
     "hidden_size": 192,
     "intermediate_size": 768,
@@ -63,7 +64,10 @@ CASES: dict[str, tuple[str, dict[str, Any], list, type, Any]] = {
     "reward": ("RewardConfig", {}, PAIRS, LlamaConfig, None),
     "token classification": ("TokenClassificationConfig", {}, TEXTS, BertConfig, None),
     "orpo": ("ORPOConfig", {}, PAIRS, LlamaConfig, None),
+    "gkd": ("GKDConfig", {"lmbda": 0.0}, TEXTS, LlamaConfig, None),
+    "gkd, LoRA": ("GKDConfig", {"lmbda": 0.0, "beta": 0.0}, TEXTS, LlamaConfig, LORA),
 }
+TEACHER = Qwen2Config(**{**SIZES, "hidden_size": 240, "num_hidden_layers": 9})
 
 PACKAGES = {"sft, bitsandbytes": "bitsandbytes", "sft, torchao": "torchao", "sft, GaLore": "galore_torch"}
 
@@ -85,8 +89,9 @@ def config_of(name: str, options: dict[str, Any], folder: str) -> Any:
 def run_of_case(case: str, folder: str, **sizes: int) -> FakeRun:
     name, options, lengths, kind, peft_config = CASES[case]
     config, rows = config_of(name, options, folder), Dataset.from_list(rows_of(lengths))
-    described = kind(**{**SIZES, **sizes})
-    return FakeRun(method_of(config), config, described, rows, peft_config=peft_config, prepared=True)
+    described, method = kind(**{**SIZES, **sizes}), method_of(config)
+    teacher = DescribedTeacher.of(TEACHER, config) if method.taught else None
+    return FakeRun(method, config, described, rows, peft_config=peft_config, prepared=True, teacher_model=teacher)
 
 
 def allocated(case: str, folder: str) -> int:
@@ -110,7 +115,8 @@ def allocated(case: str, folder: str) -> int:
     rows = Dataset.from_list([rows[row] for row in heaviest] * (4 if len(heaviest) < 4 else 2))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = made.from_config(kind(**SIZES, **({"num_labels": 1} if rewards else {})))
-        OnPreparedRows(model, args=args, train_dataset=rows, peft_config=peft_config).train()
+        beside = {"teacher_model": made.from_config(TEACHER)} if method_of(args).taught else {}
+        OnPreparedRows(model, args=args, train_dataset=rows, peft_config=peft_config, **beside).train()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda each: each.start_ns())))
 
@@ -149,7 +155,7 @@ def test_the_trace_is_what_tensors_take(case, tmp_path, elsewhere):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["sft", "sft, several micro-batches", "sft, LoRA", "dpo", "sft, in backward"])
+@pytest.mark.parametrize("case", ["sft", "sft, several micro-batches", "sft, LoRA", "dpo", "sft, in backward", "gkd"])
 def test_five_layers_tell_what_eight_do(case, tmp_path):
     """Every part of the run bears and buries as many blocks of each size, and holds as much, in each phase."""
     device, few, whole = device_named("cpu"), TRACED_LAYERS, 8

@@ -13,7 +13,7 @@ import functools
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ from lowtide.ops.linear_logprobs import TokenStats
 TRAINERS = ("SFT", "DPO", "KTO", "Reward", "ORPO", "CPO", "BCO")
 ONLINE = ("GRPO", "RLOO", "OnlineDPO", "PPO")
 ENCODERS = ("TokenClassification", "MaskedLM")
-EVERY_TRAINER = (*TRAINERS, *ONLINE, *ENCODERS)
+TAUGHT = ("GKD",)
+EVERY_TRAINER = (*TRAINERS, *ONLINE, *TAUGHT, *ENCODERS)
 """The columns of the table; other tests go by `TRAINERS`, since a run of an online trainer takes longer, and not all
 that holds for decoders is meant for encoders."""
 UNPAIRED = ("KTO", "BCO")
@@ -91,6 +92,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "RLOO": {**ONE_ROLLOUT, "num_iterations": STEPS, "learning_rate": 2e-4, "epsilon": 0.5, "beta": 0.1},
     "OnlineDPO": {"max_completion_length": 24, "shuffle_dataset": False, "learning_rate": 1e-3},
     "PPO": {**ONE_ROLLOUT, "num_ppo_epochs": STEPS, "learning_rate": 2e-4, "cliprange": 0.5, "vf_coef": 1.0},
+    "GKD": {"lmbda": 0.0},
     "MaskedLM": {"mlm_probability": 0.3},
 }
 """Options of every run of a trainer.
@@ -187,9 +189,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", mask_token="<mask>")
 
 
-def build(kind: str, intermediate_size: int) -> PreTrainedModel:
+def build(kind: str, intermediate_size: int, seed: int = 0) -> PreTrainedModel:
     """Two layers, with weights large enough for attention to be far from uniform."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer()),
         "hidden_size": 32,
@@ -231,6 +233,8 @@ def rows(kind: str) -> Dataset:
             for name in ("chosen", "rejected")
         ]
         return Dataset.from_list(singles)
+    if kind in TAUGHT:
+        return Dataset.from_list([{"prompt": row["prompt"], "completion": row["rejected"]} for row in pairs])
     return Dataset.from_list(pairs)
 
 
@@ -251,8 +255,11 @@ def is_answer(completions: list[str], answer: list[str], **_: Any) -> list[float
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
 
-def rollouts(kind: str) -> dict[str, Any]:
-    """Arguments of an online trainer: the same completions are written in every run, and rewarded."""
+def beside(kind: str) -> dict[str, Any]:
+    """Further arguments of a trainer. Of an online one: the same completions are written in every run, and rewarded. Of
+    one that distils: a teacher."""
+    if kind in TAUGHT:
+        return {"teacher_model": build(kind, 64, seed=1)}
     return {"rollout_func": write, "reward_funcs": is_answer} if kind in ONLINE else {}
 
 
@@ -325,7 +332,7 @@ def make(
     """A trainer on the rows of its kind, by default of all weights of the tiny Llama.
 
     Args:
-        arguments: of the trainer, in place of the completions and rewards of `rollouts`.
+        arguments: of the trainer, in place of the completions and rewards of `beside`.
     """
     trainer_class, config_class = classes(kind)
     options = {"output_dir": str(folder()), **COMMON, **OF_KIND.get(kind, {}), **options}
@@ -339,7 +346,7 @@ def make(
             train_dataset=rows(kind),
             processing_class=tokenizer(),
             peft_config=peft_config,
-            **(rollouts(kind) if arguments is None else arguments),
+            **(beside(kind) if arguments is None else arguments),
         )
     if options.get("activation_offloading"):
         made.run.offload = SmallOffload.last
@@ -395,26 +402,41 @@ def watching(run: Run, model: Any) -> Iterator[None]:
 # -- without the fused head ----------------------------------------------------------------------------------------
 
 
+def dense_distribution(terms: Any, index: Any, projection: Any, bias: Tensor | None = None) -> Tensor:
+    """[scores, vocab]: log-probabilities of all tokens."""
+    logits = torch.stack([x[index] @ weight.T for x, weight in terms]).sum(0).float()
+    return torch.log_softmax((logits if bias is None else logits + bias) / projection.temperature, dim=-1)
+
+
 def dense_logprobs(
     terms: Any, index: Tensor, target: Tensor, *, want: Any, projection: Any, bias: Tensor | None = None, **_: Any
 ) -> TokenStats:
     """`linear_logprobs` by all the logits."""
-    logits = torch.stack([x[index] @ weight.T for x, weight in terms]).sum(0).float()
-    logits = (logits if bias is None else logits + bias) / projection.temperature
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = dense_distribution(terms, index, projection, bias)
     chosen = logprobs.gather(-1, target[:, None])[:, 0]
     return TokenStats(
         chosen,
         -(logprobs.exp() * logprobs).sum(-1) if want.entropies else None,
         logprobs.mean(-1) if want.mean_logprobs else None,
-        logits.argmax(-1) == target if want.top1 else None,
+        logprobs.argmax(-1) == target if want.top1 else None,
     )
 
 
 def dense_loss(terms: Any, index: Tensor, target: Tensor, loss: Any, *, factor: Any, **more: Any) -> Any:
     """`linear_loss` by all the logits."""
     stats = dense_logprobs(terms, index, target, **more)
+    if more.get("teacher") is not None:
+        stats = replace(stats, divergences=dense_divergences(terms, index, **more))
     return factor * loss(stats).sum(), stats
+
+
+def dense_divergences(terms: Any, index: Tensor, *, teacher: Any, projection: Any, **_: Any) -> Tensor:
+    """Generalized Jensen-Shannon divergences from a teacher."""
+    log_q = dense_distribution(terms, index, projection)
+    log_p = dense_distribution(teacher.terms, slice(None), teacher.projection)
+    log_m = (teacher.beta * log_p.exp() + (1 - teacher.beta) * log_q.exp()).log()
+    parts = zip((teacher.beta, 1 - teacher.beta), (log_p, log_q), strict=True)
+    return sum(share * (each.exp() * (each - log_m)).sum(-1) for share, each in parts)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -66,6 +66,8 @@ LAYOUT: dict[str, list[str]] = {
     ],
     "reference": [
         "ref_model",
+        "teacher_model_name_or_path",
+        "teacher_model_init_kwargs",
         "precompute_ref_log_probs",
         "precompute_ref_batch_size",
         "ref_model_storage",

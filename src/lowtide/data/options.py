@@ -68,6 +68,8 @@ class PrepareOptions(TokenOptions):
     """Called with one row, returns its text or its messages."""
     assistant_only_loss: bool = False
     """Score only what the assistant says; for conversations."""
+    last_turn_only: bool = False
+    """Score only the last message of a conversation: it is the completion, and what stands before it the prompt."""
     completion_only_loss: bool | None = None
     """Score only completions. None: where rows have a prompt and a completion, or a `completion_mask`."""
     packing_strategy: Strategy = "bfd"

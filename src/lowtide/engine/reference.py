@@ -6,16 +6,20 @@ before training, after which no reference is resident; a frozen copy.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.engine.adapters import adapter_of, adapters_off
 from lowtide.engine.forward import causal_model, embedding_weight, install, score_shared
-from lowtide.engine.heads.head import Head, Scores
+from lowtide.engine.heads.head import Head, Scores, TeacherStates
+from lowtide.engine.heads.head_parts import head_parts, projection_of
+from lowtide.engine.heads.hidden_states import HiddenStates
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.merging import Weights, effective_weights
 from lowtide.engine.weights.quantized import is_quantized
@@ -28,9 +32,18 @@ class AdapterOff:
     def __init__(self, model: nn.Module, *, padding_free: bool, temperature: float = 1.0) -> None:
         self.model, self.padding_free, self.temperature = model, padding_free, temperature
 
+    def active(self) -> AbstractContextManager[None]:
+        """While it is entered, the model is this reference."""
+        return adapters_off(self.model)
+
     def __call__(self, batch: RaggedBatch) -> Tensor:
-        with adapters_off(self.model):
+        with self.active():
             return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
+
+    def states(self, batch: RaggedBatch) -> TeacherStates:
+        """What it makes of a batch as a teacher."""
+        with self.active():
+            return teacher_states(self.model, batch, padding_free=self.padding_free)
 
 
 class FrozenModel:
@@ -50,8 +63,16 @@ class FrozenModel:
         """A copy of a model as it is, in the dtype that it is stored in."""
         return cls.of(copy.deepcopy(model), padding_free=padding_free)
 
+    def active(self) -> AbstractContextManager[None]:
+        """While it is entered, the model is this reference: always."""
+        return nullcontext()
+
     def __call__(self, batch: RaggedBatch) -> Tensor:
         return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
+
+    def states(self, batch: RaggedBatch) -> TeacherStates:
+        """What it makes of a batch as a teacher."""
+        return teacher_states(self.model, batch, padding_free=self.padding_free)
 
     def check_follows(self, policy: nn.Module) -> None:
         """Refuses a policy whose weights, with its adapters in them, are not one for one those of this model.
@@ -108,11 +129,26 @@ def logprobs(
         temperature: divisor of the logits.
         head: another one gives other numbers in their place, through its own adapter where the model has one.
     """
+    with _in_evaluation(model), adapter_of(model, head):
+        scores = Scores(batch.score_index, batch.score_target, temperature=temperature, head=head)
+        return score_shared(model, batch, scores, padding_free=padding_free).scored
+
+
+@torch.no_grad()
+def teacher_states(model: nn.Module, batch: RaggedBatch, *, padding_free: bool) -> TeacherStates:
+    """A model's hidden states at the scores of a micro-batch, without gradient and without dropout, and its head."""
+    inner = causal_model(model)
+    with _in_evaluation(model):
+        scores = Scores(batch.score_index, batch.score_target, head=HiddenStates)
+        found: Any = score_shared(model, batch, scores, padding_free=padding_free)
+    return TeacherStates(found.states, head_parts(inner), projection_of(inner.config.get_text_config()))
+
+
+@contextlib.contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
-        scores = Scores(batch.score_index, batch.score_target, temperature=temperature, head=head)
-        with adapter_of(model, head):
-            return score_shared(model, batch, scores, padding_free=padding_free).scored
+        yield
     finally:
         model.train(training)

@@ -73,6 +73,7 @@ METHODS = MethodTable(
         "bco": MethodRow(
             "BCO", "binary classifier optimization: single answers that are desirable or not, against a reference"
         ),
+        "gkd": MethodRow("GKD", "generalized knowledge distillation: a student follows a teacher's distributions"),
         "grpo": MethodRow(
             "GRPO", "group relative policy optimization: completions that the model writes, rewarded against each other"
         ),

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowtide.engine.heads.head import Head, ScoreOutput
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.methods.learning import Learning
-from lowtide.methods.options import FollowedReference
+from lowtide.methods.options import StoredReference, TeacherOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.rows import RowLayout
 from lowtide.objectives.outcome import Counts, Outcome
@@ -38,6 +38,8 @@ class TokenObjective:
     """Weight of the load-balancing loss of a mixture of experts; 0 leaves it out."""
     temperature: float = 1.0
     """Divisor of the logits before they are scored."""
+    beta: float = 0.5
+    """Of the divergences from a teacher, where `want` asks for these; the run's reference is the teacher then."""
 
     def counts(self, batch: RaggedBatch) -> Counts:
         return {"scores": batch.scores}
@@ -146,4 +148,9 @@ class Method:
     @property
     def compares(self) -> bool:
         """Whether the policy may be compared with a reference; the options say whether it is."""
-        return issubclass(self.options, FollowedReference)
+        return issubclass(self.options, StoredReference)
+
+    @property
+    def taught(self) -> bool:
+        """Whether the reference is a teacher, another model with a vocabulary of the same tokens."""
+        return issubclass(self.options, TeacherOptions)

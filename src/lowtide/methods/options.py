@@ -44,14 +44,30 @@ class TransformersDefaults:
 
 
 @dataclass(kw_only=True)
-class FollowedReference:
-    """Of the methods that may have a reference: how it is stored, and whether it moves."""
+class StoredReference:
+    """Of the methods that may have a reference: how it is stored."""
 
     ref_model_storage: str = option(
         "same",
         "What a frozen reference takes: the policy's dtype, 8 or 4 bits (not exact), or host memory (slower).",
         choices=["same", "8bit", "4bit", "cpu"],
     )
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is a reference under these options."""
+        return True
+
+    @property
+    def follows(self) -> bool:
+        """Whether the reference moves."""
+        return False
+
+
+@dataclass(kw_only=True)
+class FollowedReference(StoredReference):
+    """Of the methods whose reference may move."""
+
     sync_ref_model: bool = option(False, "Move the reference towards the policy as training goes on (TR-DPO).")
     ref_model_mixup_alpha: float = option(
         0.6, "How far it moves: 1 makes it the policy (arXiv 2404.09656).", Range(above=0, most=1)
@@ -59,9 +75,22 @@ class FollowedReference:
     ref_model_sync_steps: int = option(512, "Optimizer steps between two such moves.", COUNT)
 
     @property
-    def compares(self) -> bool:
-        """Whether there is a reference under these options."""
-        return True
+    def follows(self) -> bool:
+        return self.sync_ref_model
+
+
+@dataclass(kw_only=True)
+class TeacherOptions(StoredReference):
+    """Of the methods whose reference is a teacher, under TRL's names."""
+
+    teacher_model_name_or_path: str | None = option(
+        None,
+        "The teacher: a folder, or a name on the hub. None: the trainer's `teacher_model`, else the model without its "
+        "adapters.",
+    )
+    teacher_model_init_kwargs: dict | str | None = option(
+        None, "Arguments of `from_pretrained` for the teacher; its dtype is the student's where they name none."
+    )
 
 
 @dataclass(kw_only=True)

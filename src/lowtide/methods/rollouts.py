@@ -26,7 +26,73 @@ SAMPLED_BY = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repet
 
 
 @dataclass(kw_only=True)
-class RolloutOptions(FollowedReference):
+class WritingOptions:
+    """How completions are written, under TRL's names and with its defaults."""
+
+    temperature: float = option(1.0, "Divisor of the logits, in writing and in scoring.", NOT_NEGATIVE)
+    top_p: float = option(
+        1.0, "Draw among the fewest likeliest tokens with so much probability.", Range(above=0, most=1)
+    )
+    top_k: int = option(0, "Draw among so many of the likeliest tokens; 0 among all.", Range(least=0, also=-1))
+    min_p: float | None = option(None, "Draw among tokens at least so many times as likely as the likeliest.", SHARE)
+    repetition_penalty: float = option(1.0, "Above 1, tokens that were there already become less likely.", POSITIVE)
+    generation_kwargs: dict | str | None = option(None, f"Further settings: {', '.join(SAMPLED_BY)}.")
+    tokens_per_generation_batch: int | None = option(
+        None,
+        "The most tokens whose keys and values are held while completions are written. None: of all at once.",
+        COUNT,
+    )
+    generation_backend: str = option(
+        "auto",
+        "Who writes: lowtide where it knows the model's attention, else transformers' generate.",
+        choices=[*BACKENDS],
+    )
+    ds3_gather_for_generation: bool | str | int = option(
+        True,
+        "Gather sharded weights for writing: all (true), layer by layer (false), or so many bytes and the rest layer "
+        "by layer.",
+        NOT_NEGATIVE,
+    )
+
+    @property
+    def most_written(self) -> int:
+        """Most tokens of a completion that is written."""
+        raise NotImplementedError
+
+    def sampling(self, stop_ids: Sequence[int] = ()) -> Sampling:
+        """How tokens are drawn."""
+        given: dict[str, Any] = {
+            "max_new_tokens": self.most_written,
+            "temperature": self.temperature,
+            "top_k": max(self.top_k, 0),
+            "top_p": self.top_p,
+            "min_p": self.min_p or 0.0,
+            "repetition_penalty": self.repetition_penalty,
+            **(self.generation_kwargs if isinstance(self.generation_kwargs, Mapping) else {}),
+        }
+        strings = given.pop("stop_strings", ())
+        return Sampling(
+            **given, stop_ids=tuple(stop_ids), stop_strings=(strings,) if isinstance(strings, str) else tuple(strings)
+        )
+
+    def check_writing(self) -> None:
+        """Refuses what cannot work, naming the option and the way out.
+
+        Raises:
+            ValueError: likewise.
+        """
+        if isinstance(self.ds3_gather_for_generation, str):
+            raise ValueError(
+                f"ds3_gather_for_generation={self.ds3_gather_for_generation!r} must be true, false or a number of bytes"
+            )
+        unknown = sorted(set(self.generation_kwargs or ()) - set(SAMPLED_BY))
+        if isinstance(self.generation_kwargs, Mapping) and unknown:
+            raise ValueError(f"generation_kwargs: {unknown[0]!r} is unknown (it takes {', '.join(SAMPLED_BY)})")
+        self.sampling()
+
+
+@dataclass(kw_only=True)
+class RolloutOptions(WritingOptions, FollowedReference):
     """Of the methods that learn from what the policy writes, under TRL's names and with its defaults."""
 
     completions_of_row: ClassVar[int] = 1
@@ -70,32 +136,8 @@ class RolloutOptions(FollowedReference):
         None, "Micro-batches that learn from what is written at a time. None: `gradient_accumulation_steps`.", COUNT
     )
     num_iterations: int = option(1, "How often each completion is learned from.", COUNT)
-    temperature: float = option(1.0, "Divisor of the logits, in writing and in scoring.", NOT_NEGATIVE)
-    top_p: float = option(
-        1.0, "Draw among the fewest likeliest tokens with so much probability.", Range(above=0, most=1)
-    )
-    top_k: int = option(0, "Draw among so many of the likeliest tokens; 0 among all.", Range(least=0, also=-1))
-    min_p: float | None = option(None, "Draw among tokens at least so many times as likely as the likeliest.", SHARE)
-    repetition_penalty: float = option(1.0, "Above 1, tokens that were there already become less likely.", POSITIVE)
-    generation_kwargs: dict | str | None = option(None, f"Further settings: {', '.join(SAMPLED_BY)}.")
     chat_template_kwargs: dict | str | None = option(None, "Arguments of the chat template.")
     mask_truncated_completions: bool = option(False, "Learn nothing from completions that were cut off.")
-    tokens_per_generation_batch: int | None = option(
-        None,
-        "The most tokens whose keys and values are held while completions are written. None: of all at once.",
-        COUNT,
-    )
-    generation_backend: str = option(
-        "auto",
-        "Who writes: lowtide where it knows the model's attention, else transformers' generate.",
-        choices=[*BACKENDS],
-    )
-    ds3_gather_for_generation: bool | str | int = option(
-        True,
-        "Gather sharded weights for writing: all (true), layer by layer (false), or so many bytes and the rest layer "
-        "by layer.",
-        NOT_NEGATIVE,
-    )
     cache_implementation: str | None = option(None, "Without effect.")
     use_transformers_continuous_batching: bool = option(False, "Without effect.")
     transformers_continuous_batching_config: dict | str | None = option(None, "Without effect.")
@@ -136,6 +178,10 @@ class RolloutOptions(FollowedReference):
         return getattr(self, self.divergence_weight, 0.0) != 0.0
 
     @property
+    def most_written(self) -> int:
+        return self.max_completion_length
+
+    @property
     def scored_at(self) -> float:
         """The temperature at which policy and reference are scored."""
         return self.temperature
@@ -149,22 +195,6 @@ class RolloutOptions(FollowedReference):
     def generations_eval(self) -> int:
         return self.num_generations_eval or self.num_generations
 
-    def sampling(self, stop_ids: Sequence[int] = ()) -> Sampling:
-        """How tokens are drawn."""
-        given: dict[str, Any] = {
-            "max_new_tokens": self.max_completion_length,
-            "temperature": self.temperature,
-            "top_k": max(self.top_k, 0),
-            "top_p": self.top_p,
-            "min_p": self.min_p or 0.0,
-            "repetition_penalty": self.repetition_penalty,
-            **(self.generation_kwargs if isinstance(self.generation_kwargs, Mapping) else {}),
-        }
-        strings = given.pop("stop_strings", ())
-        return Sampling(
-            **given, stop_ids=tuple(stop_ids), stop_strings=(strings,) if isinstance(strings, str) else tuple(strings)
-        )
-
     def check_rollouts(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
 
@@ -172,10 +202,6 @@ class RolloutOptions(FollowedReference):
             ValueError: likewise.
         """
         kind, each = type(self).__name__, self._rows_a_microbatch
-        if isinstance(self.ds3_gather_for_generation, str):
-            raise ValueError(
-                f"ds3_gather_for_generation={self.ds3_gather_for_generation!r} must be true, false or a number of bytes"
-            )
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise ValueError(
                 "generation_batch_size and steps_per_generation both say how much is written at a time: set one of them"
@@ -203,15 +229,12 @@ class RolloutOptions(FollowedReference):
                 "temperature=0 writes the likeliest token each time: the completions of a prompt are all the same, and "
                 "no importance ratio is defined. Set a temperature above 0"
             )
-        unknown = sorted(set(self.generation_kwargs or ()) - set(SAMPLED_BY))
-        if isinstance(self.generation_kwargs, Mapping) and unknown:
-            raise ValueError(f"generation_kwargs: {unknown[0]!r} is unknown (it takes {', '.join(SAMPLED_BY)})")
         if getattr(self, "auto_find_batch_size", False):
             raise ValueError(
                 "auto_find_batch_size=True would change how many completions a group has: leave it out. Where memory "
                 "runs out, lowtide takes smaller micro-batches by itself"
             )
-        self.sampling()
+        self.check_writing()
 
     def take_older(self, older: str, name: str) -> None:
         """Moves the value of an option's older name to the option.

@@ -13,8 +13,9 @@ from lowtide.option import COUNT, NOT_NEGATIVE, option
 
 
 @dataclass(kw_only=True)
-class SFTOptions:
-    """The options of supervised fine-tuning, under TRL's names and with its defaults."""
+class TextOptions:
+    """Of the methods over texts, conversations, or prompts with a completion, under TRL's names and with its
+    defaults."""
 
     # data
     dataset_text_field: str = option("text", "Column that holds the text of plain-text rows.")
@@ -44,35 +45,30 @@ class SFTOptions:
         None, "Score only completions. None: where rows have a prompt and a completion."
     )
     assistant_only_loss: bool = option(False, "Score only what the assistant says.")
-    loss_type: str = option(
-        "nll",
-        "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629). TRL's chunked_nll is nll.",
-        choices=[*LOSSES, "chunked_nll"],
-    )
     router_aux_loss_coef: float | None = option(
         None,
         "Weight of a mixture of experts' load-balancing loss. None takes the model's own; 0 leaves it out.",
         NOT_NEGATIVE,
     )
     token_metrics: bool = option(True, "Log `entropy` and `mean_token_accuracy`; off, they cost nothing.")
-    label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
 
-    def check(self) -> None:
+    def check_texts(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
 
         Raises:
-            ValueError: an option has no such value, or two options exclude each other.
+            ValueError: two options exclude each other, or one has an older name with another value.
         """
-        self._take_older_names()
+        if self.max_seq_length is not None:
+            if self.max_length not in (1024, self.max_seq_length):
+                raise ValueError(
+                    f"{type(self).__name__}: max_length={self.max_length} and its older name max_seq_length="
+                    f"{self.max_seq_length} contradict each other: keep max_length"
+                )
+            self.max_length, self.max_seq_length = self.max_seq_length, None
         if isinstance(self.dataset_kwargs, Mapping) and set(self.dataset_kwargs) - {"skip_prepare_dataset"}:
             raise ValueError(
                 f"dataset_kwargs has {sorted(set(self.dataset_kwargs) - {'skip_prepare_dataset'})}: "
                 "its only key is 'skip_prepare_dataset'"
-            )
-        if self.label_smoothing_factor and self.loss_type != "nll":
-            raise ValueError(
-                f"label_smoothing_factor={self.label_smoothing_factor} smooths the targets of loss_type='nll'; "
-                f"loss_type={self.loss_type!r} has no smoothed form: set one of the two back"
             )
         if self.packing and self.max_length is None:
             raise ValueError("packing=True needs max_length, the capacity of a bin: set it to a number of tokens")
@@ -82,20 +78,36 @@ class SFTOptions:
                 "would be without effect: leave it at 'keep_start', or pack with 'bfd'"
             )
 
-    def _take_older_names(self) -> None:
-        if self.max_seq_length is not None:
-            if self.max_length not in (1024, self.max_seq_length):
-                raise ValueError(
-                    f"{type(self).__name__}: max_length={self.max_length} and its older name max_seq_length="
-                    f"{self.max_seq_length} contradict each other: keep max_length"
-                )
-            self.max_length, self.max_seq_length = self.max_seq_length, None
-        if self.loss_type == "chunked_nll":  # TRL's older name of the same
-            self.loss_type = "nll"
-
     @property
     def skips_preparation(self) -> bool:
         return isinstance(self.dataset_kwargs, Mapping) and bool(self.dataset_kwargs.get("skip_prepare_dataset"))
+
+
+@dataclass(kw_only=True)
+class SFTOptions(TextOptions):
+    """The options of supervised fine-tuning, under TRL's names and with its defaults."""
+
+    loss_type: str = option(
+        "nll",
+        "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629). TRL's chunked_nll is nll.",
+        choices=[*LOSSES, "chunked_nll"],
+    )
+    label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
+
+    def check(self) -> None:
+        """Refuses what cannot work, naming the option and the way out.
+
+        Raises:
+            ValueError: an option has no such value, or two options exclude each other.
+        """
+        self.check_texts()
+        if self.loss_type == "chunked_nll":  # TRL's older name of the same
+            self.loss_type = "nll"
+        if self.label_smoothing_factor and self.loss_type != "nll":
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor} smooths the targets of loss_type='nll'; "
+                f"loss_type={self.loss_type!r} has no smoothed form: set one of the two back"
+            )
 
 
 def objective(options: SFTOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:

@@ -6,7 +6,8 @@ each row of logits is reduced to a handful of numbers (`ops.logit_rows`) and for
 - `linear_logprobs` keeps the log-sum-exp of each score and computes the logits once more in backward
   (8 N V H FLOPs in all), as in Cut Cross-Entropy (arXiv 2411.09009). It serves any objective.
 - `linear_loss` is for objectives whose loss at a score depends on that score alone, such as supervised
-  fine-tuning: gradients are formed in forward while the logits are there (6 N V H), as in Liger (2410.10989).
+  fine-tuning: gradients are formed in forward while the logits are there (6 N V H), as in Liger (2410.10989). It also
+  takes a teacher, whose logits are made chunk by chunk beside the student's, and compares the two distributions.
 
 Where the rows of the weights lie on several ranks, these call it together (see `ops.split_vocabulary`), and the loop is
 the same one: over the scores of all of them and the rows that lie here.
@@ -28,6 +29,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lowtide.ops.compared_rows import ComparedRows
 from lowtide.ops.in_place import gradient_in_place, lies_here, lying_as, takes_gradient_in_place
 from lowtide.ops.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
 from lowtide.ops.rows_of import Rows, rows_of
@@ -43,6 +45,8 @@ BANDS = 32
 (32,000 x 384 in float32, two cores, MKL), and no slower in bfloat16."""
 BLOCK_BYTES = 1 << 20
 """On a CPU the passes over a chunk's logits go in blocks that stay in the second-level cache."""
+COMPARED_BYTES = 32 << 20
+"""Elsewhere a student's logits are compared with a teacher's in blocks of so many bytes, small beside a chunk."""
 
 
 def chunk_rows(vocab: int, dtype: torch.dtype, kind: str) -> int:
@@ -74,10 +78,26 @@ class TokenStats:
     """Whether no token is more likely than the target. Without gradient."""
     collisions: Float[Tensor, " scores"] | None = None
     """Log-probability that two draws are the same token, the log of the sum of squares. Without gradient."""
+    divergences: Float[Tensor, " scores"] | None = None
+    """Generalized Jensen-Shannon divergence from a teacher's distribution, in nats (see `ops.compared_rows`)."""
 
 
 PLAIN = Projection()
 NOTHING_MORE = Want()
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Whose distributions a student's are compared with, score by score. It gets no gradient."""
+
+    terms: Sequence[Term]
+    """Whose products make its logits; hidden states of the scores alone, in their order."""
+    bias: Float[Tensor, " vocab"] | None = None
+    projection: Projection = PLAIN
+    """The temperature is commonly the student's."""
+    beta: float = 0.5
+    """0 is KL(teacher || student), 1 is KL(student || teacher)."""
+
 
 ScoreLoss = Callable[[TokenStats], Tensor]
 """Statistics of some scores to their losses, score by score: [scores] to [scores]."""
@@ -113,7 +133,8 @@ def linear_logprobs(
         terms: whose products make the logits; hidden states of all tokens.
         index: the token whose hidden state predicts each score.
         target: the token predicted there.
-        options: see `HeadOptions`; of what `want` asks for, all but `top1` and `collisions` carries gradients.
+        options: see `HeadOptions`; of what `want` asks for, all but `top1` and `collisions` carries gradients, and
+            `divergences` are `linear_loss`'s alone.
     """
     bias = options.pop("bias", None)
     spec = _Spec(**cast(Any, options))
@@ -128,6 +149,7 @@ def linear_loss(
     *,
     factor: float | Tensor = 1.0,
     grad_scale: float = 1.0,
+    teacher: Teacher | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Tensor, ""], TokenStats]:
     """`factor` times the sum of `loss` over the scores, and the statistics without gradient.
@@ -138,13 +160,17 @@ def linear_loss(
         grad_scale: the gradient with which `backward` will be called, by a loss scaler for float16 training say. The
             gradients are formed so much larger, so that small ones do not underflow before they are scaled. Another
             gradient than this one in `backward` is right as well, without that benefit.
+        teacher: whom `divergences` are from, where `want` asks for them; not where a vocabulary is split. One more
+            chunk of logits is held, the teacher's.
         accumulate: a weight that is a leaf and already has a `.grad` receives its gradient in *forward*, which is
             right only if `backward` follows at once with a gradient of `grad_scale`.
 
     The other arguments are those of `linear_logprobs`.
     """
     bias = options.pop("bias", None)
-    spec = _Spec(**cast(Any, options), grad=torch.is_grad_enabled())
+    spec = _Spec(**cast(Any, options), grad=torch.is_grad_enabled(), teacher=teacher)
+    assert spec.want.divergences == (teacher is not None)
+    assert teacher is None or spec.split is None
     total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale), index, target, bias, *_flat(terms))
     return total, _wanted(spec.want, *stats)
 
@@ -183,6 +209,7 @@ class _Spec(NamedTuple):
     split: SplitVocabulary | None = None
     grad: bool = True
     """Whether gradients are wanted at all, which the inside of an autograd function cannot see."""
+    teacher: Teacher | None = None
 
 
 class _Loss(NamedTuple):
@@ -192,7 +219,13 @@ class _Loss(NamedTuple):
 
 
 def _wanted(
-    want: Want, logprobs: Tensor, entropies: Tensor, means: Tensor, top1: Tensor, collisions: Tensor
+    want: Want,
+    logprobs: Tensor,
+    entropies: Tensor,
+    means: Tensor,
+    top1: Tensor,
+    collisions: Tensor,
+    divergences: Tensor | None = None,
 ) -> TokenStats:
     return TokenStats(
         logprobs,
@@ -200,6 +233,7 @@ def _wanted(
         means if want.mean_logprobs else None,
         top1 if want.top1 else None,
         collisions if want.collisions else None,
+        divergences if want.divergences else None,
     )
 
 
@@ -283,12 +317,26 @@ class ChunkedHead:
         self.bias = None if bias is None else lies_here(bias)
         self.projection, self.want = spec.projection, spec.want
         self.vocab = len(self.terms[0].weight)
-        in_blocks = kind == "cpu" and spec.split is None  # what ranks found is put together once a chunk
-        self.block = max(1, BLOCK_BYTES // _row_bytes(self.vocab, self.dtype, kind)) if in_blocks else scores.rows
+        self.teacher, self.theirs = spec.teacher, iter(())
+        if spec.teacher is not None:
+            self.theirs = self._logits_of(spec.teacher)
+        block_bytes = BLOCK_BYTES if kind == "cpu" else None if spec.teacher is None else COMPARED_BYTES
+        if spec.split is not None or block_bytes is None:  # what ranks found is put together once a chunk
+            self.block = scores.rows
+        else:
+            self.block = min(max(1, block_bytes // _row_bytes(self.vocab, self.dtype, kind)), max(scores.rows, 1))
         self.scratch = None
-        if kind == "cpu" and (spec.want.entropies or spec.want.collisions or spec.projection.softcap is not None):
+        twice = spec.want.entropies or spec.want.collisions or spec.want.divergences
+        if kind == "cpu" and (twice or spec.projection.softcap is not None):
             wide = torch.promote_types(self.dtype, torch.float32)
             self.scratch = torch.empty(2, self.block, self.vocab, dtype=wide)
+
+    def _logits_of(self, teacher: Teacher) -> Iterator[Tensor]:
+        """A teacher's raw logits, chunk by chunk; they are one buffer."""
+        order = torch.arange(len(self.scores.index), device=self.scores.index.device)
+        scores = OwnScores(order, self.scores.target, self.scores.rows, None)
+        head = ChunkedHead(_Spec(teacher.projection), scores, teacher.bias, teacher.terms)
+        return (logits for _, _, logits in head.chunks())
 
     def chunks(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
         """(scores of the chunk, their x of each term, raw logits [rows, vocab]); the logits are one buffer."""
@@ -317,11 +365,27 @@ class ChunkedHead:
 
     def blocks(self, span: slice, logits: Tensor) -> Iterator[tuple[slice, Rows | SplitRows]]:
         """Rows of a chunk that are worked on together: (their scores, the rows)."""
+        theirs = next(self.theirs, None)
         for start in range(0, logits.shape[0], self.block):
             part = logits[start : start + self.block]
             scores = slice(span.start + start, span.start + start + part.shape[0])
-            what = (part, self.scores.target[scores], self.projection, self.want, self.scratch)
+            target = self.scores.target[scores]
+            if self.teacher is not None and theirs is not None:
+                yield scores, self._compared(part, target, theirs[start : start + self.block], self.teacher)
+                continue
+            what = (part, target, self.projection, self.want, self.scratch)
             yield scores, rows_of(*what) if self.split is None else SplitRows(self.split, *what)
+
+    def _compared(self, part: Tensor, target: Tensor, theirs: Tensor, teacher: Teacher) -> ComparedRows:
+        return ComparedRows(
+            part,
+            target,
+            self.projection,
+            self.scratch,
+            teacher=theirs,
+            teacher_projection=teacher.projection,
+            beta=teacher.beta,
+        )
 
 
 def _in_bands(x: Float[Tensor, "rows hidden"], weight: Float[Tensor, "vocab hidden"]) -> Float[Tensor, "rows vocab"]:
@@ -410,7 +474,7 @@ class _LinearLogprobs(torch.autograd.Function):
             for span, _, logits in head.chunks():
                 columns += [rows.stats(spec.want, keep=False) for _, rows in head.blocks(span, logits)]
         stats = _joined(columns, terms[0].x)
-        logprobs, entropies, means, top1, _, collisions = map(scores.own, stats)
+        logprobs, entropies, means, top1, _, collisions, _ = map(scores.own, stats)
         ctx.spec, ctx.dtype = spec, head.dtype
         ctx.met = None if spec.split is None else scores  # what ranks told each other is not asked again
         # What comes back from under hooks for saved tensors is not the parameter itself, and has no `.grad` of its own.
@@ -471,9 +535,9 @@ class _LinearLoss(torch.autograd.Function):
                     gradients.add(span, xs, logits)
         ctx.sinks, ctx.accumulate, ctx.grad_scale = sinks, spec.accumulate, loss.grad_scale
         ctx.gradients, ctx.cut = gradients, _Cut.of(bias, terms, spec.split)
-        logprobs, entropies, means, top1, _, collisions = map(scores.own, _joined(columns, terms[0].x))
-        ctx.mark_non_differentiable(logprobs, entropies, means, top1, collisions)
-        return total, logprobs, entropies, means, top1, collisions
+        logprobs, entropies, means, top1, _, *rest = map(scores.own, _joined(columns, terms[0].x))
+        ctx.mark_non_differentiable(logprobs, entropies, means, top1, *rest)
+        return total, logprobs, entropies, means, top1, *rest
 
     @staticmethod
     def backward(ctx, *grads):
@@ -501,19 +565,21 @@ def _score_losses(loss: _Loss, stats: RowStats, want: Want) -> tuple[Float[Tenso
         logprobs = stats.logprobs.detach().requires_grad_()
         entropies = stats.entropies.detach().requires_grad_() if want.entropies else None
         means = stats.mean_logprobs.detach().requires_grad_() if want.mean_logprobs else None
-        leaves = [leaf for leaf in (logprobs, entropies, means) if leaf is not None]
-        known = TokenStats(logprobs, entropies, means, stats.top1 if want.top1 else None)
+        divergences = stats.divergences.detach().requires_grad_() if want.divergences else None
+        leaves = [leaf for leaf in (logprobs, entropies, means, divergences) if leaf is not None]
+        known = TokenStats(logprobs, entropies, means, stats.top1 if want.top1 else None, divergences=divergences)
         total = loss.of_stats(known).sum() * loss.factor
         slopes = iter(torch.autograd.grad(total * loss.grad_scale, leaves, allow_unused=True))
     of_logprobs = next(slopes)
     of_entropies = next(slopes) if entropies is not None else None
     of_means = next(slopes) if means is not None else None
+    of_divergences = next(slopes) if divergences is not None else None
     of_logprobs = torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs
-    return total.detach(), Slopes(of_logprobs, of_entropies, of_means)
+    return total.detach(), Slopes(of_logprobs, of_entropies, of_means, of_divergences)
 
 
 def _joined(columns: Sequence[RowStats], like: Tensor) -> RowStats:
     if columns:
         return RowStats(*(torch.cat(column) for column in zip(*columns, strict=True)))
     empty = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
-    return RowStats(empty, empty.clone(), empty.clone(), empty.bool(), empty.clone(), empty.clone())
+    return RowStats(empty, empty.clone(), empty.clone(), empty.bool(), *(empty.clone() for _ in range(3)))

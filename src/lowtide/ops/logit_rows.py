@@ -31,6 +31,7 @@ class Want(NamedTuple):
     mean_logprobs: bool = False
     top1: bool = False
     collisions: bool = False
+    divergences: bool = False
 
 
 class RowStats(NamedTuple):
@@ -44,6 +45,8 @@ class RowStats(NamedTuple):
     """Log-sum-exp of the logits, from which the rows can be restored."""
     collisions: Tensor
     """Log of the sum of squared probabilities."""
+    divergences: Tensor
+    """From a teacher's distribution (see `ops.compared_rows`)."""
 
 
 class Slopes(NamedTuple):
@@ -52,6 +55,7 @@ class Slopes(NamedTuple):
     logprobs: Tensor
     entropies: Tensor | None = None
     mean_logprobs: Tensor | None = None
+    divergences: Tensor | None = None
 
 
 class TorchRows:
@@ -106,6 +110,7 @@ class TorchRows:
             (chosen >= top).squeeze(-1) if want.top1 else empty.bool(),
             lse.squeeze(-1),
             (self._square_sum().log() - 2 * log_total).squeeze(-1) if want.collisions else empty,
+            empty,
         )
 
     def ends(self) -> tuple[Tensor, Tensor]:
@@ -140,13 +145,24 @@ class TorchRows:
 
     def gradient(self, slopes: Slopes, entropies: Tensor) -> None:
         """Overwrites the logits with the gradient at the raw ones; `entropies` are those that `stats` gave."""
-        logprob, entropy, mean = slopes
-        of_sum = logprob if mean is None else logprob + mean
         capped = None
         if self.projection.softcap is not None:
             # d tanh: 1 - (capped / softcap)^2, of the capped logits before the temperature
             assert self.shifted is not None
             capped = (self.shifted + self.top) * (self.projection.temperature / self.projection.softcap)
+        self.slope(slopes, entropies)
+        if capped is not None:
+            self.x.mul_(capped.square_().neg_().add_(1))
+        factor = self.projection.scale / self.projection.temperature
+        if factor != 1.0:
+            self.x.mul_(factor)
+        if self.x is not self.place:
+            self.place.copy_(self.x)
+
+    def slope(self, slopes: Slopes, entropies: Tensor) -> None:
+        """Overwrites the exponentials with the gradient at the logits after their projection."""
+        logprob, entropy, mean, _ = slopes
+        of_sum = logprob if mean is None else logprob + mean
         if entropy is None:
             self.x.mul_(-of_sum[:, None] / self.total)
         else:
@@ -158,10 +174,3 @@ class TorchRows:
             self.x.add_(mean[:, None] / self.vocab)
         at_target = logprob if self.elsewhere is None else logprob.masked_fill(self.elsewhere, 0)
         self.x.scatter_add_(-1, self.target, at_target[:, None])
-        if capped is not None:
-            self.x.mul_(capped.square_().neg_().add_(1))
-        factor = self.projection.scale / self.projection.temperature
-        if factor != 1.0:
-            self.x.mul_(factor)
-        if self.x is not self.place:
-            self.place.copy_(self.x)

@@ -239,6 +239,7 @@ class SplitRows:
             chosen >= parts["top"].amax(0) if want.top1 else empty.bool(),
             lse,
             (parts["collision"] + 2 * drop).logsumexp(0) if want.collisions else empty,
+            empty,
         )
 
     def restore(self, lse: Tensor, keep: bool) -> None:

@@ -53,6 +53,7 @@ class TritonRows:
             column(want.top1, torch.uint8),
             column(),
             column(False),
+            column(False),
         )
         self.launch(
             "stats", (rows,), self.within, *stats[:5], ENTROPY=want.entropies, MEAN=want.mean_logprobs, TOP1=want.top1
@@ -72,7 +73,7 @@ class TritonRows:
             self.target,
             self.lse,
             entropies.contiguous(),
-            *((slopes.logprobs if slope is None else slope).contiguous() for slope in slopes),
+            *((slopes.logprobs if slope is None else slope).contiguous() for slope in slopes[:3]),
             ENTROPY=slopes.entropies is not None,
             MEAN=slopes.mean_logprobs is not None,
         )

@@ -17,6 +17,7 @@ from lowtide.planner.estimate import estimate_run
 from lowtide.planner.search import Measured, Refused, Sizes
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards
+from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.run.options.configs import config_class
 from lowtide.run.training_run import TrainingRun
 from lowtide.step.heaviest import check_positions, heaviest_rows
@@ -41,6 +42,8 @@ class PlannedRun:
     """Whether a sample may stand for rows that have yet to be prepared; a trainer prepares them all in any case."""
     rewards: DescribedRewards = NO_REWARD_MODELS
     """The reward models, of a method whose policy writes."""
+    teacher: DescribedTeacher | None = None
+    """Of a method with one."""
     cluster: Cluster | None = None
     """Several devices that share it; None for one."""
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -81,6 +84,7 @@ class PlannedRun:
             peft_config=self.adapters(options),
             quantization_config=self.quantization_config,
             rewards=self.rewards,
+            teacher_model=self.teacher,
             prepared=True,
         )
 

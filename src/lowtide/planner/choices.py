@@ -150,9 +150,13 @@ def _states(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
 
 def _reference(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("reference as it is"), {})]
-    if "precompute_ref_log_probs" not in setting.names or setting.adapters or setting.requested.get("sync_ref_model"):
+    taught = "teacher_model_name_or_path" in setting.names and (
+        not setting.adapters or setting.requested.get("teacher_model_name_or_path") is not None
+    )
+    precomputes = "precompute_ref_log_probs" in setting.names and not setting.adapters
+    if not (taught or precomputes) or setting.requested.get("sync_ref_model"):
         return found
-    if not setting.streamed:
+    if precomputes and not setting.streamed:
         found.append((Choice("precomputed reference", timed=False), {"precompute_ref_log_probs": True}))
     if not setting.requested.get("precompute_ref_log_probs"):
         if setting.device_kind == "cuda":

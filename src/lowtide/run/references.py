@@ -57,6 +57,13 @@ class ReferenceMaker:
         self.temperature = float(getattr(args, "scored_at", 1.0))
         """At which an online method compares."""
 
+    in_dtype_of_policy = True
+    """Whether the reference's weights are in the dtype that the policy's will be in."""
+
+    def _runs(self, frozen: nn.Module, engine: Engine) -> dict[str, Any]:
+        """How a reference runs, where that is not as the policy does."""
+        return {}
+
     def set_aside(self, model: nn.Module) -> None:
         """Keeps the model as it is before it is sharded, where the reference is a copy of it: the two share their
         weights until each has cut its shards from them."""
@@ -74,11 +81,8 @@ class ReferenceMaker:
         Raises:
             ValueError: it cannot be the reference, or options do not go with it; says what to do.
         """
-        args, requested, how = (
-            self.args,
-            self.requested,
-            {"padding_free": engine.padding_free, "temperature": self.temperature},
-        )
+        args, requested = self.args, self.requested
+        how: dict[str, Any] = {"padding_free": engine.padding_free, "temperature": self.temperature}
         if hasattr(model, "disable_adapter") and requested is None:
             self._check_adapters(model)
             return Reference(
@@ -109,10 +113,10 @@ class ReferenceMaker:
             frozen = copy.deepcopy(model)
         if args.disable_dropout:
             disable_dropout(frozen)
-        if args.optim in OPTIMIZERS:
+        if args.optim in OPTIMIZERS and self.in_dtype_of_policy:
             for parameter in frozen.parameters():  # as the policy's will be; buffers stay
                 parameter.data = parameter.data.to(torch.bfloat16)
-        reference = FrozenModel.of(frozen, **how)
+        reference = FrozenModel.of(frozen, **how | self._runs(frozen, engine))
         compute_in(frozen, engine.computed_in)
         stage = stage_of(causal_model(model))
         if stage is not None and requested is not None:
@@ -127,7 +131,7 @@ class ReferenceMaker:
     def _text(self, reference: nn.Module, *, own_model: bool) -> str:
         whose = "a frozen copy of the model" if own_model else "the ref_model that was passed"
         exact = "" if self.args.ref_model_storage in ("same", "cpu") else ", not exact"
-        text = f"{whose}, {_size(reference)}{exact}"
+        text = f"{whose}, {size_text(reference)}{exact}"
         if not hasattr(self.args, "precompute_ref_log_probs"):
             return text
         if self.args.precompute_ref_log_probs:
@@ -137,7 +141,7 @@ class ReferenceMaker:
     def _check_adapters(self, model: nn.Module) -> None:
         """A reference that is the policy without its adapters can be neither moved nor stored otherwise."""
         for name, off in (("sync_ref_model", False), ("ref_model_storage", "same")):
-            if getattr(self.args, name) != off:
+            if getattr(self.args, name, off) != off:
                 raise ValueError(
                     f"{name}={getattr(self.args, name)!r} requires a reference of its own, and with adapters the "
                     f"reference is the policy with its adapters off: pass a `ref_model`, or leave it at {off!r}"
@@ -161,7 +165,7 @@ class ReferenceMaker:
         if isinstance(reference, str):
             init = model_init(self.args.model_init_kwargs, trust_remote_code=self.args.trust_remote_code)
             trusts = init["trust_remote_code"]
-            _check_its_tokenizer(reference, tokenizer, trusts)
+            check_its_tokenizer("ref_model", reference, tokenizer, trust_remote_code=trusts)
             reference = load_model(reference, trust_remote_code=trusts, dtype=embedding_weight(policy).dtype)
         check_kind(reference, head=LanguageModel, name="ref_model")
         ours, theirs = vocabulary(policy), vocabulary(reference)
@@ -196,16 +200,24 @@ def some_of_weights(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (p, _some_of(p)) for name, p in model.named_parameters() if not isinstance(p, FakeTensor)}
 
 
-def _check_its_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None, trusts: bool) -> None:
-    """Refuses a reference that was trained on other tokens of the same number."""
+def check_its_tokenizer(
+    what: str, name: str, tokenizer: PreTrainedTokenizerBase | None, *, trust_remote_code: bool
+) -> None:
+    """Refuses a model to compare with that was trained on other tokens of the same numbers.
+
+    Args:
+        what: the trainer's argument.
+        name: of the model.
+        tokenizer: the policy's.
+    """
     try:
-        theirs = load_tokenizer(name, trust_remote_code=trusts)
+        theirs = load_tokenizer(name, trust_remote_code=trust_remote_code)
     except ValueError:  # a folder of weights alone
         return
     if tokenizer is not None and theirs.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
-            f"the tokenizer of ref_model {name!r} gives other ids than the policy's: their log-probabilities are "
-            "not of the same tokens. Pass the model that the policy started from"
+            f"the tokenizer of {what} {name!r} gives other ids than the policy's: their log-probabilities are "
+            f"not of the same tokens. Pass a {what} with the policy's tokenizer"
         )
 
 
@@ -217,7 +229,8 @@ def _some_of(weight: Tensor) -> Tensor:
     return numbers[:: max(numbers.numel() // 64, 1)].clone()
 
 
-def _size(model: nn.Module) -> str:
+def size_text(model: nn.Module) -> str:
+    """The bytes of a model's weights, their dtypes, and where they lie."""
     parameters = list(model.parameters())
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     count = sum(whole_shape(p).numel() * p.element_size() for p in parameters)

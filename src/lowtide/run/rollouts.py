@@ -7,27 +7,21 @@ that wrote, the update's own serve, and after that the sampler's.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
 from lowtide.data.prompts import PROMPT, PROMPT_IDS
-from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
-from lowtide.engine.weights.split_vocabulary import whole_vocabulary
-from lowtide.engine.weights.zero import weights_for_writing
-from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
 from lowtide.methods.learning import GroupRewards, Learning, Rewarded
 from lowtide.methods.rollouts import RolloutOptions
 from lowtide.objectives.advantages import deviation, weighted
@@ -35,14 +29,11 @@ from lowtide.objectives.correction import Correction, correction, sampling_metri
 from lowtide.ranks.world import gathered
 from lowtide.rollout.conversations import Conversations, ToolUse
 from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
-from lowtide.rollout.generators.ragged import RaggedGenerator
-from lowtide.rollout.generators.support import why_not
-from lowtide.rollout.generators.transformers import TransformersGenerator
 from lowtide.rollout.judges import JudgedPairs
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.rollout import Rollout
-from lowtide.run.vllm import make_vllm_generator
+from lowtide.run.writing import Writer, seed_of
 from lowtide.step.rank_sync import RankSync
 from lowtide.step.runner import StepRunner
 
@@ -50,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 """What a `rollout_func` returns at least."""
-NO_BUDGET = "; it writes all at once, so that tokens_per_generation_batch has no effect"
 
 
 @dataclass
@@ -87,6 +77,11 @@ class RolloutMaker:
     """Whether what is written is evaluated, and not learned from."""
     wants_old: bool = False
     """Whether the log-probabilities of the policy that wrote are needed later than in the update that follows."""
+
+    @property
+    def writer(self) -> Writer:
+        """Who writes completions of prompts."""
+        return Writer(self.options, self.runner, self.tokenizer, self.generator)
 
     def make(
         self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], *, group: int, version: int, state: Any = None
@@ -155,7 +150,7 @@ class RolloutMaker:
         self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int
     ) -> tuple[Rollout, Conversations | None]:
         *where, first = place
-        seeds = [_seed(self.options.seed, *where, first + number) for number in range(len(rows))]  # type: ignore
+        seeds = [seed_of(self.options.seed, *where, first + number) for number in range(len(rows))]  # type: ignore
         conversations = None
         if self.tools is not None:
             most = self.options.max_completion_length
@@ -163,55 +158,13 @@ class RolloutMaker:
             requests = conversations.requests(seeds)
         else:
             requests = [Request(row[PROMPT_IDS], 1, seed) for row, seed in zip(rows, seeds, strict=True)]
-        groups = self._generate(requests, conversations)
+        groups = self.writer.write(requests, conversations)
         if conversations is None:
             completions = [one for each in groups for one in each]
         else:
             completions = conversations.finish(groups)
         prompts = [list(request.prompt_ids) for request in requests for _ in range(request.count)]
         return Rollout(prompts, completions, version), conversations
-
-    def _generate(self, requests: Sequence[Request], conversations: Conversations | None) -> list[list[Completion]]:
-        """What a generator writes; again with half as many tokens at a time where memory runs out."""
-        sampling = self.options.sampling(self.stop_ids)
-        gather = cast(bool | int, self.options.ds3_gather_for_generation)
-        copied = isinstance(self.generator, HoldsWeights)
-        with contextlib.nullcontext() if copied else weights_for_writing(self.runner.model, gather):
-            while True:
-                try:
-                    return self.generator.generate(self.runner.model, requests, sampling, conversations)
-                except Exception as error:
-                    waits = self.runner.together and gather is not True  # for it the other ranks wait
-                    is_last = waits or conversations is not None
-                    if not is_out_of_memory(error) or is_last or not self._writes_less(requests):
-                        raise
-                    drop_frames(error)
-                free_caches()
-
-    def _writes_less(self, requests: Sequence[Request]) -> bool:
-        """Halves what is written at a time; False where that is one completion already."""
-        generator = self.generator
-        if not isinstance(generator, RaggedGenerator):
-            return False
-        most = self.options.max_completion_length
-        least = max(len(each.prompt_ids) for each in requests) + most
-        total = sum(len(each.prompt_ids) + each.count * most for each in requests)
-        half = max((generator.budget or total) // 2, least)
-        if half >= (generator.budget or total):
-            return False
-        generator.budget = half
-        logger.warning(
-            f"out of memory while writing completions: at most {half:,} tokens are held at a time from now on"
-        )
-        return True
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """The tokens that end a completion: the tokenizer's, and those of the model's generation config."""
-        config: Any = getattr(causal_model(self.runner.model), "generation_config", None)
-        known = getattr(config, "eos_token_id", None)
-        found = [self.tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])]
-        return list(dict.fromkeys(cast(int, each) for each in found if each is not None))
 
     def _by_function(self, rows: Sequence[Mapping[str, Any]], version: int) -> tuple[Rollout, Mapping[str, Any]]:
         """What a user's `rollout_func` wrote, and what else it returned.
@@ -241,7 +194,7 @@ class RolloutMaker:
                     "env_mask: as many of each"
                 )
             ids, plain = [int(token) for token in ids], [float("nan")] * len(ids)
-            ends = ids[-1] in [*self.stop_ids, self.tokenizer.pad_token_id]
+            ends = ids[-1] in [*self.writer.stop_ids, self.tokenizer.pad_token_id]
             probs = [float("nan") if each is None else float(each) for each in probs]
             completions.append(Completion(ids, probs, plain, [bool(m) for m in mask], "stop" if ends else "length"))
         rollout = Rollout([[int(t) for t in prompt] for prompt in given["prompt_ids"]], completions, version)
@@ -367,39 +320,9 @@ class RolloutMaker:
         return metrics
 
 
-def make_generator(
-    options: RolloutOptions, model: nn.Module, tokenizer: Any, padding_free: bool
-) -> tuple[Generator, str]:
-    """Who writes, and why.
-
-    Raises:
-        ValueError: the one that is asked for cannot; says why.
-    """
-    if options.use_vllm:
-        return make_vllm_generator(options, model, tokenizer)
-    with whole_vocabulary(model):
-        reason = "runs padded" if not padding_free else why_not(model)
-    if options.generation_backend == "lowtide" and reason is not None:
-        raise ValueError(
-            f"generation_backend='lowtide' cannot write with this model, which {reason}: leave it at 'auto'"
-        )
-    if options.generation_backend == "transformers" or reason is not None:
-        why = "" if reason is None else f", since the model {reason}"
-        all_at_once = "" if options.tokens_per_generation_batch is None else NO_BUDGET
-        return TransformersGenerator(tokenizer), f"transformers' generate{why}{all_at_once}"
-    budget = options.tokens_per_generation_batch
-    held = "" if budget is None else f", at most {budget:,} tokens of keys and values at a time"
-    return RaggedGenerator(tokenizer, budget), f"lowtide's own: a prompt is computed once for its completions{held}"
-
-
 def _as_given(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows without what preparation added to them."""
     return [{name: value for name, value in row.items() if name != PROMPT_IDS} for row in rows]
-
-
-def _seed(*numbers: int) -> int:
-    """One number of several, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _tool_metrics(conversations: Conversations, device: torch.device) -> dict[str, float]:

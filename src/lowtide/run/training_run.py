@@ -48,6 +48,7 @@ from lowtide.run.inputs.arguments import check_attention, check_dataset, check_k
 from lowtide.run.inputs.loading import load_inputs, set_padding
 from lowtide.run.inputs.row_checks import check_budget, check_masks
 from lowtide.run.references import ReferenceMaker, check_unchanged, some_of_weights
+from lowtide.run.teachers import TeacherMaker
 from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
 from lowtide.step.runner import StepRunner
@@ -97,9 +98,13 @@ class TrainingRun:
         if inputs.data_collator is not None and method.rows.collates_alone:
             raise ValueError(f"data_collator has no use in {method.title}: {method.rows.collates_alone}")
         if method.writes:
-            _check_writes(args)
+            _check_whole(args, "yet, which would have to write the same completions")
+        if method.taught:
+            _check_whole(args, "yet beside a teacher")
+            _check_whole_vocabulary(args)
         if method.compares and args.compares:
-            self._references = ReferenceMaker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
+            maker = TeacherMaker if method.taught else ReferenceMaker
+            self._references = maker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
         self.model, self.tokenizer = self._loaded()
         check_trained(self.model)
         inputs.model = inputs.ref_model = None  # what holds them decides how long they live
@@ -217,7 +222,9 @@ class TrainingRun:
             bin_tokens = self.method.rows.bin_tokens(self.args) if trained_on else None
             check_budget(budget, self.row_lengths(dataset), name, bin_tokens)
         if positions is not None:
-            check_positions(dataset, positions, name, self.args.max_completion_length if self.method.writes else 0)
+            written = self.args.max_completion_length if self.method.writes else 0
+            lengths = self.row_lengths(dataset) if getattr(self.args, "writes", False) else None
+            check_positions(dataset, positions, name, written, lengths)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -273,9 +280,8 @@ class TrainingRun:
         )
 
 
-def _check_writes(args: Any) -> None:
-    """Refuses ranks that would have to write the same completions."""
-    why = "yet, which would have to write the same completions"
+def _check_whole(args: Any, why: str) -> None:
+    """Refuses ranks that compute the same rows; `why` completes the sentence."""
     for size, what in {
         "sequence_parallel": f"sequences cannot be split over {{}} ranks {why}: leave sp_size and cp_size out",
         "tensor_parallel": f"layers cannot be split between {{}} ranks {why}: shard by fsdp=True in place of tp_size",
@@ -284,6 +290,14 @@ def _check_writes(args: Any) -> None:
     }.items():
         if (ranks := getattr(args.sharding, size)) > 1:
             raise ValueError(f"{type(args).__name__}: {what.format(ranks)}")
+
+
+def _check_whole_vocabulary(args: Any) -> None:
+    if args.fsdp_split_vocabulary:
+        raise ValueError(
+            f"{type(args).__name__}: fsdp_split_vocabulary=True splits the head by rows, and the student's "
+            "distribution is compared with the teacher's over all of them: leave it out"
+        )
 
 
 def head_with_adapter(args: Any) -> type[Head] | None:

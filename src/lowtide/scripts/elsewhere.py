@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 NOT_YET = "trains by a method that lowtide does not have yet: keep TRL's"
+GKD = "distils on logits, as GKDTrainer does here without making them: take GKDConfig and GKDTrainer"
 VISION = "is for images, and lowtide trains on text: keep TRL's"
 JUDGE = (
     "judges completions with another model: derive from BasePairwiseJudge, and pass that as OnlineDPOTrainer's judge"
@@ -12,12 +13,9 @@ TEMPLATE = "is not needed: assistant_only_loss=True marks or aligns the assistan
 TOOLS = "is of methods that call tools while they write: keep TRL's"
 
 ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(("XPOConfig", "XPOTrainer", "NashMDConfig", "NashMDTrainer"), NOT_YET),
     **dict.fromkeys(
-        (
-            *("XPOConfig", "XPOTrainer", "NashMDConfig", "NashMDTrainer"),
-            *("GKDConfig", "GKDTrainer", "DistillationConfig", "DistillationTrainer"),
-        ),
-        NOT_YET,
+        ("DistillationConfig", "DistillationTrainer"), "is GKD with other defaults: take GKDConfig and GKDTrainer"
     ),
     **dict.fromkeys(("PRMConfig", "PRMTrainer"), "trains token classification, which lowtide does not yet: keep TRL's"),
     **dict.fromkeys(

@@ -18,10 +18,12 @@ def row_lengths(dataset: Any, collator: Any = None) -> np.ndarray | None:
 
     Args:
         collator: makes batches of rows. It may say how often it computes a row's prompt (`prompts_per_row`), or what
-            each prompt comes to with completions that have yet to be written (`lengths`).
+            each prompt, or row, comes to with completions that have yet to be written (`lengths`, `row_lengths`).
     """
     if not isinstance(dataset, Dataset):
         return None
+    if hasattr(collator, "row_lengths"):
+        return collator.row_lengths(dataset)
     counted = _token_counts(dataset)
     if counted is None:
         return None
@@ -31,18 +33,19 @@ def row_lengths(dataset: Any, collator: Any = None) -> np.ndarray | None:
     return sum(each * (prompts if name == "prompt_ids" else 1) for name, each in counted.items())  # type: ignore[return-value]
 
 
-def check_positions(dataset: Any, most: int, name: str, written: int = 0) -> None:
+def check_positions(dataset: Any, most: int, name: str, written: int = 0, lengths: np.ndarray | None = None) -> None:
     """Refuses rows that a model has not the positions for; nothing is known of streams and data of other kinds.
 
     Args:
         most: the positions of the model.
         name: what messages call the dataset.
         written: tokens of the completions that a policy writes after the rows, which are prompts.
+        lengths: [rows], the positions that each row takes, where these are not read off the rows.
 
     Raises:
         ValueError: names the longest such row.
     """
-    positions = _positions(dataset) if isinstance(dataset, Dataset) and len(dataset) else None
+    positions = _positions(dataset) if lengths is None and isinstance(dataset, Dataset) and len(dataset) else lengths
     if positions is None:
         return
     longest = int(positions.argmax())

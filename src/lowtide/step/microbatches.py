@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lowtide.data.batches.values import REFERENCE
 from lowtide.engine.adapters import adapter_of
 from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
+from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.stage import Stage, stage_of
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
@@ -78,7 +79,13 @@ class Models:
         return self.same_rows is None or self.same_rows.rank == 0
 
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
-        """The policy's forward of one micro-batch; a prompt that several rows share is computed once."""
+        """The policy's forward of one micro-batch; a prompt that several rows share is computed once.
+
+        A teacher goes first, while no activations are held.
+        """
+        if scores.want.divergences:
+            assert isinstance(self.reference, AdapterOff | FrozenModel), "divergences need a teacher"
+            scores = replace(scores, teacher=self.reference.states(batch))
         with self.around():
             return score_shared(self.policy, batch, scores, padding_free=self.padding_free)
 
@@ -274,6 +281,7 @@ def scores_of(
         accumulate=accumulate,
         aux_loss=objective.aux_coefficient != 0,
         head=objective.head if isinstance(objective, RowObjective) else None,
+        beta=objective.beta if isinstance(objective, TokenObjective) else 0.0,
     )
 
 

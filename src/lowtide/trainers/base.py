@@ -151,11 +151,10 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
-        batches = [
-            self.drawn(self.as_ragged(inputs), self.place[0])
-            for _, inputs in zip(range(num_batches), epoch_iterator, strict=False)
-        ]
-        self.place = self.place[0], self.place[1] + len(batches)
+        batches = []
+        for _, inputs in zip(range(num_batches), epoch_iterator, strict=False):
+            batches.append(self.drawn(self.as_ragged(inputs), self.place[0]))
+            self.place = self.place[0], self.place[1] + 1
         if not batches:
             return [], None
         return [None] * (len(batches) - 1) + [RaggedBatch.concat(batches)], None

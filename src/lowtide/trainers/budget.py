@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from lowtide.methods.method import Method
 from lowtide.planner.budget import budget_bytes
 from lowtide.planner.candidate import first_rows
 from lowtide.planner.plan import make_plan
+from lowtide.planner.tracing.fake_run import RunInputs
 from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.predictions import run_of
@@ -32,11 +33,7 @@ def fit_budget(
     args: TrainingConfig,
     model: Any,
     dataset: Any,
-    *,
-    processing_class: Any,
-    peft_config: Any,
-    quantization_config: Any,
-    reward_funcs: Any = None,
+    **inputs: Unpack[RunInputs],
 ) -> Fitted:
     """Chooses what fits `memory_budget`, and sets it in the config.
 
@@ -57,16 +54,7 @@ def fit_budget(
     if dataset is None:
         raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
     rows, notes = first_rows(dataset)
-    run = run_of(
-        method,
-        args,
-        model,
-        requested=args.requested,
-        processing_class=processing_class,
-        peft_config=peft_config,
-        quantization_config=quantization_config,
-        reward_funcs=reward_funcs,
-    )
+    run = run_of(method, args, model, requested=args.requested, **inputs)
     room = budget_bytes(args.memory_budget, run.device)
     plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)
     _set(args, plan.settings)

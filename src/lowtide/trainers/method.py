@@ -42,6 +42,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
     Args:
         model: a name, a path, a `PreTrainedModel` or a `PeftModel`.
         ref_model: the reference, if it is not the model as it is before training; a model, a name or a path.
+        teacher_model: whom a student is distilled from; likewise.
         args: the options; a plain `TrainingArguments` gets the others' defaults.
         data_collator: from prepared rows to a `RaggedBatch`; by default the method's own. For texts, one of another
             library may return `input_ids` and `labels`.
@@ -75,7 +76,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             raise ValueError(f"{type(self).__name__} needs a `train_dataset`, and it is None")
         given["processing_class"] = take_tokenizer(older, given["processing_class"])
         check_arguments(self.config.__name__, **{name: given[name] for name in ARGUMENTS if name in given})
-        for name in ("model", "ref_model"):
+        for name in ("model", "ref_model", "teacher_model"):
             if isinstance(given.get(name), os.PathLike):
                 given[name] = os.fspath(given[name])
         args = config_of(self.config, given["args"], given["model"], self.method.name.upper())
@@ -294,6 +295,8 @@ OF_RUN = (
 
 def _inputs(given: Mapping[str, Any], *, needs_tokenizer: bool, labels: Sequence[str]) -> Inputs:
     named = {name: given[name] for name in OF_RUN if name in given}
+    if "teacher_model" in given:
+        named["ref_model"] = given["teacher_model"]
     return Inputs(**named, needs_tokenizer=needs_tokenizer, labels=labels)
 
 

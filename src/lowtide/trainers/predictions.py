@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from datasets import Dataset
 
@@ -15,7 +15,9 @@ from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.tracing.described_model import config_of_model
+from lowtide.planner.tracing.fake_run import RunInputs
 from lowtide.planner.tracing.reward_models import DescribedRewards
+from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.trainers.reports.reported import Reported
 
@@ -32,12 +34,10 @@ def run_of(
     model: Any,
     *,
     requested: Mapping[str, Any],
-    processing_class: Any = None,
-    peft_config: Any = None,
-    quantization_config: Any = None,
-    reward_funcs: Any = None,
+    **inputs: Unpack[RunInputs],
 ) -> PlannedRun:
     """What is trained, with the user's own settings; of a model that is there, or by its name."""
+    quantization_config = inputs.get("quantization_config")
     own = {**requested, "output_dir": args.output_dir}
     if isinstance(model, str):
         init = model_init(
@@ -53,17 +53,17 @@ def run_of(
         quantization_config = getattr(described, "quantization_config", None)
         own["dtype"] = str(embedding_weight(model).dtype).removeprefix("torch.")
     device = device_named(args.device.type).with_rates()
-    rewards = DescribedRewards.of(reward_funcs)
     return PlannedRun(
         method,
         described,
         own,
         device,
-        processing_class,
-        peft_config,
+        inputs.get("processing_class"),
+        inputs.get("peft_config"),
         quantization_config,
         samples=False,
-        rewards=rewards,
+        rewards=DescribedRewards.of(inputs.get("reward_funcs")),
+        teacher=DescribedTeacher.of(inputs.get("teacher_model"), args),
     )
 
 
@@ -119,6 +119,7 @@ def predicted(
         requested={**trainer.args.requested, **trainer.planned.settings},
         peft_config=next(iter(adapters.values()), None),
         reward_funcs=getattr(trainer, "reward_models", None),
+        teacher_model=getattr(trainer, "teacher_model", None),
     )
     return in_tracing_process(_estimates, run, trainer.train_dataset, changes, beside)
 

@@ -8,6 +8,7 @@ from typing import Any
 from lowtide.methods import METHODS
 from lowtide.methods.method import Method
 from lowtide.run.options.configs import config_class, public_name
+from lowtide.trainers.distillation import DistillationTrainer
 from lowtide.trainers.method import MethodTrainer
 from lowtide.trainers.online.trainer import OnlineTrainer
 from lowtide.trainers.reference import ReferenceTrainer
@@ -17,7 +18,9 @@ from lowtide.trainers.signatures import signature_of
 @functools.cache
 def trainer_class(method: Method) -> type[MethodTrainer]:
     """The method's trainer."""
-    kind = OnlineTrainer if method.writes else ReferenceTrainer if method.compares else MethodTrainer
+    kind = MethodTrainer
+    if method.compares:
+        kind = OnlineTrainer if method.writes else DistillationTrainer if method.taught else ReferenceTrainer
     made: Any = type(
         f"{public_name(method)}Trainer",
         (kind,),

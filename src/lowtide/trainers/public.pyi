@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from lowtide.methods.bco import BCOOptions
 from lowtide.methods.cpo import CPOOptions
 from lowtide.methods.dpo import DPOOptions
+from lowtide.methods.gkd import GKDOptions
 from lowtide.methods.grpo import GRPOOptions
 from lowtide.methods.kto import KTOOptions
 from lowtide.methods.masked_lm import MaskedLMOptions
@@ -199,6 +200,29 @@ class BCOTrainer(ReferenceTrainer):
         optimizers: tuple = ...,
         quantization_config: Any = ...,
         peft_config: Any = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class GKDConfig(GKDOptions, TrainingConfig): ...
+
+class GKDTrainer(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        teacher_model: str | os.PathLike | nn.Module | None = ...,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        peft_config: Any = ...,
+        formatting_func: Callable | None = ...,
+        quantization_config: Any = ...,
         optimizer_cls_and_kwargs: tuple | None = ...,
         **older: Any,
     ) -> None: ...

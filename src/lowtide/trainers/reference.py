@@ -36,7 +36,7 @@ class ReferenceTrainer(MethodTrainer):
                 known = precompute(self)
                 self._later = LaterReference(self.reference, *known, computed_in=computed_in(options))
             self.reference = Precomputed()
-        if options.sync_ref_model:
+        if options.follows:
             assert isinstance(self.reference, FrozenModel)
             self.reference.check_follows(self.site.model)
             self.add_callback(
@@ -75,12 +75,12 @@ class ReferenceTrainer(MethodTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if cast(Any, self.args).sync_ref_model and self.args.should_save:
+        if cast(Any, self.args).follows and self.args.should_save:
             save_weights(cast(FrozenModel, self.reference).model, str(Path(output_dir, MOVED)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not cast(Any, self.args).sync_ref_model:
+        if checkpoint is None or not cast(Any, self.args).follows:
             return
         moved = Path(checkpoint, MOVED)
         if not moved.exists():

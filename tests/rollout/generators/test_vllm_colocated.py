@@ -16,7 +16,7 @@ from lowtide.rollout.generators.vllm.colocated import VLLMColocatedGenerator
 from lowtide.rollout.generators.vllm.engine import Engine, EngineOptions
 from lowtide.rollout.generators.vllm.label import StaleWeights
 from lowtide.rollout.generators.vllm.turns import WrittenTurn
-from lowtide.run.rollouts import make_generator
+from lowtide.run.writing import make_generator
 from tests.support.tiny_llama import tiny_llama
 
 SAMPLING = Sampling(4)

@@ -9,6 +9,7 @@ Where we differ: a `completion_mask` that comes with tokenized rows is used unle
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class RowEncoder:
         self.options = options
         self.source = source
         self.vocab_size = options.vocab_size or len(tokenizer)
-        first = row_format.read_batch({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
+        first = self._read({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
         self.kind = first.kind
         options.check_for(first, source)
         self.text = TextEncoder(tokenizer) if isinstance(first, TextSample) else None
@@ -64,13 +65,19 @@ class RowEncoder:
             ValueError: a row that can't be used; the message names it.
         """
         place = RowPlace(self.source, numbers)
-        samples = self.format.read_batch(batch, place)
+        samples = self._read(batch, place)
         for index, sample in enumerate(samples):
             if sample.kind != self.kind:
                 raise place.error(index, f"this is a {sample.kind}, and the dataset's first row a {self.kind}.")
         rows = self._encode(samples, place)
         check_vocabulary(rows, self.vocab_size, place)
         return rows
+
+    def _read(self, batch: Mapping[str, Sequence[Any]], place: RowPlace) -> list[Sample]:
+        samples = self.format.read_batch(batch, place)
+        if not self.options.last_turn_only:
+            return samples
+        return [_with_last_turn(sample, index, place) for index, sample in enumerate(samples)]
 
     def cut(self, rows: TokenRows, truncation: Truncation) -> TokenRows:
         """Rows within the limits on their lengths."""
@@ -112,6 +119,15 @@ class RowEncoder:
             position = np.arange(len(token_ids)) - np.repeat(offsets[:-1], np.diff(offsets))
             scored = scored & (position >= np.repeat(lengths, np.diff(offsets)))
         return _rows(token_ids, offsets, scored, lengths, merged)
+
+
+def _with_last_turn(sample: Sample, index: int, place: RowPlace) -> Sample:
+    """A conversation without a prompt, with its last message as the completion."""
+    if not isinstance(sample, ChatSample) or sample.prompt_messages is not None:
+        return sample
+    if len(sample.messages) < 2 or sample.messages[-1]["role"] != "assistant":
+        raise place.error(index, "the conversation does not end with what the assistant answers, which is learned.")
+    return replace(sample, prompt_messages=len(sample.messages) - 1)
 
 
 def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:

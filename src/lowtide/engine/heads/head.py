@@ -18,8 +18,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, Want
+from lowtide.engine.heads.head_parts import HeadParts
+from lowtide.ops.linear_logprobs import NOTHING_MORE, Projection, ScoreLoss, Want
 from lowtide.ragged import NEXT_TOKEN, ScoreRule
+
+
+@dataclass(frozen=True)
+class TeacherStates:
+    """What a teacher makes of a batch: hidden states in the place of its logits, and what would make these."""
+
+    states: Float[Tensor, "scores hidden"]
+    parts: HeadParts
+    projection: Projection
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,10 @@ class Scores:
     """Also the load-balancing loss of a mixture of experts."""
     read: Callable[[Tensor, slice], Tensor] | None = None
     """What the head of next tokens reads off the logits (see `ops.linear_logprobs.read_logits`)."""
+    teacher: TeacherStates | None = None
+    """Whom the `divergences` of `want` are from; their loss is formed in forward."""
+    beta: float = 0.5
+    """Of these: 0 is KL(teacher || student), 1 is KL(student || teacher) (see `ops.compared_rows`)."""
     head: type[Head] | None = None
     """The head that is asked; None for the one that `install_head` found on the model."""
 

@@ -1,7 +1,7 @@
 """The head that gives log-probabilities of target tokens, and other statistics, without the logits.
 
-What a model does between its hidden states and its logits (scaling, soft-capping, an adapter on the head) is read from
-its config and modules here, and proved against the model's own logits by `engine.probe`.
+Beside a teacher's hidden states it also gives how far the two distributions are apart; the teacher's head is read then
+too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from lowtide.compat.torch import unread_in_backward
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body, is_one_of, own_call
-from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.heads.head_parts import HeadParts, head_parts, head_terms, projection_of
 from lowtide.engine.weights.split_vocabulary import split_of
 from lowtide.ops.linear_logprobs import (
     NOTHING_MORE,
     Projection,
-    Term,
+    Teacher,
     TokenStats,
     Want,
     chunk_rows,
@@ -47,6 +47,8 @@ class TokenOutput(ScoreOutput):
     top1: Tensor | None = None
     collisions: Tensor | None = None
     """[scores]"""
+    divergences: Tensor | None = None
+    """[scores]"""
     aux_loss: Tensor | None = None
 
     @property
@@ -55,7 +57,9 @@ class TokenOutput(ScoreOutput):
 
     @property
     def stats(self) -> TokenStats:
-        return TokenStats(self.logprobs, self.entropies, self.mean_logprobs, self.top1, self.collisions)
+        return TokenStats(
+            self.logprobs, self.entropies, self.mean_logprobs, self.top1, self.collisions, self.divergences
+        )
 
 
 class LanguageModel(Head):
@@ -146,67 +150,6 @@ def is_masked(model: nn.Module) -> bool:
     return is_one_of(model, MASKED)
 
 
-def projection_of(config: PretrainedConfig) -> Projection:
-    """What a model type does to its logits, from its config."""
-    scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        scale *= getattr(config, name, None) or 1.0
-    scaling = getattr(config, "logits_scaling", None) or 1.0
-    # Granite and MiniCPM divide by it; HyperCLOVA X, alone, multiplies.
-    scale = scale * scaling if config.model_type == "hyperclovax" else scale / scaling
-    return Projection(scale, getattr(config, "final_logit_softcapping", None))
-
-
-@dataclass(frozen=True)
-class HeadParts:
-    """The modules that a head is made of."""
-
-    base: nn.Linear
-    lora: Any = None
-    """PEFT's layer around it, where it has adapters that are on."""
-    adapters: Sequence[str] = ()
-    wrappers: Sequence[nn.Module] = ()
-    """What stands around `base`, from the outermost inwards."""
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """All whose weights meet the vocabulary, with what stands around them, from the outermost inwards."""
-        return [*self.wrappers, *(self.lora.lora_B[name] for name in self.adapters), self.base]
-
-
-def head_parts(model: PreTrainedModel) -> HeadParts:
-    """The modules of the output head.
-
-    Raises:
-        ValueError: they make logits in a way that is not known.
-    """
-    head: Any = model.get_output_embeddings()
-    wrappers = []
-    if hasattr(head, "modules_to_save"):  # PEFT trains a copy of the whole head
-        wrappers.append(head)
-        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
-    lora, adapters, base = None, [], head
-    if hasattr(head, "lora_A"):
-        wrappers.append(head)
-        base = head.get_base_layer()
-        variants = [type(head.lora_variant[a]).__name__ for a in head.active_adapters if a in head.lora_variant]
-        if variants:
-            raise ValueError(
-                f"{variants[0]} on the output head ({type(model).__name__}) is more than a product and cannot be "
-                "fused: leave the head out of `target_modules`, use plain LoRA on it, or put it into `modules_to_save`"
-            )
-        if not (head.disable_adapters or head.merged):
-            lora, adapters = head, [a for a in head.active_adapters if a in head.lora_A]
-    # asked of the module by name outside of its own call, ZeRO-3 would gather it for all of the model's forward
-    if not isinstance(base, nn.Linear) or is_quantized(next(base.parameters(recurse=False))):
-        raise ValueError(
-            f"the output head of {type(model).__name__} is a {type(base).__module__}.{type(base).__name__} with "
-            f"weights of type {type(getattr(base, 'weight', None)).__name__}, which lowtide cannot fuse: keep the head "
-            "in full precision and untouched (`llm_int8_skip_modules`, `modules_to_not_convert`), or adapt it with LoRA"
-        )
-    return HeadParts(base, lora, adapters, wrappers)
-
-
 def reading(
     model: PreTrainedModel, parts: HeadParts, scores: Scores
 ) -> tuple[list[str], Callable[[Tensor], tuple[Tensor, ...]]]:
@@ -226,8 +169,10 @@ def reading(
 
 def within(modules: Sequence[nn.Module], function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
     """A function of the hidden states, run within the own calls of modules, each inside the one before."""
+    if not modules:
+        return function(hidden)
     first, *rest = modules
-    return own_call(first, (lambda x: within(rest, function, x)) if rest else function, hidden)
+    return own_call(first, lambda x: within(rest, function, x), hidden)
 
 
 def _fused(
@@ -242,17 +187,16 @@ def _fused(
     if scores.loss is None:
         return None, linear_logprobs(terms, scores.index, scores.target, **shared)
     shared |= {"factor": scores.factor, "grad_scale": scores.grad_scale}
-    return linear_loss(terms, scores.index, scores.target, scores.loss, **shared)
+    target, loss, taught = scores.target, scores.loss, scores.teacher
+    if taught is None:
+        return linear_loss(terms, scores.index, target, loss, **shared)
 
+    def beside(states: Tensor) -> tuple[Tensor, TokenStats]:
+        with torch.no_grad():
+            of_teacher, their_bias = head_terms(taught.parts, states)
+        their_projection = taught.projection._replace(temperature=scores.temperature)
+        teacher = Teacher(of_teacher, their_bias, their_projection, scores.beta)
+        return linear_loss(terms, scores.index, target, loss, teacher=teacher, **shared)
 
-def head_terms(parts: HeadParts, hidden: Tensor) -> tuple[list[Term], Tensor | None]:
-    """The products that make the logits, and the bias."""
-    terms, bias, lora = [Term(hidden, parts.base.weight)], parts.base.bias, parts.lora
-    for name in parts.adapters:
-        down, up = lora.lora_A[name], lora.lora_B[name]
-        low: Tensor = down(lora.lora_dropout[name](hidden.to(down.weight.dtype))) * lora.scaling[name]
-        terms.append(Term(low, up.weight))
-        if up.bias is not None:
-            own = up.bias * lora.scaling[name]
-            bias = own if bias is None else bias + own
-    return terms, bias
+    # where a policy without its adapters teaches, both read the same modules, whose call this is already
+    return within([each for each in taught.parts.modules if each not in parts.modules], beside, taught.states)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from lowtide.engine.heads.head import Scores, acting_as
-from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, head_parts, is_masked, reading, within
+from lowtide.engine.heads.head_parts import head_parts
+from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, is_masked, reading, within
 from lowtide.engine.heads.own_head import own_head
 from lowtide.ragged import OWN_TOKEN, ScoreRule
 
@@ -40,7 +41,7 @@ class MaskedLanguageModel(LanguageModel):
         first, *rest = parts.modules
 
         def decoded(x: Tensor) -> tuple[Tensor, ...]:
-            return within(rest, fused, x.flatten(0, -2)) if rest else fused(x.flatten(0, -2))
+            return within(rest, fused, x.flatten(0, -2))
 
         with acting_as(first, decoded):
             found = own_head(model, states[:, None])

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowtide.engine.heads.head import ScoreOutput, Scores
-from lowtide.engine.heads.language_model import LanguageModel, head_parts, head_terms, projection_of, within
+from lowtide.engine.heads.head_parts import head_parts, head_terms, projection_of
+from lowtide.engine.heads.language_model import LanguageModel, within
 from lowtide.ops.linear_logprobs import read_logits
 
 

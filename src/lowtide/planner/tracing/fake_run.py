@@ -21,8 +21,10 @@ from transformers import PretrainedConfig
 from lowtide.compat.torch import FakeTensorMode, without_modes
 from lowtide.compat.transformers import place_on
 from lowtide.data.batches.masking import EVALUATION
+from lowtide.data.batches.prompted import prompts_of
 from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model
+from lowtide.engine.reference import AdapterOff
 from lowtide.engine.splitting import split_traced
 from lowtide.engine.weights.labels import set_labels
 from lowtide.engine.weights.model_init import model_init
@@ -42,9 +44,10 @@ from lowtide.planner.tracing.host_memory import followed_to_the_host, with_trans
 from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planner.tracing.package_optimizers import as_stepped
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards, make_reward_models
-from lowtide.planner.tracing.rollouts import TracedRollout
+from lowtide.planner.tracing.rollouts import TracedCompletions, TracedRollout, TracedWriting
 from lowtide.planner.tracing.split_tokens import TracedSlice
 from lowtide.planner.tracing.stand_ins import as_on
+from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
@@ -72,6 +75,9 @@ class ModelInputs(TypedDict, total=False):
     """Adapters to put on the model."""
     quantization_config: Any
     """How its weights are stored: a `BitsAndBytesConfig` with `load_in_4bit`, for QLoRA."""
+    teacher_model: Any
+    """Of a method with one, as the trainer takes it, its config, or a `DescribedTeacher`; by default the one that the
+    options name."""
 
 
 class RunInputs(ModelInputs, total=False):
@@ -157,7 +163,7 @@ class FakeRun:
         self.quantization_config = inputs.get("quantization_config")
         self.method, self.prepared, self.gathers = method, prepared, False
         self.samples = samples and not getattr(config, "packing", False)  # a sample may not fill a batch of bins
-        self.rewards = rewards
+        self.rewards, self.teacher = rewards, DescribedTeacher.of(inputs.get("teacher_model"), self.config)
         self.sequence_parallel = 1
         self.notes: tuple[str, ...] = ()
         self.rehearsal = bool(config.rehearsal)
@@ -284,14 +290,15 @@ class FakeRun:
         """Returns the heaviest micro-batch, how many of its scores were traced, and micro-batches of a step."""
         model = self.model.of_layers(layers)
         follow_layers(model, layers, trace)
-        run = self._assembled(model, self.peft_config)
+        run = self._assembled(model, self.peft_config, teacher=self._made_teacher())
         if self.config.gradient_checkpointing:
             inner: Any = causal_model(run.model)
             newer = getattr(inner, "activation_checkpointing_enable", None)  # older transformers have the other name
             (newer or inner.gradient_checkpointing_enable)(self.config.gradient_checkpointing_kwargs)
         with without_modes():
             rows = self._heaviest(run, run.args.per_device_train_batch_size)
-            whole = run.drawn(run.collator(rows), epoch=0)
+            given = run.collator(rows)
+            whole = run.drawn(given, epoch=0)
             micro_batches = -(-rows_in_a_step(run.args) // whole.rows)
             thin = self._thinned(whole, device)
             evaluated = self._evaluated(run, device) if self.evaluates else None
@@ -305,11 +312,25 @@ class FakeRun:
         trace.phase = "optimizer"
         runner.updater.optimizer = make_optimizer(runner.model, run.args)
         evaluated = None if evaluated is None else evaluated.map(fake.from_tensor)
-        rollout = None
+        rollout: TracedRollout | TracedCompletions | None = None
         if self.method.writes is not None:
             rollout = TracedRollout(self.method.writes, runner, self.dataset, trace, layers, rewarding)
+        elif self.method.taught and run.args.writes:
+            rollout = TracedCompletions(prompts_of(given), self._writers(runner, trace, layers), trace)
         self._step(runner, thin.map(fake.from_tensor), evaluated, trace, layers, rollout, several=micro_batches > 1)
         return whole, thin.scores, micro_batches
+
+    def _writers(self, runner: StepRunner, trace: StorageTrace, layers: int) -> list[TracedWriting]:
+        """Who may write the completions of a run that distils: the student, the teacher."""
+        options, found = self.config, []
+        if options.lmbda > 0:
+            found.append(TracedWriting(runner.model, runner.padding_free, options, trace, layers))
+        if options.seq_kd and options.lmbda < 1:
+            reference: Any = runner.reference
+            own = isinstance(reference, AdapterOff)
+            count = layers if own else causal_model(reference.model).config.get_text_config().num_hidden_layers
+            found.append(TracedWriting(reference.model, reference.padding_free, options, trace, count, aside=not own))
+        return found
 
     def _thinned(self, batch: RaggedBatch, device: Device) -> RaggedBatch:
         """Few enough scores for two chunks of the head, which is all that its peak depends on."""
@@ -331,13 +352,23 @@ class FakeRun:
             name = getattr(self.described, "dtype", None) or "float32"
         return getattr(torch, str(name).removeprefix("torch."))
 
-    def _assembled(self, model: nn.Module, peft_config: Any, *, adapts: bool = True) -> TrainingRun:
+    def _made_teacher(self) -> nn.Module | None:
+        """On tensors without memory."""
+        described = None if self.teacher is None else self.teacher.model(self._dtype)
+        return None if described is None else described.of_layers(described.layers)
+
+    def _assembled(
+        self, model: nn.Module, peft_config: Any, *, adapts: bool = True, teacher: nn.Module | None = None
+    ) -> TrainingRun:
         args = copy.deepcopy(self.config)
         args.model_init_kwargs = None  # the model is there
+        if self.method.taught:
+            args.teacher_model_name_or_path = None  # and so is the teacher
         inputs = Inputs(
             model,
             self.processing_class,
             copy.deepcopy(peft_config),  # PEFT writes into it what it finds in this model
+            ref_model=teacher,
             needs_tokenizer=not self.prepared,
             adapts=adapts,
         )
@@ -384,7 +415,7 @@ class FakeRun:
         evaluated: RaggedBatch | None,
         trace: StorageTrace,
         layers: int,
-        rollout: TracedRollout | None,
+        rollout: TracedRollout | TracedCompletions | None,
         *,
         several: bool,
     ) -> None:

@@ -78,6 +78,11 @@ def follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:
         layer.register_forward_hook(ends(number))
 
 
+def is_taught(runner: StepRunner) -> bool:
+    """Whether the reference is a teacher, whose layers are its own and are all traced."""
+    return runner.method_objective.want.divergences
+
+
 def label(runner: StepRunner, layers: int, trace: StorageTrace, optimizer: Any = None) -> None:
     """What weights, gradients and states are and of which layer, those of the model and of a reference."""
     model, reference = runner.model, getattr(runner.reference, "model", None)
@@ -97,7 +102,8 @@ def label(runner: StepRunner, layers: int, trace: StorageTrace, optimizer: Any =
     if reference is not None:
         theirs = [tensor for tensor in (*reference.parameters(), *reference.buffers()) if tensor not in policy]
         trace.belongs(theirs, "reference")
-    for stack in filter(None, (stack_of(each, layers) for each in (model, reference) if each is not None)):
+    alike = [model] if reference is None or is_taught(runner) else [model, reference]
+    for stack in filter(None, (stack_of(each, layers) for each in alike)):
         for number, layer in enumerate(stack):
             for tensor in (*layer.parameters(), *layer.buffers()):
                 gradient = [] if tensor.grad is None else [tensor.grad]

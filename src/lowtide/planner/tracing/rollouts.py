@@ -36,6 +36,98 @@ LOGITS = 3
 
 
 @dataclass
+class TracedWriting:
+    """Completions that a model writes: its prompts run through it, and keys and values are held.
+
+    Args:
+        options: of the run.
+        layers: of the model that is traced.
+        aside: its layers are not those that the trace is of.
+    """
+
+    model: nn.Module
+    padding_free: bool
+    options: Any
+    trace: StorageTrace
+    layers: int
+    aside: bool = False
+
+    def run(self, prompts: Sequence[list[int]], each: int, like: RaggedBatch) -> None:
+        """Prompts run first, when the keys of completions are not there yet, unless a budget lets prompts in later.
+
+        Args:
+            prompts: that are written for together, the longest first.
+            each: completions of a prompt.
+            like: a batch on fake tensors.
+        """
+        count, most = len(prompts) * each, self.options.most_written
+        padded = self.options.generation_backend == "transformers" or not self.padding_free
+        if padded or why_not_described(self.model) is not None:  # `generate` repeats a prompt, and pads it
+            held = self._keys(count * len(prompts[0]))
+            self._run_prompts([prompts[0]] * count, like)
+            del held
+            held = self._keys(count * (len(prompts[0]) + most), grows=1.0)
+        else:
+            enter_later = self.options.tokens_per_generation_batch is not None
+            held = self._keys(count * most, grows=0.5) if enter_later else []
+            held += self._keys(sum(map(len, prompts)))
+            self._run_prompts(prompts, like)
+            held += [] if enter_later else self._keys(count * most, grows=0.5)
+        vocabulary = embedding_weight(self.model).shape[0]
+        logits = [torch.empty(count, vocabulary) for _ in range(LOGITS)]
+        del logits, held
+
+    def _keys(self, tokens: int, grows: float = 0.0) -> list[Tensor]:
+        """Keys and values of all layers.
+
+        Args:
+            grows: the share of one tensor that is there twice as tensors grow, one after the other.
+        """
+        config: Any = causal_model(self.model).config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = next(p.dtype for p in self.model.parameters())
+        found = [torch.empty(int(grows * tokens), heads, dim, dtype=dtype)] if grows else []
+        for layer in range(self.layers):
+            pieces = [torch.empty(tokens, heads, dim, dtype=dtype) for _ in range(2)]
+            self.trace.belongs(pieces, "keys", None if self.aside else self.trace.place(layer))
+            found += pieces
+        return found
+
+    def _run_prompts(self, prompts: Sequence[list[int]], like: RaggedBatch) -> None:
+        """The prompts through the model, of whose last tokens alone anything is read."""
+        with without_modes():
+            batch = RaggedBatch.from_segments(prompts, [[IGNORE] * len(prompt) for prompt in prompts])
+        fake = like.token_ids.fake_mode  # type: ignore[attr-defined]
+        score_shared(self.model, batch.map(fake.from_tensor), padding_free=self.padding_free)
+
+
+@dataclass
+class TracedCompletions:
+    """What comes before a step on rows whose completions are written anew, by the policy, by a teacher, or by either.
+
+    Args:
+        prompts: of the rows of a micro-batch, which are written for together.
+        writers: who may write.
+    """
+
+    prompts: list[list[int]]
+    writers: Sequence[TracedWriting]
+    trace: StorageTrace
+
+    @torch.no_grad()
+    def run(self, batch: RaggedBatch) -> RaggedBatch:
+        """The phases before a step; the batch that it then learns from."""
+        for writer in self.writers:
+            training = writer.model.training
+            writer.model.eval()
+            with self.trace.during("generate"):
+                writer.run(sorted(self.prompts, key=len, reverse=True), 1, batch)
+            writer.model.train(training)
+        return batch
+
+
+@dataclass
 class TracedRollout:
     """What comes before a step.
 
@@ -78,44 +170,12 @@ class TracedRollout:
         return replace(batch, score_values={**batch.score_values, **scored})
 
     def _generate(self, prompts: list[list[int]], batch: RaggedBatch) -> None:
-        """Prompts run first, when the keys of completions are not there yet, unless a budget lets prompts in later."""
         options: Any = self.runner.options
         if options.use_vllm:
             torch.empty(0)  # it is a phase all the same
             return
-        count, most = len(prompts) * options.num_generations, options.max_completion_length
-        padded = options.generation_backend == "transformers" or not self.runner.padding_free
-        if padded or why_not_described(self.runner.model) is not None:  # `generate` repeats a prompt, and pads it
-            held = self._keys(count * len(prompts[0]))
-            _run_prompts(self.runner, [prompts[0]] * count, batch)
-            del held
-            held = self._keys(count * (len(prompts[0]) + most), grows=1.0)
-        else:
-            enter_later = options.tokens_per_generation_batch is not None
-            held = self._keys(count * most, grows=0.5) if enter_later else []
-            held += self._keys(sum(map(len, prompts)))
-            _run_prompts(self.runner, prompts, batch)
-            held += [] if enter_later else self._keys(count * most, grows=0.5)
-        vocabulary = embedding_weight(self.runner.model).shape[0]
-        logits = [torch.empty(count, vocabulary) for _ in range(LOGITS)]
-        del logits, held
-
-    def _keys(self, tokens: int, grows: float = 0.0) -> list[Tensor]:
-        """Keys and values of all layers.
-
-        Args:
-            grows: the share of one tensor that is there twice as tensors grow, one after the other.
-        """
-        config: Any = causal_model(self.runner.model).config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = next(p.dtype for p in self.runner.model.parameters())
-        found = [torch.empty(int(grows * tokens), heads, dim, dtype=dtype)] if grows else []
-        for layer in range(self.layers):
-            pieces = [torch.empty(tokens, heads, dim, dtype=dtype) for _ in range(2)]
-            self.trace.belongs(pieces, "keys", self.trace.place(layer))
-            found += pieces
-        return found
+        writing = TracedWriting(self.runner.model, self.runner.padding_free, options, self.trace, self.layers)
+        writing.run(prompts, options.num_generations, batch)
 
     def _score(self, batch: RaggedBatch) -> dict[str, Tensor]:
         """What a micro-batch is scored by before the update, as `RolloutMaker` does it: by the policy where its
@@ -154,11 +214,3 @@ def _longest(options: Any, dataset: Dataset) -> list[list[int]]:
             break
         chosen.append(length)
     return [[1] * length for length in chosen]
-
-
-def _run_prompts(runner: StepRunner, prompts: list[list[int]], like: RaggedBatch) -> None:
-    """The prompts through the model, of whose last tokens alone anything is read."""
-    with without_modes():
-        batch = RaggedBatch.from_segments(prompts, [[IGNORE] * len(prompt) for prompt in prompts])
-    fake = like.token_ids.fake_mode  # type: ignore[attr-defined]
-    score_shared(runner.model, batch.map(fake.from_tensor), padding_free=runner.padding_free)

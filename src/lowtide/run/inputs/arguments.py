@@ -63,6 +63,7 @@ MODEL = Argument(_is_model, "a model's name or folder, or a loaded model")
 ARGUMENTS: dict[str, Argument] = {
     "model": MODEL,
     "ref_model": MODEL,
+    "teacher_model": MODEL,
     "args": Argument(lambda value: isinstance(value, TrainingArguments), "a config: {config}(...)"),
     "processing_class": Argument(_is_tokenizer, "a tokenizer: AutoTokenizer.from_pretrained(...)"),
     "data_collator": Argument(callable, "a function of a list of rows"),

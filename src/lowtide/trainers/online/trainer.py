@@ -24,7 +24,8 @@ from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.rollout import Rollout
 from lowtide.rollout.turns import Turns
-from lowtide.run.rollouts import Made, RolloutMaker, make_generator
+from lowtide.run.rollouts import Made, RolloutMaker
+from lowtide.run.writing import make_generator
 from lowtide.step.metrics import Totals
 from lowtide.trainers.online.completions_log import CompletionsLog
 from lowtide.trainers.online.entropy import kept_tokens

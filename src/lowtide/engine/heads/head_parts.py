@@ -1,0 +1,91 @@
+"""The modules that make the logits of a language model, and what they do: products, a bias, and a projection.
+
+What a model does between its hidden states and its logits (scaling, soft-capping, an adapter on the head) is read from
+its config and modules here, and proved against the model's own logits by `engine.probe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lowtide.engine.weights.quantized import is_quantized
+from lowtide.ops.linear_logprobs import Projection, Term
+
+
+def projection_of(config: PretrainedConfig) -> Projection:
+    """What a model type does to its logits, from its config."""
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        scale *= getattr(config, name, None) or 1.0
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    # Granite and MiniCPM divide by it; HyperCLOVA X, alone, multiplies.
+    scale = scale * scaling if config.model_type == "hyperclovax" else scale / scaling
+    return Projection(scale, getattr(config, "final_logit_softcapping", None))
+
+
+@dataclass(frozen=True)
+class HeadParts:
+    """The modules that a head is made of."""
+
+    base: nn.Linear
+    lora: Any = None
+    """PEFT's layer around it, where it has adapters that are on."""
+    adapters: Sequence[str] = ()
+    wrappers: Sequence[nn.Module] = ()
+    """What stands around `base`, from the outermost inwards."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """All whose weights meet the vocabulary, with what stands around them, from the outermost inwards."""
+        return [*self.wrappers, *(self.lora.lora_B[name] for name in self.adapters), self.base]
+
+
+def head_parts(model: PreTrainedModel) -> HeadParts:
+    """The modules of the output head.
+
+    Raises:
+        ValueError: they make logits in a way that is not known.
+    """
+    head: Any = model.get_output_embeddings()
+    wrappers = []
+    if hasattr(head, "modules_to_save"):  # PEFT trains a copy of the whole head
+        wrappers.append(head)
+        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+    lora, adapters, base = None, [], head
+    if hasattr(head, "lora_A"):
+        wrappers.append(head)
+        base = head.get_base_layer()
+        variants = [type(head.lora_variant[a]).__name__ for a in head.active_adapters if a in head.lora_variant]
+        if variants:
+            raise ValueError(
+                f"{variants[0]} on the output head ({type(model).__name__}) is more than a product and cannot be "
+                "fused: leave the head out of `target_modules`, use plain LoRA on it, or put it into `modules_to_save`"
+            )
+        if not (head.disable_adapters or head.merged):
+            lora, adapters = head, [a for a in head.active_adapters if a in head.lora_A]
+    # asked of the module by name outside of its own call, ZeRO-3 would gather it for all of the model's forward
+    if not isinstance(base, nn.Linear) or is_quantized(next(base.parameters(recurse=False))):
+        raise ValueError(
+            f"the output head of {type(model).__name__} is a {type(base).__module__}.{type(base).__name__} with "
+            f"weights of type {type(getattr(base, 'weight', None)).__name__}, which lowtide cannot fuse: keep the head "
+            "in full precision and untouched (`llm_int8_skip_modules`, `modules_to_not_convert`), or adapt it with LoRA"
+        )
+    return HeadParts(base, lora, adapters, wrappers)
+
+
+def head_terms(parts: HeadParts, hidden: Tensor) -> tuple[list[Term], Tensor | None]:
+    """The products that make the logits, and the bias."""
+    terms, bias, lora = [Term(hidden, parts.base.weight)], parts.base.bias, parts.lora
+    for name in parts.adapters:
+        down, up = lora.lora_A[name], lora.lora_B[name]
+        low: Tensor = down(lora.lora_dropout[name](hidden.to(down.weight.dtype))) * lora.scaling[name]
+        terms.append(Term(low, up.weight))
+        if up.bias is not None:
+            own = up.bias * lora.scaling[name]
+            bias = own if bias is None else bias + own
+    return terms, bias

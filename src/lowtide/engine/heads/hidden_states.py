@@ -1,0 +1,34 @@
+"""The head that gives the scored hidden states as they are: what a student's head needs to know of its teacher.
+
+It is no entry of `engine.heads.HEADS`: no model has it as its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowtide.engine.heads.head import ScoreOutput, Scores
+from lowtide.engine.heads.language_model import LanguageModel
+
+
+@dataclass
+class StatesOutput(ScoreOutput):
+    """Hidden states before the head."""
+
+    states: Tensor
+    """[scores, hidden]"""
+    loss: Tensor | None = None
+    entropies: Tensor | None = None
+    top1: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class HiddenStates(LanguageModel):
+    """What a language model's head would read; nothing meets the vocabulary."""
+
+    @classmethod
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> StatesOutput:  # type: ignore[override]
+        return StatesOutput(hidden.index_select(0, scores.index))

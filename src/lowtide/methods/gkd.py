@@ -1,0 +1,142 @@
+"""Generalized knowledge distillation (arXiv 2306.13649): the student's distribution of each token is brought to a
+teacher's, on completions of the dataset, of the student itself or of the teacher.
+
+Names, defaults and the loss are TRL 1.16's. The teacher's hidden states stand beside the student's, and the divergence
+is formed a chunk of tokens at a time: neither model's logits exist whole. It deviates in what it draws: who writes the
+completions of a micro-batch follows from the seed and the micro-batch's place, so that a run that resumes draws the
+same; and vocabularies may differ in rows that pad them, where TRL refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lowtide.data.batches.prompted import PromptedCollator, with_longest
+from lowtide.methods.method import Method, TokenObjective
+from lowtide.methods.options import TeacherOptions
+from lowtide.methods.paper import Paper
+from lowtide.methods.rollouts import WritingOptions
+from lowtide.methods.rows import Drawing, Preparation, Prepared, Texts
+from lowtide.methods.sft import TextOptions
+from lowtide.objectives.distillation import divergence
+from lowtide.ops.linear_logprobs import Want
+from lowtide.option import COUNT, POSITIVE, SHARE, option
+from lowtide.ragged import ScoreRule
+
+WITH_PROMPTS = ("messages", "conversations", "prompt", "instruction", "labels", "completion_mask")
+"""Columns of rows that have a prompt."""
+
+
+@dataclass(kw_only=True)
+class GKDOptions(TextOptions, WritingOptions, TeacherOptions):
+    """The options of generalized knowledge distillation, under TRL's names and with its defaults."""
+
+    truncation_mode: str = option(
+        "keep_end", "Which end of a row `max_length` keeps.", choices=["keep_start", "keep_end"]
+    )
+    disable_dropout: bool = option(True, "Train without dropout, so that student and teacher are comparable.")
+    beta: float = option(
+        0.5,
+        "Of the generalized Jensen-Shannon divergence: 0 is KL(teacher || student), 1 is KL(student || teacher).",
+        SHARE,
+    )
+    divergence_temperature: float = option(
+        1.0, "Divisor of both models' logits in the divergence. TRL's is always 1.", POSITIVE
+    )
+    lmbda: float = option(
+        0.5,
+        "Probability with which the student writes the completions of a micro-batch; else they are the data's.",
+        SHARE,
+    )
+    seq_kd: bool = option(False, "Where the student does not write, the teacher does, in place of the data.")
+    max_new_tokens: int = option(128, "Most tokens of a completion that is written.", COUNT)
+    temperature: float = option(0.9, "Divisor of the logits in writing; the divergence has its own.", POSITIVE)
+
+    @property
+    def writes(self) -> bool:
+        """Whether completions are written at all."""
+        return self.lmbda > 0 or self.seq_kd
+
+    @property
+    def most_written(self) -> int:
+        return self.max_new_tokens
+
+    @property
+    def last_turn_only(self) -> bool:
+        """The completion of a conversation is its last message, as in TRL, unless all of the assistant's are scored."""
+        return not self.assistant_only_loss
+
+    def check(self) -> None:
+        """Refuses what cannot work, naming the option and the way out.
+
+        Raises:
+            ValueError: an option has no such value, or two options exclude each other.
+        """
+        self.check_texts()
+        self.check_writing()
+        if not self.writes:
+            return
+        remedy = "leave it out, or set lmbda=0 and seq_kd=False, which distils on the data's completions alone"
+        if self.packing:
+            raise ValueError(f"packing=True packs rows of the data, and completions are written anew: {remedy}")
+        if self.completion_only_loss is False:
+            raise ValueError(f"completion_only_loss=False scores prompts, which are not written anew: {remedy}")
+
+
+class PromptedTexts(Texts):
+    """Texts, of which the first scored token begins what may be written anew."""
+
+    def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
+        columns = dataset.column_names or ()
+        if how.options.writes and how.formatting_func is None and columns and not {*columns} & {*WITH_PROMPTS}:
+            raise ValueError(
+                f"the {name} dataset has the columns {', '.join(columns)}, and no prompts to write after: give rows "
+                "with `messages`, or with `prompt` and `completion`; or set lmbda=0 and seq_kd=False, which distils on "
+                "the data's texts"
+            )
+        return super().prepare(dataset, how, name)
+
+    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
+        return PromptedCollator(score_rule, options.most_written if options.writes else 0)
+
+    def drawing(self, options: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Drawing | None:
+        """Completions as long as they get: what a step is rehearsed and planned on. The trainer has them written."""
+        return functools.partial(with_longest, most=options.most_written) if options.writes else None
+
+
+def objective(options: GKDOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:
+    """The divergence from the teacher, and what the metrics need to know of each token."""
+    want = Want(entropies=options.token_metrics, top1=options.token_metrics, divergences=True)
+    return TokenObjective(
+        divergence, want, aux_coefficient, temperature=options.divergence_temperature, beta=options.beta
+    )
+
+
+ARGUMENTS = (
+    *("model", "teacher_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+    *("compute_metrics", "callbacks", "optimizers", "peft_config", "formatting_func", "quantization_config"),
+    "optimizer_cls_and_kwargs",
+)
+PAPER = Paper(
+    "agarwal2024policy",
+    "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+    (
+        "Rishabh Agarwal",
+        "Nino Vieillard",
+        "Yongchao Zhou",
+        "Piotr Stanczyk",
+        "Sabela Ramos",
+        "Matthieu Geist",
+        "others",
+    ),
+    2024,
+    "2306.13649",
+)
+METHOD = Method(
+    "gkd", "generalized knowledge distillation", GKDOptions, PromptedTexts(), objective, PAPER, arguments=ARGUMENTS
+)

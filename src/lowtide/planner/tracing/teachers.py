@@ -1,0 +1,58 @@
+"""The teacher of a run that distils: another model, which is traced whole beside the student."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from lowtide.engine.forward import causal_model
+from lowtide.engine.weights.loading import DTYPES
+from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.planner.tracing.described_model import DescribedModel, config_of_model
+
+
+@dataclass(frozen=True)
+class DescribedTeacher:
+    """What a teacher is made from."""
+
+    config: PretrainedConfig
+    dtype: torch.dtype | None
+    """Of its weights; None for the student's."""
+    quantization_config: Any = None
+
+    @classmethod
+    def of(cls, teacher: Any, options: Any) -> DescribedTeacher | None:
+        """The teacher that is given, else the one that a run's options name; None without either.
+
+        Args:
+            teacher: a model, its config, a path or hub name of it, or what describes it already.
+            options: a config, or options by name.
+
+        Raises:
+            ValueError: there is no model under the name.
+        """
+        if isinstance(teacher, DescribedTeacher):
+            return teacher
+        given = options if isinstance(options, Mapping) else vars(options)
+        teacher = given.get("teacher_model_name_or_path") if teacher is None else teacher
+        if teacher is None:
+            return None
+        if isinstance(teacher, nn.Module):
+            inner: Any = causal_model(teacher)
+            return cls(inner.config, inner.dtype)
+        trusts = bool(given.get("trust_remote_code"))
+        init = model_init(given.get("teacher_model_init_kwargs"), trust_remote_code=trusts)
+        config = config_of_model(teacher, **config_init(init))
+        dtype: Any = init.get("dtype")
+        if dtype == "auto":
+            dtype = getattr(config, "dtype", None) or torch.float32
+        return cls(config, DTYPES.get(dtype, dtype), init.get("quantization_config"))
+
+    def model(self, student: torch.dtype) -> DescribedModel:
+        """The teacher, beside a student with weights of this dtype."""
+        return DescribedModel(self.config, self.dtype or student, quantization_config=self.quantization_config)

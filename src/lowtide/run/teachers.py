@@ -1,0 +1,101 @@
+"""The teacher that a student is distilled from: a reference that may be another model, with the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from lowtide.compat.torch import FakeTensor
+from lowtide.compat.transformers import attention_implementation
+from lowtide.engine.forward import causal_model, embedding_weight, vocabulary
+from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.probe import probe
+from lowtide.engine.weights.loading import load_model
+from lowtide.engine.weights.model_init import model_init
+from lowtide.run.engine import Engine
+from lowtide.run.inputs.arguments import check_kind
+from lowtide.run.inputs.loading import model_name
+from lowtide.run.references import Reference, ReferenceMaker, check_its_tokenizer, size_text
+
+MISSING = (
+    "there is no teacher: pass a model or its name as `teacher_model`, or set teacher_model_name_or_path. With "
+    "adapters (`peft_config`) the model without them can be the teacher"
+)
+
+
+class TeacherMaker(ReferenceMaker):
+    """Makes the teacher of a run; the arguments are `ReferenceMaker`'s."""
+
+    def __init__(self, args: Any, requested: Any, *, adapters_came: bool) -> None:
+        requested = args.teacher_model_name_or_path if requested is None else requested
+        init = args.teacher_model_init_kwargs
+        if init and not isinstance(requested, str) and not _is_fake(requested):
+            found = (
+                "there is no name to load one by" if requested is None else "the teacher_model that was passed is one"
+            )
+            raise ValueError(
+                f"teacher_model_init_kwargs ({', '.join(init)}) are for a teacher that is loaded by its name, and "
+                f"{found}: leave them out, or pass the teacher's name"
+            )
+        self.in_dtype_of_policy = not model_init(init).keys() & {"dtype", "quantization_config"}
+        super().__init__(args, requested, adapters_came=adapters_came)
+
+    def make(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
+        """As of any reference.
+
+        Raises:
+            ValueError: there is none, its tokens are others than the student's, or options do not go with it.
+        """
+        if self._is_copied(model):
+            raise ValueError(MISSING)
+        return super().make(model, tokenizer, engine)
+
+    def _runs(self, frozen: nn.Module, engine: Engine) -> dict[str, Any]:
+        """Without padding where the teacher itself is proved to keep segments apart."""
+        if not engine.padding_free or _is_fake(frozen):
+            return {}
+        inner = causal_model(frozen)
+        whole = self.args.ref_model_storage == "same" and not self.args.sharding.cuts_weights
+        if whole and not getattr(inner, "is_quantized", False):
+            frozen.to(self.args.device)
+        implementation = attention_implementation(inner.config) or "eager"
+        isolated = probe(frozen).isolated
+        if not isolated:
+            inner.set_attn_implementation(implementation)
+        return {"padding_free": isolated}
+
+    def _text(self, reference: nn.Module, *, own_model: bool) -> str:
+        exact = "" if self.args.ref_model_storage in ("same", "cpu") else ", not exact"
+        return f"the teacher {_title(reference)}, {size_text(reference)}{exact}"
+
+    def _loaded(self, reference: Any, policy: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> nn.Module:
+        """The teacher, loaded if it is a name; of the student's tokens, with rows that pad them or without."""
+        if reference is policy:
+            raise ValueError("teacher_model is the model that is trained, which would be its own teacher: pass another")
+        init = model_init(self.args.teacher_model_init_kwargs, trust_remote_code=self.args.trust_remote_code)
+        name = model_name(reference)
+        if isinstance(reference, str) or Path(name).is_dir():
+            check_its_tokenizer("teacher_model", name, tokenizer, trust_remote_code=init["trust_remote_code"])
+        if isinstance(reference, str):
+            reference = load_model(name, **{"dtype": embedding_weight(policy).dtype, **init})
+        check_kind(reference, head=LanguageModel, name="teacher_model")
+        ours, theirs = vocabulary(policy), vocabulary(reference)
+        tokens = min(ours, theirs) if tokenizer is None else len(tokenizer)
+        if tokens > theirs:
+            raise ValueError(
+                f"teacher_model ({_title(reference)}) has a vocabulary of {theirs} tokens, and the student's tokenizer "
+                f"one of {tokens}: it predicts other tokens. Pass a teacher with the student's tokenizer"
+            )
+        return reference
+
+
+def _is_fake(model: nn.Module | None) -> bool:
+    """Whether its tensors have no memory, as in a plan."""
+    return model is not None and isinstance(next(model.parameters()), FakeTensor)
+
+
+def _title(model: nn.Module) -> str:
+    return model_name(model) or type(causal_model(model)).__name__

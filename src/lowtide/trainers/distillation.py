@@ -1,0 +1,105 @@
+"""The trainer of a method that learns from a teacher, on completions that the student or the teacher may write.
+
+Who writes is drawn for each micro-batch, and what is written from random numbers of its own, both keyed by the seed and
+the micro-batch's place in the run: a run that resumes sees the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from lowtide.data.batches.masking import EVALUATION
+from lowtide.data.batches.prompted import completed, prompts_of
+from lowtide.engine.forward import vocabulary
+from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.methods.gkd import GKDOptions
+from lowtide.ragged import RaggedBatch
+from lowtide.rollout.generators.generator import Completion, Request
+from lowtide.run.writing import Writer, make_generator, seed_of
+from lowtide.step.rank_sync import RankSync
+from lowtide.trainers.reference import ReferenceTrainer
+
+
+class DistillationTrainer(ReferenceTrainer):
+    """A trainer of a method with a teacher; the arguments are `MethodTrainer`'s."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        self.options = cast(GKDOptions, self.args)
+        self.written_by: dict[str, str] = {}
+        self.student_writes = self._writer("the student", None) if self.options.lmbda > 0 else None
+        teaches = self.options.seq_kd and self.options.lmbda < 1
+        self.teacher_writes = self._writer("the teacher", self.reference) if teaches else None
+
+    @property
+    def teacher_model(self) -> nn.Module | None:
+        """The teacher; None where it is the student without adapters."""
+        return self.ref_model
+
+    def _to_plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super()._to_plan(given), "teacher_model": given["teacher_model"]}
+
+    def _writer(self, who: str, teacher: AdapterOff | FrozenModel | None) -> Writer:
+        model = self.training_run.model if teacher is None else teacher.model
+        padding_free = self.padding_free if teacher is None else teacher.padding_free
+        options: Any = self.options
+        generator, self.written_by[who] = make_generator(options, model, self.tokenizer, padding_free)
+        return Writer(options, self.runner, cast(Any, self.tokenizer), generator, teacher)
+
+    def report_lines(self) -> list[tuple[str, str]]:
+        return [
+            ("teacher", self.training_run.reference_text),
+            *((f"written by {who}", how) for who, how in self.written_by.items()),
+        ]
+
+    # -- what is written -----------------------------------------------------------------------------------------
+
+    def drawn(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:
+        """The rows of a micro-batch as they are, or with completions that the student or the teacher writes now.
+
+        Evaluation is on the data's completions.
+        """
+        writer = None if epoch == EVALUATION else self._draw_writer()
+        return batch if writer is None else self._written(batch, writer)
+
+    def _draw_writer(self) -> Writer | None:
+        """Who writes the completions of the micro-batch at this place, on all ranks alike; None for the data's own."""
+        share = (seed_of(self.args.seed, *self.place) >> 10) / (1 << 53)
+        return self.student_writes if share < self.options.lmbda else self.teacher_writes
+
+    def _written(self, batch: RaggedBatch, writer: Writer) -> RaggedBatch:
+        prompts, first = prompts_of(batch), self.args.process_index * self.args.train_batch_size
+        seeds = [seed_of(self.args.seed, *self.place, first + row) for row in range(len(prompts))]
+        requests = [Request(prompt, 1, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        sync = RankSync("generation", remedy="Set tokens_per_generation_batch, or lower max_new_tokens")
+        found: list[Completion] = []
+        with sync.local(waited_for=self.runner.waited_for), self.phases.during("generate"):
+            found = [each for (each,) in writer.write(requests)]
+        sync.meet(self.args.device)
+        totals, count = self.runner.totals, len(found)
+        totals.add_mean("completions/mean_length", sum(len(each.token_ids) for each in found), count)
+        totals.add_mean("completions/clipped_ratio", sum(each.finish == "length" for each in found), count)
+        completions = [[*itertools.takewhile(lambda token: token < self.common_tokens, c.token_ids)] for c in found]
+        return completed(prompts, [each or [self._end] for each in completions]).to(self.args.device)
+
+    @functools.cached_property
+    def common_tokens(self) -> int:
+        """Tokens that student and teacher both know: one may have further rows, which pad its vocabulary, and draw one
+        of these, however unlikely, before which a completion ends."""
+        return min(vocabulary(self.training_run.model), vocabulary(cast(Any, self.reference).model))
+
+    @property
+    def _end(self) -> int:
+        """What is written where nothing else is."""
+        return cast(Any, self.tokenizer).eos_token_id or 0
+
+    def _batch_of(self, rows: Any) -> RaggedBatch:
+        """What a step is rehearsed on: completions as long as they get."""
+        dataset: Any = self.train_dataset
+        batch = self.as_ragged(self.data_collator([dataset[row] for row in rows]))
+        return self.training_run.drawn(batch, self.place[0])

@@ -33,6 +33,9 @@ from lowtide.ops.linear_logprobs import (
 
 MASKED = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
 
+SCALED_WHERE_TIED = frozenset({"umt5", "switch_transformers"})
+"""Model types that scale hidden states as T5 does where the head is the embedding, and do not say so in their config."""
+
 
 @dataclass
 class TokenOutput(ScoreOutput):
@@ -72,6 +75,8 @@ class LanguageModel(Head):
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:
         inner: Any = model
+        if inner.config.is_encoder_decoder:
+            return "is an encoder-decoder, which predicts a target from a source"
         if is_masked(inner):
             return "is a masked language model, which does not predict the token that follows"
         if body(inner) is not inner and inner.get_output_embeddings() is not None:
@@ -151,6 +156,9 @@ def projection_of(config: PretrainedConfig) -> Projection:
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         scale *= getattr(config, name, None) or 1.0
+    tied = config.model_type in SCALED_WHERE_TIED and config.tie_word_embeddings
+    if tied or getattr(config, "scale_decoder_outputs", False):
+        scale *= config.d_model**-0.5
     scaling = getattr(config, "logits_scaling", None) or 1.0
     # Granite and MiniCPM divide by it; HyperCLOVA X, alone, multiplies.
     scale = scale * scaling if config.model_type == "hyperclovax" else scale / scaling
@@ -167,6 +175,8 @@ class HeadParts:
     adapters: Sequence[str] = ()
     wrappers: Sequence[nn.Module] = ()
     """What stands around `base`, from the outermost inwards."""
+    constant: Float[Tensor, "1 vocab"] | None = None
+    """What is added to the logits and not trained (BART)."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -204,7 +214,7 @@ def head_parts(model: PreTrainedModel) -> HeadParts:
             f"weights of type {type(getattr(base, 'weight', None)).__name__}, which lowtide cannot fuse: keep the head "
             "in full precision and untouched (`llm_int8_skip_modules`, `modules_to_not_convert`), or adapt it with LoRA"
         )
-    return HeadParts(base, lora, adapters, wrappers)
+    return HeadParts(base, lora, adapters, wrappers, getattr(model, "final_logits_bias", None))
 
 
 def reading(
@@ -248,6 +258,8 @@ def _fused(
 def head_terms(parts: HeadParts, hidden: Tensor) -> tuple[list[Term], Tensor | None]:
     """The products that make the logits, and the bias."""
     terms, bias, lora = [Term(hidden, parts.base.weight)], parts.base.bias, parts.lora
+    if parts.constant is not None:
+        bias = parts.constant[0] if bias is None else bias + parts.constant[0]
     for name in parts.adapters:
         down, up = lora.lora_A[name], lora.lora_B[name]
         low: Tensor = down(lora.lora_dropout[name](hidden.to(down.weight.dtype))) * lora.scaling[name]

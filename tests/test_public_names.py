@@ -49,6 +49,8 @@ NAMES = [
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",
+    "Seq2SeqConfig",
+    "Seq2SeqTrainer",
     "SyncRefModelCallback",
     "TokenClassificationConfig",
     "TokenClassificationTrainer",

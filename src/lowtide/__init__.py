@@ -83,6 +83,8 @@ if TYPE_CHECKING:
         RLOOTrainer,
         SFTConfig,
         SFTTrainer,
+        Seq2SeqConfig,
+        Seq2SeqTrainer,
         TokenClassificationConfig,
         TokenClassificationTrainer,
     )
@@ -129,6 +131,8 @@ __all__ = [
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",
+    "Seq2SeqConfig",
+    "Seq2SeqTrainer",
     "SyncRefModelCallback",
     "TokenClassificationConfig",
     "TokenClassificationTrainer",

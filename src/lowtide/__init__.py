@@ -81,10 +81,10 @@ if TYPE_CHECKING:
         RewardTrainer,
         RLOOConfig,
         RLOOTrainer,
-        SFTConfig,
-        SFTTrainer,
         Seq2SeqConfig,
         Seq2SeqTrainer,
+        SFTConfig,
+        SFTTrainer,
         TokenClassificationConfig,
         TokenClassificationTrainer,
     )

@@ -81,7 +81,9 @@ def prepare_pairs_of_texts(
     sources, targets = statistics.part_lengths
     real = int(statistics.lengths.sum(dtype=np.int64))
     shares = (padding_share(lengths, batch_size) for lengths in (sources, targets))
-    padded = sum(lengths.sum(dtype=np.int64) / (1 - share) for lengths, share in zip((sources, targets), shares, strict=True))
+    padded = sum(
+        lengths.sum(dtype=np.int64) / (1 - share) for lengths, share in zip((sources, targets), shares, strict=True)
+    )
     ledger = statistics.ledger(
         name=name, batch_size=batch_size, padding_avoided=1 - real / padded, read_as=encoder.format.title
     )
@@ -129,7 +131,9 @@ class PairEncoder:
         whole = self._tokenized(samples) if self.tokenized else self._encoded(samples)
         for name, part, lowest in zip(self.format.columns, whole, (0, IGNORED), strict=False):
             check_ids(name, part.token_ids, part.offsets, self.vocab_size, place, lowest)
-        return _table(whole, [cut_before_end(part, most, self.special) for part, most in zip(whole, limits, strict=True)])
+        return _table(
+            whole, [cut_before_end(part, most, self.special) for part, most in zip(whole, limits, strict=True)]
+        )
 
     def _encoded(self, samples: list[PairSample]) -> list[TokenRows]:
         """The tokens of texts; none of an empty one, which the tokenizer would make special tokens of."""

@@ -16,12 +16,12 @@ import contextlib
 import types
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowtide.ops.attention_plan import AttentionPlan
@@ -178,7 +178,9 @@ def _attend(self: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(plan, PairPlan) and kwargs.get("position_bias") is None:
         own = plan.of(self)
         biased = self.has_relative_attention_bias
-        kwargs["position_bias"] = biases(self, own.longest) if biased else own.positions.new_zeros((), dtype=torch.float)
+        kwargs["position_bias"] = (
+            biases(self, own.longest) if biased else own.positions.new_zeros((), dtype=torch.float)
+        )
     return type(self).forward(self, *args, **kwargs)
 
 

@@ -178,7 +178,11 @@ def _batches(rule: ScoreRule, first: list[int], second: list[int], more: list[in
     other = [*reversed(first)]
     if isinstance(rule, ShiftedRight):
         plain = RaggedBatch.from_pairs([(first, second), (second, more), (second, first)], rule)
-        return plain, plain.share_prefixes(), RaggedBatch.from_pairs([(other, [*reversed(second)]), (second, more), (second, first)], rule)
+        return (
+            plain,
+            plain.share_prefixes(),
+            RaggedBatch.from_pairs([(other, [*reversed(second)]), (second, more), (second, first)], rule),
+        )
     lay = functools.partial(RaggedBatch.from_segments, score_rule=rule)
     return (
         lay([first, second, [*second, *more]]),

@@ -70,7 +70,9 @@ class Seq2SeqOptions:
             ValueError: an option has no such value, or requires another one.
         """
         if (self.source_lang is None) != (self.target_lang is None):
-            given, missing = ("source_lang", "target_lang") if self.target_lang is None else ("target_lang", "source_lang")
+            given, missing = (
+                ("source_lang", "target_lang") if self.target_lang is None else ("target_lang", "source_lang")
+            )
             raise ValueError(f"{given}={getattr(self, given)!r} requires {missing}: name both languages")
         if not self.predict_with_generate:
             for name in (*OF_GENERATION[:2], "generation_metrics"):

@@ -117,6 +117,6 @@ def test_dropout_is_the_same_in_backward():
 def test_backends_that_know_no_biases_say_so(backend: str):
     segments = laid([4])
     query, key, value = (tensors(4, HEADS) for _ in range(3))
+    plan = AttentionPlan(segments, positions(segments))
     with pytest.raises(ValueError, match=f"the attention backend '{backend}' needs"):
-        plan = AttentionPlan(segments, positions(segments))
         varlen_attention(query, key, value, plan, bias=torch.zeros(HEADS, 7), backend=backend)

@@ -78,12 +78,8 @@ def prepare_pairs_of_texts(
             f"{source} has nothing to train on: every row was dropped ({reasons}). A row needs a source, and a target "
             "with a token that is scored."
         )
-    sources, targets = statistics.part_lengths
     real = int(statistics.lengths.sum(dtype=np.int64))
-    shares = (padding_share(lengths, batch_size) for lengths in (sources, targets))
-    padded = sum(
-        lengths.sum(dtype=np.int64) / (1 - share) for lengths, share in zip((sources, targets), shares, strict=True)
-    )
+    padded = sum(part.sum(dtype=np.int64) / (1 - padding_share(part, batch_size)) for part in statistics.part_lengths)
     ledger = statistics.ledger(
         name=name, batch_size=batch_size, padding_avoided=1 - real / padded, read_as=encoder.format.title
     )
@@ -138,7 +134,7 @@ class PairEncoder:
     def _encoded(self, samples: list[PairSample]) -> list[TokenRows]:
         """The tokens of texts; none of an empty one, which the tokenizer would make special tokens of."""
         prefix = self.options.source_prefix or ""
-        quiet = {"return_attention_mask": False, "verbose": False}
+        quiet: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
         first = self.tokenizer([prefix + sample.source for sample in samples], **quiet)["input_ids"]
         second = self.tokenizer(text_target=[sample.target for sample in samples], **quiet)["input_ids"]
         kept = [(bool(sample.source.strip()), bool(sample.target.strip())) for sample in samples]
@@ -178,8 +174,8 @@ def _rows(lists: list[list[int]]) -> TokenRows:
 
 def _table(whole: Sequence[TokenRows], kept: Sequence[TokenRows]) -> pa.Table:
     """Noted rows, under `NOTED`."""
-    (source, target), scored = whole, kept[1].scored_counts()
-    empty = [source.lengths == 0, whole[1].scored_counts() == 0]
+    scored = kept[1].scored_counts()
+    empty = [whole[0].lengths == 0, whole[1].scored_counts() == 0]
     dropped = np.select([*empty, scored == 0], [1, 2, 3], default=0)
     is_kept = dropped == 0
     before, after = ([part.lengths for part in parts] for parts in (whole, kept))

@@ -177,12 +177,9 @@ def _batches(rule: ScoreRule, first: list[int], second: list[int], more: list[in
     """Three rows; the same, of which the last goes on from a prefix; and three, of which the first is another."""
     other = [*reversed(first)]
     if isinstance(rule, ShiftedRight):
-        plain = RaggedBatch.from_pairs([(first, second), (second, more), (second, first)], rule)
-        return (
-            plain,
-            plain.share_prefixes(),
-            RaggedBatch.from_pairs([(other, [*reversed(second)]), (second, more), (second, first)], rule),
-        )
+        pairs = [(second, more), (second, first)]
+        plain = RaggedBatch.from_pairs([(first, second), *pairs], rule)
+        return plain, plain.share_prefixes(), RaggedBatch.from_pairs([(other, [*reversed(second)]), *pairs], rule)
     lay = functools.partial(RaggedBatch.from_segments, score_rule=rule)
     return (
         lay([first, second, [*second, *more]]),

@@ -93,8 +93,8 @@ class SourcesAndTargets(RowLayout):
 
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         options = how.options
-        names = (*("source_column", "target_column", "source_lang", "target_lang", "source_prefix"),)
-        names += ("max_source_length", "max_target_length")
+        names = ["source_column", "target_column", "source_lang", "target_lang", "source_prefix"]
+        names += ["max_source_length", "max_target_length"]
         wanted = SourceTargetOptions(
             **{each: getattr(options, each) for each in names},
             max_length=None,

@@ -8,6 +8,7 @@ from typing import Any
 from lowtide.methods import METHODS
 from lowtide.methods.method import Method
 from lowtide.run.options.configs import config_class, public_name
+from lowtide.trainers.generating import GeneratingTrainer
 from lowtide.trainers.method import MethodTrainer
 from lowtide.trainers.online.trainer import OnlineTrainer
 from lowtide.trainers.reference import ReferenceTrainer
@@ -18,6 +19,7 @@ from lowtide.trainers.signatures import signature_of
 def trainer_class(method: Method) -> type[MethodTrainer]:
     """The method's trainer."""
     kind = OnlineTrainer if method.writes else ReferenceTrainer if method.compares else MethodTrainer
+    kind = GeneratingTrainer if method.generates else kind
     made: Any = type(
         f"{public_name(method)}Trainer",
         (kind,),

@@ -34,7 +34,7 @@ from lowtide.ops.linear_logprobs import (
 MASKED = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
 
 SCALED_WHERE_TIED = frozenset({"umt5", "switch_transformers"})
-"""Model types that scale hidden states as T5 does where the head is the embedding, and do not say so in their config."""
+"""Model types that scale hidden states as T5 where the head is the embedding, without a word of it in their config."""
 
 
 @dataclass

@@ -34,6 +34,12 @@ SAME: dict[str, dict[str, Any]] = {
     "checkpointed": {"gradient_checkpointing": True},
     "offloaded": {"activation_offloading": True},
     "workers that load": {"dataloader_num_workers": 2},
+    "moved states": {"optim": "adamw_torch", "optimizer_in_backward": "two_pass"},
+    "tiled MLP": {"mlp_tile_tokens": 8},
+    "everything": {
+        **{"gradient_checkpointing": True, "checkpointing_every": 2, "activation_offloading": True},
+        **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "tokens_per_microbatch": 60},
+    },
 }
 
 
@@ -58,6 +64,8 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.parametrize("family", ["bart", "t5"])
 @pytest.mark.parametrize("name", slow_but(["padded", "accumulated", "checkpointed"], SAME))
 def test_how_a_step_is_run_changes_no_number(name: str, family: str, tmp_path: Path):
+    if (name, family) == ("tiled MLP", "bart"):
+        pytest.skip("its MLP is no module of its own, which is refused")
     one = run(tmp_path / "a", family=family, label_smoothing_factor=0.1, **SAME[name])
     other = run(tmp_path / "b", family=family, label_smoothing_factor=0.1)
     torch.testing.assert_close(losses(one), losses(other), rtol=1e-5, atol=0.0)
@@ -140,10 +148,10 @@ def test_compute_metrics_gets_what_transformers_writes(family: str, beams: int, 
     expected, found = reference.evaluate(), ours.evaluate()
     for name in ("eval_written", "eval_labels"):
         assert found[name] == pytest.approx(expected[name], rel=1e-4), name
-    shorter = ours.evaluate(max_length=4)
-    assert shorter["eval_written"] == reference.evaluate(max_length=4)["eval_written"] != found["eval_written"]
-    written = ours.predict(held_out, max_new_tokens=2).predictions
-    assert written.shape == (9, 3)
+    assert expected["eval_written"] > 9 * PAD
+    shorter = ours.evaluate(max_length=3)
+    assert shorter["eval_written"] == reference.evaluate(max_length=3)["eval_written"]
+    assert ours.predict(held_out, max_new_tokens=1).predictions.shape == (9, 2)
 
 
 def test_writing_leaves_training_as_it_was(tmp_path: Path):
@@ -285,6 +293,11 @@ def test_what_cannot_work_is_refused(name: str, tmp_path: Path):
 def test_options_of_generate_need_it_on(tmp_path: Path):
     with pytest.raises(ValueError, match="max_length: options of `generate` require predict_with_generate=True"):
         make(tmp_path, rows(4)).evaluate(rows(4), max_length=3)
+
+
+def test_what_is_built_for_one_stack_of_layers_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="neftune_noise_alpha=5.0 puts noise on one embedding"):
+        make(tmp_path, rows(4), neftune_noise_alpha=5.0)
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

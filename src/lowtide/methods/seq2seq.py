@@ -87,6 +87,7 @@ class SourcesAndTargets(RowLayout):
     """A source and its target: a segment each, of which the encoder reads the first and the decoder the second."""
 
     completions = 0
+    parts = ("source_ids", "target_ids")
     collates_alone = (
         "sources and targets are laid end to end without padding, so that there is nothing for it to do: leave it out"
     )
@@ -110,7 +111,7 @@ class SourcesAndTargets(RowLayout):
         return PairCollator(score_rule)
 
     def values(self) -> tuple[str, ...]:
-        return ("source_ids", "target_ids")
+        return self.parts
 
 
 def objective(options: Seq2SeqOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:

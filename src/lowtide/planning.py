@@ -244,9 +244,7 @@ def _rewards(reward_funcs: Any, config: Any) -> Any:
     return path if reward_funcs is None else reward_funcs
 
 
-def rows_of(
-    lengths: Sequence[int | Sequence[int]], *, writes: bool = False, parts: Sequence[str] = ()
-) -> list[dict]:
+def rows_of(lengths: Sequence[int | Sequence[int]], *, writes: bool = False, parts: Sequence[str] = ()) -> list[dict]:
     """Prepared rows of such lengths; of prompts alone, where the policy writes what follows.
 
     Args:

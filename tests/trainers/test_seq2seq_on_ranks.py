@@ -25,11 +25,13 @@ def written(prediction: Any) -> dict[str, float]:
     return {"sum": float(abs(prediction.predictions).sum()), "rows": float(len(prediction.label_ids))}
 
 
-def trained(folder: str, batch: int, family: str, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list, dict]:
+def trained(
+    folder: str, batch: int, family: str, options: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], list, dict]:
     """Weights, losses and evaluation."""
     made = make(
         Path(folder),
-        rows(20),
+        rows(24),
         family=family,
         eval_dataset=rows(9, seed=3),
         compute_metrics=written,

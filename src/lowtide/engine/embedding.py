@@ -15,16 +15,8 @@ from lowtide.ops.embedding import embed_tokens
 
 
 def install_embedding(model: PreTrainedModel) -> None:
-    """Replaces the forward of the input embedding, where it is a plain one or Gemma's scaled one; of an encoder-decoder
-    those of both sides, which have one weight."""
-    own: Any = model.get_input_embeddings()
-    sides = (model.get_encoder(), model.get_decoder()) if model.config.is_encoder_decoder else ()
-    tables = (each for side in sides for each in side.modules() if isinstance(each, nn.Embedding))
-    for module in {id(each): each for each in (own, *tables) if each is own or each.weight is own.weight}.values():
-        _install(module)
-
-
-def _install(module: Any) -> None:
+    """Replaces the forward of the input embedding, where it is a plain one or Gemma's scaled one."""
+    module: Any = model.get_input_embeddings()
     if "forward" in vars(module):
         return  # it is there already
     plain = type(module) is nn.Embedding

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowtide.ops.attention_plan import AttentionPlan
@@ -142,6 +142,17 @@ def _padded(batch: RaggedBatch, parts: list[Segment]) -> tuple[Tensor, Tensor]:
 
 
 # -- what depends on places in a row ------------------------------------------------------------------------------
+
+
+def share_embedding(model: PreTrainedModel) -> None:
+    """Makes one module of those that embed sources and targets by one weight: what is changed in it, or gathered for
+    it, is so for both."""
+    inner: Any = model
+    own = inner.get_input_embeddings()
+    for stack in (inner.get_encoder(), inner.get_decoder()):
+        table = getattr(stack, "embed_tokens", None)
+        if isinstance(table, nn.Embedding) and table.weight is own.weight and type(table) is type(own):
+            stack.embed_tokens = own
 
 
 def install_pairs(model: PreTrainedModel) -> None:

@@ -20,7 +20,7 @@ from lowtide.engine.attention import NAME, pair_inputs, planned_inputs, ragged_i
 from lowtide.engine.convolution import install_convolution
 from lowtide.engine.dropout import install_dropout
 from lowtide.engine.embedding import install_embedding
-from lowtide.engine.encoder_decoder import install_pairs, padded_pairs, places_in_targets
+from lowtide.engine.encoder_decoder import install_pairs, padded_pairs, places_in_targets, share_embedding
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import NextToken
@@ -90,6 +90,8 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
         return  # it was, before it was cut
     keep_trainable(inner)
     install_head(inner)
+    if inner.config.is_encoder_decoder:
+        share_embedding(inner)
     install_embedding(inner)
     install_dropout(inner)
     if padding_free:

@@ -69,7 +69,8 @@ def estimate(
         config: of the trainer, as the run will have it.
         model: its config, or a path or hub name of it.
         lengths: the tokens of each row: a number for `SFTConfig`; for pairs (prompt, chosen, rejected), for single
-            completions (prompt, completion), for `Seq2SeqConfig` (source, target); for a method whose policy writes, those of the prompt.
+            completions (prompt, completion), for `Seq2SeqConfig` (source, target); for a method whose policy writes,
+            those of the prompt.
         dataset: rows to train on, in place of their lengths.
         inputs: see `RunInputs`.
         device: "cpu", "cuda" (the one that is there), or a name as "H100-80GB".

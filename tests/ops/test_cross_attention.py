@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.ops import attention_grouped
+from lowtide.ops import attention_grouped, dropout
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.varlen_attention import varlen_attention
 from lowtide.ragged import Segment
@@ -85,7 +85,7 @@ def test_targets_attend_to_their_sources(name: str, kv_heads: int):
 def test_biases_by_distance(causal: bool, block: int, held: int, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     monkeypatch.setattr(attention_grouped, "QUERY_BLOCK", block)
-    monkeypatch.setattr(attention_grouped, "SCORES_HELD", held)
+    monkeypatch.setattr(dropout, "BLOCK", held)
     lengths = [5, 7, 1, 7]
     segments = laid(lengths)
     query, key, value = (tensors(sum(lengths), HEADS) for _ in range(3))

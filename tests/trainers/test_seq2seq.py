@@ -296,7 +296,7 @@ def test_options_of_generate_need_it_on(tmp_path: Path):
 
 
 def test_what_is_built_for_one_stack_of_layers_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="neftune_noise_alpha=5.0 puts noise on one embedding"):
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha=5\.0 puts noise on one embedding"):
         make(tmp_path, rows(4), neftune_noise_alpha=5.0)
 
 

@@ -11,6 +11,7 @@ from lowtide.data.source_target import SourceTargetOptions, prepare_pairs_of_tex
 from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
 from lowtide.methods.masked_lm import with_perplexity
 from lowtide.methods.method import Method, TokenObjective
+from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.paper import Paper
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.objectives.sft import nll, smoothed_nll
@@ -22,7 +23,7 @@ OF_GENERATION = ("generation_max_length", "generation_num_beams", "generation_co
 
 
 @dataclass(kw_only=True)
-class Seq2SeqOptions:
+class Seq2SeqOptions(TransformersDefaults):
     """The options of sequence to sequence, under the names of transformers' `Seq2SeqTrainingArguments`,
     `run_summarization.py` and `run_translation.py`."""
 

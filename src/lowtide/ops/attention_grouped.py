@@ -183,6 +183,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: Group, 
     """One group, in blocks of queries wherever a mask or scores have to be written down. [n, heads, q, dim]"""
     # No kernel of `scaled_dot_product_attention` knows what these do to the scores.
     in_the_open = rules.softcap is not None or rules.sinks is not None
+    if in_the_open and rules.bias is not None:
+        raise ValueError("attention with biases by distance knows no soft-cap and no sinks")
     written_out = rules.bias is not None or drops_here(q, rules.dropout)
     unlimited = rules.sight == Sight() and not in_the_open
     if (group.p == 0 or not rules.causal) and unlimited and not written_out:

@@ -152,7 +152,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_distance(scores: Float[Tensor, "heads queries keys"]) -> Float[Tensor, "heads distances"]:
-    """Sums over queries and keys of each distance; each row is moved on by one place, by a wider view of its padding."""
+    """Sums over queries and keys of each distance: each row is moved on by a place, by another view of its padding."""
     _, queries, keys = scores.shape
     rows = F.pad(scores.flip(1), (0, queries)).flatten(1)
     return rows[:, : queries * (queries + keys - 1)].unflatten(1, (queries, -1)).sum(1)

@@ -60,6 +60,27 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
+class Multilingual(PreTrainedTokenizerFast):
+    """As mBART's: a source ends with its language, a target begins with it."""
+
+    src_lang, tgt_lang = "en_XX", "en_XX"
+
+    def __call__(self, text: Any = None, text_target: Any = None, **options: Any) -> Any:
+        language = self.get_vocab()[self.src_lang if text_target is None else self.tgt_lang]
+        found = super().__call__(text if text_target is None else text_target, **options)
+        lists = found["input_ids"] if isinstance(found["input_ids"][0], list) else [found["input_ids"]]
+        made = [[*each, language] if text_target is None else [language, *each] for each in lists]
+        found["input_ids"] = made if isinstance(found["input_ids"][0], list) else made[0]
+        return found
+
+
+def multilingual() -> Multilingual:
+    """The same words, with tokens for languages."""
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    languages = ["en_XX", "de_DE"]
+    return Multilingual(tokenizer_object=tokenizer().backend_tokenizer, additional_special_tokens=languages, **names)
+
+
 def rows(count: int, longest: int = 20, seed: int = 0) -> Dataset:
     """Words, of which every second is the target; of very different lengths."""
     rng = random.Random(seed)

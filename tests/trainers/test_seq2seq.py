@@ -22,7 +22,7 @@ from transformers import (
 
 from lowtide import Seq2SeqConfig
 from tests.support.marks import slow_but
-from tests.support.pairs_of_texts import COMMON, END, PAD, build, losses, make, rows, tokenized, tokenizer
+from tests.support.pairs_of_texts import COMMON, END, PAD, build, losses, make, multilingual, rows, tokenized, tokenizer
 
 ROWS = 22  # no multiple of the batch
 PLAIN = {"per_device_train_batch_size": 8, "max_steps": 4}
@@ -108,6 +108,14 @@ def test_a_stream_is_trained_on(tmp_path: Path):
     trainer = make(tmp_path, rows(ROWS).to_iterable_dataset(), **PLAIN)
     trainer.train()
     assert len(losses(trainer)) == 4
+
+
+def test_a_collator_that_only_pads_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    collator = DataCollatorForSeq2Seq(tokenizer())
+    trainer = make(tmp_path / "a", rows(ROWS), data_collator=collator, **PLAIN)
+    assert "DataCollatorForSeq2Seq is not used" in caplog.text
+    trainer.train()
+    assert losses(trainer) == losses(run(tmp_path / "b"))
 
 
 # -- what is written ----------------------------------------------------------------------------------------------
@@ -209,6 +217,19 @@ def test_a_forced_token_begins_what_is_written(tmp_path: Path):
     assert written[:, :2].tolist() == [[END, forced]] * 3
     trainer.save_model(str(tmp_path / "saved"))
     assert type(trainer.model).from_pretrained(tmp_path / "saved").generation_config.forced_bos_token_id == forced
+
+
+def test_what_is_written_begins_as_targets_do_in_training(tmp_path: Path):
+    options = {"source_lang": "en_XX", "target_lang": "de_DE", "predict_with_generate": True}
+    arguments = {"family": "mbart", "processing_class": multilingual(), "compute_metrics": tokens_of}
+    given = Dataset.from_list([{"translation": {"en_XX": "w1 w2", "de_DE": "w3"}}] * 4)
+    trainer = make(tmp_path, given, **arguments, **options)
+    german = tokenizer().get_vocab()["de_DE"]
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    begin = batch.segments[1].start
+    assert batch.token_ids[begin : begin + 2].tolist() == [END, german]
+    written = trainer.predict(given, max_new_tokens=3).predictions
+    assert written[:, :2].tolist() == [[END, german]] * 4
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------

@@ -73,9 +73,8 @@ def targets_of(folder: Path, questions: Sequence[Question], description: str) ->
     batches = [questions[start : start + BATCH] for start in range(0, len(questions), BATCH)]
     found: list[str] = []
     for batch in track(batches, description, console=Console(stderr=True)):
-        inputs = tokenizer(
-            [each.text for each in batch], padding=True, return_tensors="pt", return_token_type_ids=False
-        )
+        texts = [each.text for each in batch]
+        inputs = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
         written = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=MOST_TOKENS)
         found += tokenizer.batch_decode(written, skip_special_tokens=True)
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import nn
-from transformers import Seq2SeqTrainer
+from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import ScoreOutput
@@ -27,6 +28,8 @@ from lowtide.ranks.world import distributed
 from lowtide.run.edge import edge
 from lowtide.trainers.evaluation import Predictions
 from lowtide.trainers.method import MethodTrainer
+
+logger = logging.getLogger(__name__)
 
 METRICS: dict[str, tuple[bool, Callable[[Mapping[str, Any]], dict[str, float]]]] = {
     "rouge": (False, lambda found: {name: float(value) for name, value in found.items()}),
@@ -49,6 +52,13 @@ class GeneratingTrainer(MethodTrainer):
         with edge("making the trainer"):
             self._check_generation()
             self._set_generation()
+
+    def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        given, older = super()._arguments(positional, named)
+        if type(given["data_collator"]) is DataCollatorForSeq2Seq:
+            given["data_collator"] = None
+            logger.warning("DataCollatorForSeq2Seq is not used: it pads, and batches have no padding")
+        return given, older
 
     def _check_generation(self) -> None:
         """Refuses what nothing could be written with."""

@@ -43,7 +43,7 @@ def model_of() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    ids: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **ids))
 
 

@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
         (g,) = gradients
         q, k, v, mask, out, bias = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+        dbias: Tensor | None = None
         with _again(ctx.state, q.device):
             for block in _blocks(q, k):
                 weights = _weights(q[block], k[block], _of(mask, block), ctx.scale, bias)
@@ -143,12 +143,13 @@ class _Attention(torch.autograd.Function):
                 del kept
                 mean = (g[block] * out[block]).sum(-1, keepdim=True, dtype=weights.dtype)
                 slopes.sub_(mean).mul_(weights)
-                if dbias is not None:
-                    dbias += _by_distance(slopes.sum(0))
+                if bias is not None:
+                    own = _by_distance(slopes.sum(0))
+                    dbias = own if dbias is None else dbias.add_(own)
                 slopes = slopes.mul_(ctx.scale).to(q.dtype)
                 torch.matmul(slopes, k[block], out=dq[block])
                 torch.matmul(slopes.transpose(-1, -2), q[block], out=dk[block])
-        return dq, dk, dv, None, None, None, None if dbias is None else dbias.to(bias.dtype)
+        return dq, dk, dv, None, None, None, None if dbias is None else dbias.to(bias)
 
 
 def _by_distance(scores: Float[Tensor, "heads queries keys"]) -> Float[Tensor, "heads distances"]:

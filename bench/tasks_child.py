@@ -4,17 +4,19 @@ import importlib
 import tempfile
 from typing import Any
 
+from bench import encoders, pairs
 from bench.arguments import specification
 from bench.child import clock, differences, say
-from bench.encoders import NAMES, model_of, rows_of, words_tokenizer
 from bench.measure import PeakMeter
-from bench.tasks import GROUPED, OURS
+from bench.tasks import GROUPED, OURS, PAIRS
 
 BATCH = 16
 
 
 def theirs(task: str, model: Any, rows: list[dict[str, Any]], tokenizer: Any, flags: dict[str, Any]) -> Any:
     """transformers' Trainer as its examples have it, and the tokens of each batch that its collator made."""
+    if task == PAIRS:
+        return pairs.theirs(model, rows, tokenizer, flags)
     from datasets import Dataset
     from transformers import (
         DataCollatorForLanguageModeling,
@@ -52,10 +54,14 @@ def ours(task: str, model: Any, rows: list[dict[str, Any]], tokenizer: Any, flag
 
     import lowtide
 
-    config, trainer = (getattr(lowtide, NAMES[task] + part) for part in ("Config", "Trainer"))
+    name = pairs.NAME if task == PAIRS else encoders.NAMES[task]
+    config, trainer = (getattr(lowtide, name + part) for part in ("Config", "Trainer"))
     args = config(**flags, rehearsal=False)
     made = trainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    lengths = [len(row.get("tokens") or row["text"].split()) + 2 for row in rows]
+    if task == PAIRS:
+        lengths = [pairs.tokens_of(row) for row in rows]
+    else:
+        lengths = [len(row.get("tokens") or row["text"].split()) + 2 for row in rows]
     return made, [sum(lengths[at : at + BATCH]) for at in range(0, len(lengths), BATCH)]
 
 
@@ -64,8 +70,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     task, contestant = spec["task"], spec["contestant"]
     importlib.import_module("lowtide" if contestant == OURS else "transformers.trainer")
     steps, timer, meter = spec["warmup"] + spec["timed"], clock("cpu"), PeakMeter("cpu")
-    rows, model = rows_of(task, 64 * BATCH), model_of(task)
-    tokenizer = words_tokenizer(rows)
+    if task == PAIRS:
+        rows, model = pairs.rows_of(64 * BATCH), pairs.model_of()
+        tokenizer = pairs.words_tokenizer(rows)
+    else:
+        rows, model = encoders.rows_of(task, 64 * BATCH), encoders.model_of(task)
+        tokenizer = encoders.words_tokenizer(rows)
     with tempfile.TemporaryDirectory() as folder:
         flags = {"output_dir": folder, "per_device_train_batch_size": BATCH, "max_steps": steps, "use_cpu": True}
         flags |= {"train_sampling_strategy": "group_by_length" if contestant == GROUPED else "sequential"}

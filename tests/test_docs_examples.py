@@ -14,7 +14,20 @@ from lowtide.cli.options import read_options
 
 DOCS = Path(__file__).parents[1] / "docs"
 MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))
-TRAINERS = ("token-classification", "dpo", "kto", "reward", "orpo", "cpo", "bco", "grpo", "rloo", "gkd", "masked-lm")
+TRAINERS = (
+    "token-classification",
+    "dpo",
+    "kto",
+    "reward",
+    "orpo",
+    "cpo",
+    "bco",
+    "grpo",
+    "rloo",
+    "gkd",
+    "masked-lm",
+    "seq2seq",
+)
 UNNAMED = {"step", "epoch"}
 """Of every log entry of a `transformers.Trainer`."""
 

@@ -51,6 +51,8 @@ NAMES = [
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",
+    "Seq2SeqConfig",
+    "Seq2SeqTrainer",
     "SyncRefModelCallback",
     "TokenClassificationConfig",
     "TokenClassificationTrainer",

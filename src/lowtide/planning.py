@@ -70,7 +70,8 @@ def estimate(
         config: of the trainer, as the run will have it.
         model: its config, or a path or hub name of it.
         lengths: the tokens of each row: a number for `SFTConfig`; for pairs (prompt, chosen, rejected), for single
-            completions (prompt, completion); for a method whose policy writes, those of the prompt.
+            completions (prompt, completion), for `Seq2SeqConfig` (source, target); for a method whose policy writes,
+            those of the prompt.
         dataset: rows to train on, in place of their lengths.
         inputs: see `RunInputs`.
         device: "cpu", "cuda" (the one that is there), or a name as "H100-80GB".
@@ -125,12 +126,13 @@ def _estimated(
 ) -> Estimate:
     """See `estimate`; rows are a dataset, or lengths."""
     config, prepared = state.config(), not isinstance(rows, Dataset)
+    method = method_of(config)
     dataset = (
         rows
         if isinstance(rows, Dataset)
-        else Dataset.from_list(rows_of(rows, writes=method_of(config).writes is not None))
+        else Dataset.from_list(rows_of(rows, writes=method.writes is not None, parts=method.rows.parts))
     )
-    run = FakeRun(method_of(config), config, described, dataset, prepared=prepared, rewards=rewards, **inputs)
+    run = FakeRun(method, config, described, dataset, prepared=prepared, rewards=rewards, **inputs)
     return estimate_run(run, device, sharding=sharding)
 
 
@@ -245,8 +247,12 @@ def _rewards(reward_funcs: Any, config: Any) -> Any:
     return path if reward_funcs is None else reward_funcs
 
 
-def rows_of(lengths: Sequence[int | Sequence[int]], *, writes: bool = False) -> list[dict]:
-    """Prepared rows of such lengths; of prompts alone, where the policy writes what follows."""
+def rows_of(lengths: Sequence[int | Sequence[int]], *, writes: bool = False, parts: Sequence[str] = ()) -> list[dict]:
+    """Prepared rows of such lengths; of prompts alone, where the policy writes what follows.
+
+    Args:
+        parts: the columns of tokens, where their number does not say which they are.
+    """
     if writes:
         return [{"prompt_ids": [1] * (length if isinstance(length, int) else length[0])} for length in lengths]
     columns = {
@@ -254,6 +260,7 @@ def rows_of(lengths: Sequence[int | Sequence[int]], *, writes: bool = False) -> 
         2: ("prompt_ids", "completion_ids"),
         3: ("prompt_ids", "chosen_ids", "rejected_ids"),
     }
+    columns |= {len(parts): tuple(parts)}
     made = []
     for length in lengths:
         each = (length,) if isinstance(length, int) else tuple(length)

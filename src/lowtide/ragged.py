@@ -130,6 +130,21 @@ class FirstToken:
         return index, torch.zeros_like(index)
 
 
+@dataclass(frozen=True)
+class ShiftedRight(OwnToken):
+    """The same of a decoder, whose tokens are the labels of a target, each one place later."""
+
+    start: int | None
+    """The token before the first; None where the target's last one stands there too (mBART)."""
+    pad: int
+    """The token in the place of a label that is not scored."""
+
+    def tokens(self, target: Sequence[int]) -> list[int]:
+        """What the decoder is given for a target."""
+        first = target[-1] if self.start is None else self.start
+        return [self.pad if token == IGNORE else token for token in (first, *target[:-1])]
+
+
 NEXT_TOKEN = NextToken()
 OWN_TOKEN = OwnToken()
 FIRST_TOKEN = FirstToken()
@@ -257,6 +272,32 @@ class RaggedBatch:
                 owner.append(number)
                 start += length
         return cls.from_segments(token_ids, labels, row=owner, score_rule=score_rule)
+
+    @classmethod
+    def from_pairs(
+        cls,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        rule: ShiftedRight,
+        *,
+        row_values: Mapping[str, Tensor] | None = None,
+    ) -> RaggedBatch:
+        """Lays sources and targets end to end, each pair a row: the source is the prefix of what the decoder is given.
+
+        Args:
+            pairs: the tokens of a source, and of its target, -100 where one is not scored.
+            rule: what the decoder is given for a target.
+            row_values: further values, [rows] each.
+
+        Raises:
+            ValueError: a source or a target is empty.
+        """
+        token_ids, labels, prefix, row = [], [], [], []
+        for number, (source, target) in enumerate(pairs):
+            prefix += [-1, len(token_ids)]
+            token_ids += [source, rule.tokens(target)]
+            labels += [[IGNORE] * len(source), target]
+            row += [number, number]
+        return cls.from_segments(token_ids, labels, prefix=prefix, row=row, score_rule=rule, row_values=row_values)
 
     @classmethod
     def concat(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.ops.attention_plan import AttentionPlan
-from lowtide.ops.dropout import dropout, dropped_attention
+from lowtide.ops.dropout import dropout, written_attention
 from lowtide.ops.varlen_attention import varlen_attention
 from tests.support.dense_attention import ragged
 
@@ -20,7 +20,7 @@ def kept_weights(mask: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Ten
         torch.zeros(n, heads, keys, 1, dtype=torch.float64),
     )
     units = torch.eye(keys, dtype=torch.float64).expand(n, heads, keys, keys)
-    weights = dropped_attention(*nothing, units, mask, 1.0, RATE)
+    weights = written_attention(*nothing, units, mask, 1.0, RATE)
     seen = torch.ones(queries, keys, dtype=torch.bool) if mask is None else mask
     return weights * seen.sum(-1, keepdim=True)
 
@@ -35,7 +35,7 @@ def test_attention_is_that_of_the_weights_that_were_kept(masked):
     torch.manual_seed(1)
     kept = kept_weights(mask, (n, heads, queries, keys))
     torch.manual_seed(1)
-    out = dropped_attention(*ours, mask=mask, scale=0.5, rate=RATE)
+    out = written_attention(*ours, mask=mask, scale=0.5, rate=RATE)
 
     q, k, v = theirs
     scores = q @ k.mT * 0.5

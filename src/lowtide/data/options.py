@@ -140,3 +140,26 @@ class TagOptions(TokenOptions):
     """Tokens that neighbouring windows of a long row share. None: a quarter of what a window holds."""
     long_rows: str = "windows"
     """What becomes of rows longer than `max_length`: "windows" or "cut"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTargetOptions(TokenOptions):
+    """The options of `prepare_pairs_of_texts`."""
+
+    source_column: str | None = None
+    """The column of the sources. None: as `lowtide.data.formats.source_target` finds it; likewise `target_column`."""
+    target_column: str | None = None
+    max_source_length: int | None = None
+    """The most tokens of a source; its first ones are kept, and the special ones that end it. None is no limit;
+    likewise `max_target_length`."""
+    max_target_length: int | None = None
+    source_prefix: str | None = None
+    """Text before each source."""
+    source_lang: str | None = None
+    """The language of sources, as the rows or the tokenizer have it; likewise `target_lang`."""
+    target_lang: str | None = None
+
+    @property
+    def languages(self) -> tuple[str, str] | None:
+        """Of sources and of targets, where they are named."""
+        return None if self.source_lang is None or self.target_lang is None else (self.source_lang, self.target_lang)

@@ -14,6 +14,7 @@ from lowtide.demo.hidden import filled, save_filler, sum_of_last_digits, text_ro
 from lowtide.demo.model import save
 from lowtide.demo.preferences import labelled_rows, margins, pair_rows, wrong_sum
 from lowtide.demo.tagging import marked, predicted_labels, save_tagger, tagged, tagged_rows
+from lowtide.demo.translating import pair_of_texts, save_encoder_decoder, targets_of
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.value import Value
@@ -74,6 +75,11 @@ class Lesson:
 
 def _written(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
     found = answers(folder, questions, name)
+    return [Finding(text, text == each.answer) for text, each in zip(found, questions, strict=True)]
+
+
+def _answered(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
+    found = targets_of(folder, questions, name)
     return [Finding(text, text == each.answer) for text, each in zip(found, questions, strict=True)]
 
 
@@ -183,6 +189,16 @@ LESSONS: dict[str, Lesson] = {
         note="before: after 190 steps of supervised fine-tuning",
         taught=190,
         questions=2048,
+    ),
+    "seq2seq": Lesson(
+        steps=400,
+        settings={"learning_rate": 3e-3, "per_device_train_batch_size": 128},
+        rows=pair_of_texts,
+        examine=_answered,
+        measure="exact_match",
+        words="exact answers",
+        asked=lambda question: question.text,
+        base=save_encoder_decoder,
     ),
     "masked-lm": Lesson(
         steps=300,

@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from lowtide.engine.encoder_decoder import PLAN, PairPlan, running
 from lowtide.engine.split_plan import SplitPlan
 from lowtide.ops.cached_attention import CachedPlan
 from lowtide.ops.varlen_attention import AttentionPlan, AttentionRules, varlen_attention
@@ -29,9 +30,6 @@ from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
 
 NAME = "lowtide"
-PLAN = "ragged_plan"
-"""The keyword argument in which the plan travels."""
-
 Plan = AttentionPlan | CachedPlan | SplitPlan
 
 _masks_wanted: ContextVar[bool] = ContextVar("masks_wanted", default=True)
@@ -69,6 +67,19 @@ def planned_inputs(
         _masks_wanted.reset(token)
 
 
+@contextlib.contextmanager
+def pair_inputs(batch: RaggedBatch) -> Iterator[dict[str, Any]]:
+    """The inputs of an encoder-decoder's forward for a batch of pairs; while the context lasts, it builds no masks."""
+    plan, of_source, of_target = PairPlan.build(batch)
+    token = _masks_wanted.set(False)
+    try:
+        with running(plan):
+            input_ids, decoder_input_ids = batch.token_ids[None, of_source], batch.token_ids[None, of_target]
+            yield {"input_ids": input_ids, "decoder_input_ids": decoder_input_ids, PLAN: plan}
+    finally:
+        _masks_wanted.reset(token)
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -92,6 +103,8 @@ def attention(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
         return _dense(query, key, value, attention_mask, scaling, dropout, softcap, s_aux), None
+    if isinstance(plan, PairPlan):
+        plan = plan.of(module)
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         query = query * _temperature_correction(module, plan)
     asked: AttentionRules = {
@@ -102,6 +115,7 @@ def attention(
         "sinks": s_aux,
         "dropout": dropout,
         "causal": getattr(module, "is_causal", True),
+        "bias": _bias(kwargs.pop("position_bias", None)),
     }
     layer = plan.stands_for(module, key) if isinstance(plan, CachedPlan) else module
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -110,6 +124,19 @@ def attention(
     if isinstance(plan, SplitPlan):
         return plan.attend(query, key, value, asked)[None], None
     return varlen_attention(query, key, value, plan, **asked)[None], None
+
+
+def _bias(bias: Tensor | None) -> Tensor | None:
+    """Biases by distance, of a layer that has them.
+
+    Raises:
+        ValueError: they are those of each two tokens, of a model that makes them in a way that is not known.
+    """
+    if bias is None or bias.ndim == 0:
+        return None
+    if bias.ndim != 2:
+        raise ValueError("its attention has biases for each two tokens of a row")
+    return bias
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:

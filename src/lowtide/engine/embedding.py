@@ -26,7 +26,10 @@ def install_embedding(model: PreTrainedModel) -> None:
 
     def forward(self: Any, input: Tensor) -> Tensor:
         out = embed_tokens(input, self.weight, self.padding_idx, split_of(self.weight))
-        return out if plain else out * self.embed_scale.to(self.weight.dtype)
+        if plain:
+            return out
+        scale = self.embed_scale
+        return out * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)
 
     module.forward = types.MethodType(forward, module)
     if isinstance(module.weight, FakeTensor):

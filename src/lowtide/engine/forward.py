@@ -16,10 +16,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowtide.engine.attention import NAME, planned_inputs, ragged_inputs
+from lowtide.engine.attention import NAME, pair_inputs, planned_inputs, ragged_inputs
 from lowtide.engine.convolution import install_convolution
 from lowtide.engine.dropout import install_dropout
 from lowtide.engine.embedding import install_embedding
+from lowtide.engine.encoder_decoder import install_pairs, padded_pairs, places_in_targets, share_embedding
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import NextToken
@@ -89,12 +90,16 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
         return  # it was, before it was cut
     keep_trainable(inner)
     install_head(inner)
+    if inner.config.is_encoder_decoder:
+        share_embedding(inner)
     install_embedding(inner)
     install_dropout(inner)
     if padding_free:
         inner.set_attn_implementation(NAME)
         vars(inner)[FIRST_POSITION] = first_position(inner)
         install_convolution(inner)
+        if inner.config.is_encoder_decoder:
+            install_pairs(inner)
 
 
 def first_position(model: nn.Module) -> int:
@@ -167,12 +172,16 @@ def score(
     scores = scores or Scores(batch.score_index, batch.score_target, **options)
     with computing(model):
         if not padding_free:
-            inputs, index = pad(batch)
+            pairs = causal_model(model).config.is_encoder_decoder
+            inputs, index = padded_pairs(batch) if pairs else pad(batch)
             virtual = leading_states(model)
-            index = index + virtual * (index // inputs["input_ids"].shape[1] + 1)
+            index = index + virtual * (index // inputs["input_ids"].shape[1] + 1) if virtual else index
             with noisy_embeddings(causal_model(model), batch, inputs["attention_mask"]):
                 return model(**inputs, scores=replace(scores, index=index))
         sequence, inner = sequence_of(model), causal_model(model)
+        if inner.config.is_encoder_decoder:
+            with pair_inputs(batch) as inputs:
+                return model(**inputs, scores=replace(scores, index=places_in_targets(batch, scores.index)))
         stage = stage_of(inner)
         own = slice(None) if sequence is None else sequence.runs(batch.tokens)
         with (

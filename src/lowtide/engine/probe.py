@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from lowtide.engine.split_plan import SplitPlan
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.ops.varlen_attention import BACKENDS, observed_backends
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import RaggedBatch, ScoreRule, ShiftedRight
 from lowtide.ranks.sequence import SequenceParallel
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
@@ -83,12 +83,8 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
     padding = head.pad_id(inner)
     if padding is not None:
         second, more = [*second, padding], [*more, padding]
-    other = [*reversed(first)]
-    lay = functools.partial(RaggedBatch.from_segments, score_rule=head.score_rule(inner))
-    plain = lay([first, second, [*second, *more]]).to(weight.device)
-    shared = lay([first, second, more, [*second, *more][1:]], prefix=[-1, -1, 1, -1], row=[0, 1, 1, 2])
-    shared = shared.to(weight.device)
-    changed = lay([other, second, [*second, *more]]).to(weight.device)
+    batches = _batches(head.score_rule(inner), first, second, more)
+    plain, shared, changed = (batch.to(weight.device) for batch in batches)
     with inference(model):
         with whole_vocabulary(model):
             expected = _dense(model, head, plain)
@@ -109,9 +105,11 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         try:
             laid_out = score(model, plain).scored
             ragged_error = head.distances(laid_out, expected).mean().item()
-            after = plain.segments[1].score_start
+            after = next(part.score_start for part in plain.segments if part.row == 1)
             leak = head.distances(score(model, changed).scored[after:], laid_out[after:]).max().item()
-            start, stop = shared.segments[2].score_start, shared.segments[2].score_stop
+            start, stop = next(
+                (part.score_start, part.score_stop) for part in reversed(shared.segments) if part.prefix >= 0
+            )
             sharing = score(model, shared).scored[start:stop]
             prefix_error = head.distances(sharing, expected[-len(sharing) :]).mean().item()
         except (TypeError, ValueError, RuntimeError) as error:  # a model that cannot take the ragged inputs, or worse
@@ -160,8 +158,12 @@ def attention_backends(model: nn.Module) -> list[str]:
 def tiny_batch(model: nn.Module) -> RaggedBatch:
     """Two short segments, on the device of a model."""
     inner = causal_model(model)
-    rule = head_of(inner).score_rule(inner)
-    return RaggedBatch.from_segments(_rows(vocabulary(model))[:2], score_rule=rule).to(embedding_weight(model).device)
+    rule, (first, second, more) = head_of(inner).score_rule(inner), _rows(vocabulary(model))
+    if isinstance(rule, ShiftedRight):
+        batch = RaggedBatch.from_pairs([(first, second), (second, more)], rule)
+    else:
+        batch = RaggedBatch.from_segments([first, second], score_rule=rule)
+    return batch.to(embedding_weight(model).device)
 
 
 def _rows(vocab: int) -> tuple[list[int], list[int], list[int]]:
@@ -171,12 +173,33 @@ def _rows(vocab: int) -> tuple[list[int], list[int], list[int]]:
     return tokens[:8], tokens[8:14], tokens[14:]
 
 
+def _batches(rule: ScoreRule, first: list[int], second: list[int], more: list[int]) -> Sequence[RaggedBatch]:
+    """Three rows; the same, of which the last goes on from a prefix; and three, of which the first is another."""
+    other = [*reversed(first)]
+    if isinstance(rule, ShiftedRight):
+        pairs = [(second, more), (second, first)]
+        plain = RaggedBatch.from_pairs([(first, second), *pairs], rule)
+        return plain, plain.share_prefixes(), RaggedBatch.from_pairs([(other, [*reversed(second)]), *pairs], rule)
+    lay = functools.partial(RaggedBatch.from_segments, score_rule=rule)
+    return (
+        lay([first, second, [*second, *more]]),
+        lay([first, second, more, [*second, *more][1:]], prefix=[-1, -1, 1, -1], row=[0, 1, 1, 2]),
+        lay([other, second, [*second, *more]]),
+    )
+
+
 def _dense(model: nn.Module, head: type[Head], batch: RaggedBatch) -> Tensor:
     """[scores]: a head's numbers from the model's own outputs, one row at a time."""
-    found = []
+    found, pairs = [], causal_model(model).config.is_encoder_decoder
     for part in batch.segments:
         ids, own = batch.token_ids[None, part.start : part.stop], slice(part.score_start, part.score_stop)
-        logits = model(input_ids=ids, use_cache=False).logits
+        given = {"input_ids": ids}
+        if pairs and part.prefix < 0:
+            continue
+        if pairs:
+            source = batch.segments[part.prefix]
+            given = {"input_ids": batch.token_ids[None, source.start : source.stop], "decoder_input_ids": ids}
+        logits = model(**given, use_cache=False).logits
         stats = head.dense_stats(logits, batch.score_index[own] - part.start, batch.score_target[own], part.length)
         found.append(head.output_of(stats).scored)
     return torch.cat(found)

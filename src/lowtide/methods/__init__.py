@@ -88,6 +88,9 @@ METHODS = MethodTable(
         "ppo": MethodRow(
             "PPO", "proximal policy optimization: completions that the model writes, rewarded, and a value function"
         ),
+        "seq2seq": MethodRow(
+            "Seq2Seq", "sequence to sequence: an encoder-decoder writes a target, such as a summary, for a source"
+        ),
         "masked-lm": MethodRow(
             "MaskedLM",
             "masked language modelling: an encoder predicts hidden tokens",

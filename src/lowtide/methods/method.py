@@ -136,6 +136,8 @@ class Method:
     derived_metrics: Callable[[Mapping[str, float]], dict[str, float]] | None = None
     """Metrics that follow from those that were added up."""
 
+    generates: bool = False
+    """Whether an evaluation may have the model write targets (`predict_with_generate`)."""
     arguments: tuple[str, ...] = ()
     """The trainer's arguments in TRL's order, where they are other than those of methods of its kind."""
 

@@ -49,6 +49,8 @@ class RowLayout(ABC):
     collates_alone: ClassVar[str] = ""
     """Why no `data_collator` can take the place of the layout's own, with what to do; empty where one can."""
 
+    parts: ClassVar[tuple[str, ...]] = ()
+    """The columns of tokens of a prepared row, where others than those of texts and of prompts with completions."""
     labelled: ClassVar[bool] = False
     """Whether rows have labels, whose logits the head gives."""
 

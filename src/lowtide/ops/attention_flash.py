@@ -41,6 +41,9 @@ def _lengths(plan: AttentionPlan) -> Lengths:
     places = Places()
     for part in plan.segments:
         before = plan.before(part)
+        if plan.others is not None and before is not None:
+            places.put_or_share(before)
+            continue
         if before is not None:
             places.share(before)
         places.put(part, part.length)
@@ -50,7 +53,7 @@ def _lengths(plan: AttentionPlan) -> Lengths:
         keys.to(torch.int32).to(plan.device),
         max(part.length for part in plan.segments),
         plan.longest,
-        places.gather(plan),
+        places.gather(plan, plan.key_tokens),
     )
 
 
@@ -63,6 +66,7 @@ def why_not(query: Tensor, value: Tensor, rules: Rules) -> str | None:
         "heads of one width, a multiple of 8 and at most 256": value.shape[-1] == dim and dim % 8 == 0 and dim <= 256,
         "no sinks": rules.sinks is None,
         "no chunks": rules.sight.chunk is None,
+        "no biases": rules.bias is None,
         "no dropout": rules.dropout == 0.0,
     }
     missing = next((reason for reason, met in reasons.items() if not met), None)

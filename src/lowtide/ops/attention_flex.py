@@ -46,6 +46,8 @@ def why_not_flex(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> str
         return "needs a CUDA device"
     if query.dtype == torch.float64 or rules.dropout > 0 or not rules.causal:
         return "needs at most float32, no dropout, and causal segments"
+    if rules.bias is not None:
+        return "needs scores without biases"
     if rules.softcap is None and rules.sinks is None and rules.sight == Sight():
         return "needs more than plain attention, which others do without being compiled first"
     if not (target.planned or has_triton()):

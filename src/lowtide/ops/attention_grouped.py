@@ -2,8 +2,8 @@
 
 Segments of (nearly) equal length are batched together: under a causal mask, padding on the right changes no value on
 its left, so lengths may differ a little, and one `scaled_dot_product_attention` serves many segments. Without it, only
-segments of equal lengths are batched. Soft-capping and sinks are computed in the open. It is the reference of the other
-backends.
+segments of equal lengths are batched. Soft-capping and sinks are computed in the open. It is the reference of
+the other backends.
 
 Shapes: `n` segments of a group, `q` their queries (padded), `p` the tokens of their prefix, `k` keys.
 """
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.ops.attention_plan import AttentionPlan, Gather, Places, Rules, Sight, gathered, scattered
-from lowtide.ops.dropout import dropped_attention, drops_here
+from lowtide.ops.dropout import drops_here, written_attention
 from lowtide.ops.target import target_of
 from lowtide.ragged import Segment
 
@@ -43,11 +43,13 @@ class Group:
     p: int
     leads: tuple[int, ...]
     """How many of the prefix places each segment leaves empty, at their start; empty if none does."""
+    across: bool = False
+    """Whether prefixes are of another sequence, and keys are theirs alone."""
 
     @property
     def keys(self) -> int:
         """Of each segment, padding included."""
-        return self.p + self.q
+        return self.p if self.across else self.p + self.q
 
 
 @dataclass(frozen=True)
@@ -84,24 +86,27 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, plan: Attention
 
 def _group(plan: AttentionPlan, causal: bool) -> Grouping:
     segments = plan.segments
-    prefixes = [segments[part.prefix].length if part.prefix >= 0 else 0 for part in segments]
+    befores = [plan.before(part) for part in segments]
+    prefixes = [0 if before is None else before.length for before in befores]
     groups: list[Group] = []
-    queries, keys = Places(), Places()
+    queries, keys, across = Places(), Places(), plan.others is not None
     close = (*_alone(segments, prefixes), *_prefixed(segments, prefixes)) if causal else _equal(segments, prefixes)
     for cluster in close:
         width = max(segments[number].length for number in cluster)
         prefix = max(prefixes[number] for number in cluster)
         leads = tuple(prefix - prefixes[number] for number in cluster)
-        groups.append(Group(len(cluster), width, prefix, leads if any(leads) else ()))
-        for number, lead in zip(cluster, leads, strict=True):
-            part = segments[number]
+        groups.append(Group(len(cluster), width, prefix, leads if any(leads) else (), across))
+        for number in cluster:
+            part, before = segments[number], befores[number]
             queries.put(part, width)
-            before = plan.before(part)
+            if across and before is not None:
+                keys.put_or_share(before)
+                continue
             if before is not None:
-                keys.skip(lead, before)
+                keys.skip(prefix - before.length, before)
                 keys.share(before)
             keys.put(part, width)
-    return Grouping(tuple(groups), queries.gather(plan), keys.gather(plan))
+    return Grouping(tuple(groups), queries.gather(plan, plan.tokens), keys.gather(plan, plan.key_tokens))
 
 
 def _alone(segments: Sequence[Segment], prefixes: Sequence[int]) -> list[list[int]]:
@@ -178,21 +183,31 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: Group, 
     """One group, in blocks of queries wherever a mask or scores have to be written down. [n, heads, q, dim]"""
     # No kernel of `scaled_dot_product_attention` knows what these do to the scores.
     in_the_open = rules.softcap is not None or rules.sinks is not None
-    drops = drops_here(q, rules.dropout)
+    if in_the_open and rules.bias is not None:
+        raise ValueError("attention with biases by distance knows no soft-cap and no sinks")
+    written_out = rules.bias is not None or drops_here(q, rules.dropout)
     unlimited = rules.sight == Sight() and not in_the_open
-    if (group.p == 0 or not rules.causal) and unlimited and not drops:
+    if (group.p == 0 or not rules.causal) and unlimited and not written_out:
         return _sdpa(q, k, v, None, rules)
     attend = _open if in_the_open else _sdpa
     blocks = []
     for start in range(0, q.shape[2], QUERY_BLOCK):
         queries = range(start, min(start + QUERY_BLOCK, q.shape[2]))
         window = rules.sight.window
-        last = group.p + (queries.stop if rules.causal else group.q)
+        last = group.p + queries.stop if rules.causal else group.keys
         keys = range(0 if window is None else max(0, group.p + start - window + 1), last)
         mask = _mask(plan, queries, keys, group, rules) if rules.causal or not unlimited else None
-        seen = slice(keys.start, keys.stop)
-        blocks.append(attend(q[:, :, queries.start : queries.stop], k[:, :, seen], v[:, :, seen], mask, rules))
+        seen, own = slice(keys.start, keys.stop), _of_block(rules, group, queries, keys)
+        blocks.append(attend(q[:, :, queries.start : queries.stop], k[:, :, seen], v[:, :, seen], mask, own))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def _of_block(rules: Rules, group: Group, queries: range, keys: range) -> Rules:
+    """The rules with the biases of some queries and keys: from the last query to the first key upwards."""
+    if rules.bias is None:
+        return rules
+    zero = rules.bias.shape[1] // 2 - group.p
+    return rules._replace(bias=rules.bias[:, zero + keys.start - queries.stop + 1 : zero + keys.stop - queries.start])
 
 
 def _mask(plan: AttentionPlan, q: range, k: range, group: Group, rules: Rules) -> Tensor:
@@ -219,11 +234,11 @@ def _mask(plan: AttentionPlan, q: range, k: range, group: Group, rules: Rules) -
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:
     repeat = q.shape[1] // k.shape[1]
-    drops = drops_here(q, rules.dropout)
-    if repeat > 1 and (drops or not _shares_keys(q, mask)):
+    written_out = rules.bias is not None or drops_here(q, rules.dropout)
+    if repeat > 1 and (written_out or not _shares_keys(q, mask)):
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    if drops:
-        return dropped_attention(q, k, v, mask, rules.scale, rules.dropout)
+    if written_out:
+        return written_attention(q, k, v, mask, rules.scale, rules.dropout, rules.bias)
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -47,6 +47,8 @@ class Rules(NamedTuple):
     """Probability of dropping an attention weight."""
     causal: bool = True
     """Whether a query sees no key after it; otherwise it sees its whole segment, as in an encoder."""
+    bias: Float[Tensor, "heads distances"] | None = None
+    """Added to the scores by the distance from query to key (T5), from -(distances // 2) upwards."""
 
 
 @dataclass
@@ -55,6 +57,9 @@ class AttentionPlan:
 
     segments: tuple[Segment, ...]
     positions: Int[Tensor, " tokens"]
+    others: tuple[Segment, ...] | None = None
+    """Cross attention: the segments of another sequence of tokens. They are the prefixes then, and all that is seen:
+    none of the keys is of a segment's own."""
     _memory: dict[Hashable, object] = field(default_factory=dict)
 
     @classmethod
@@ -71,12 +76,22 @@ class AttentionPlan:
 
     def before(self, part: Segment) -> Segment | None:
         """The prefix of a segment."""
-        return self.segments[part.prefix] if part.prefix >= 0 else None
+        among = self.segments if self.others is None else self.others
+        return among[part.prefix] if part.prefix >= 0 else None
+
+    def own_keys(self, part: Segment) -> int:
+        """How many tokens of a segment itself are keys."""
+        return part.length if self.others is None else 0
+
+    @property
+    def key_tokens(self) -> int:
+        """Tokens of the sequence that keys are of."""
+        return (self.segments if self.others is None else self.others)[-1].stop
 
     def keys(self, part: Segment) -> int:
         """How many keys a segment's last token sees, if nothing limits it."""
         before = self.before(part)
-        return part.length + (before.length if before is not None else 0)
+        return self.own_keys(part) + (before.length if before is not None else 0)
 
     @property
     def longest(self) -> int:
@@ -135,6 +150,13 @@ class Places:
         self.spans.append((part.start, part.length, part.length))
         self.count += part.length
 
+    def put_or_share(self, part: Segment) -> None:
+        """A segment goes to the next places, where it may have a place already."""
+        if any(start == part.start for _, start, _ in self.own):
+            self.share(part)
+        else:
+            self.put(part, part.length)
+
     def skip(self, count: int, like: Segment) -> None:
         """So many places stay without a token; what is read there, of some segment, is never seen."""
         if count:
@@ -148,13 +170,13 @@ class Places:
         self.padded |= width > part.length
         self.count += width
 
-    def gather(self, plan: AttentionPlan) -> Gather | None:
-        """None where the tokens lie in their places already."""
+    def gather(self, plan: AttentionPlan, tokens: int) -> Gather | None:
+        """How so many tokens get to their places; None where they lie there already."""
         in_order = all(place == start for place, start, _ in self.own)
         if in_order and not self.padded and not self.shared:
             return None
         index = torch.cat([torch.arange(width).clamp_(max=n - 1).add_(start) for start, n, width in self.spans])
-        inverse = torch.empty(plan.tokens, dtype=torch.long)
+        inverse = torch.empty(tokens, dtype=torch.long)
         for place, start, length in self.own:
             inverse[start : start + length] = torch.arange(place, place + length)
         return Gather(index.to(plan.device), inverse.to(plan.device), tuple(self.shared))

@@ -6,6 +6,8 @@ tokens x tokens exists anywhere, and no segment ever sees another one that is no
 
 Several backends stand behind one function; the first of `BACKENDS` that can serve a call does.
 
+A plan may say that keys are of another sequence of tokens (cross attention), whose segments are the prefixes then.
+
 Shapes: `heads` query heads, `kv_heads` key and value heads (`heads` is a multiple of it), `dim` a head's width.
 """
 
@@ -89,18 +91,20 @@ class AttentionRules(TypedDict, total=False):
     """Probability of dropping an attention weight."""
     causal: bool
     """Whether a query sees no key after it; otherwise it sees its whole segment, as in an encoder."""
+    bias: Float[Tensor, "heads distances"] | None
+    """Added to the scores by the distance from query to key (T5), from -(distances // 2) upwards."""
 
 
 def varlen_attention(
     query: Float[Tensor, "tokens heads dim"],
-    key: Float[Tensor, "tokens kv_heads dim"],
-    value: Float[Tensor, "tokens kv_heads value_dim"],
+    key: Float[Tensor, "keys kv_heads dim"],
+    value: Float[Tensor, "keys kv_heads value_dim"],
     plan: AttentionPlan,
     *,
     backend: str | None = None,
     **asked: Unpack[AttentionRules],
 ) -> Float[Tensor, "tokens heads value_dim"]:
-    """Attention within segments and from segments to their prefix.
+    """Attention within segments and from segments to their prefix; or, across two sequences, to that alone.
 
     Args:
         plan: of the batch that the tokens belong to.
@@ -138,6 +142,7 @@ class _Asked(NamedTuple):
     sinks: Tensor | None = None
     dropout: float = 0.0
     causal: bool = True
+    bias: Tensor | None = None
 
 
 def in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,4 +159,4 @@ def rules_of(asked: AttentionRules, dim: int, keys: int) -> Rules:
     known = _Asked(**asked)
     scale = dim**-0.5 if known.scale is None else known.scale
     sight = Sight(known.window, known.chunk).within(keys)
-    return Rules(scale, sight, known.softcap, known.sinks, known.dropout, known.causal)
+    return Rules(scale, sight, known.softcap, known.sinks, known.dropout, known.causal, known.bias)

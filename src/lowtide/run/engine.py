@@ -65,6 +65,8 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     adapters = cast(Any, getattr(model, "peft_config", {})).values()
     check_adapters(*adapters)
     _check_prompts(model, args)
+    if causal_model(model).config.is_encoder_decoder:
+        _check_pairs(args)
     if args.padding_free:
         _check_rows_alone(adapters)
     mixed = computed_in(args)
@@ -114,6 +116,29 @@ def _check_prompts(model: nn.Module, args: TrainingConfig) -> None:
         for name in ("gradient_checkpointing", "activation_checkpointing"):
             if hasattr(args, name):
                 setattr(args, name, False)
+
+
+def _check_pairs(args: TrainingConfig) -> None:
+    """Refuses what is built for one sequence of layers, and an encoder-decoder has two.
+
+    Raises:
+        ValueError: names the option, and what to do.
+    """
+    instead = "leave it out; ranks may have rows of their own, with whole weights or sharded by fsdp=True"
+    refused = {
+        "sp_size or cp_size, which splits the tokens of a batch": args.sharding.sequence_parallel > 1,
+        "tp_size, which splits each layer": args.sharding.tensor_parallel > 1,
+        "pipeline_parallel_size, which splits the layers": args.sharding.pipeline_parallel > 1,
+        "fsdp_split_vocabulary, which splits the embedding": args.fsdp_split_vocabulary,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(f"{what}, is not built for encoder-decoders: {instead}")
+    if args.neftune_noise_alpha:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha} puts noise on one embedding, and encoder and decoder have "
+            "one each: leave it out"
+        )
 
 
 def computed_in(args: TrainingConfig) -> torch.dtype | None:

@@ -304,7 +304,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         leads = self.runner.models(model).leads
         totals, rows, sync = Totals(), 0, RankSync("evaluation", remedy=TO_DO["evaluating"])
         wanted = self.compute_metrics is not None or description == "Prediction"
-        kept = PaddedPredictions() if self.evaluates_plainly(wanted) else Predictions(wanted, self.findings())
+        kept = PaddedPredictions() if self.evaluates_plainly(wanted) else self.predictions(wanted, model)
         for number, inputs in enumerate(dataloader):
             self.leave_evaluation_if_stopped()
             batch = self.drawn(self.as_ragged(inputs), EVALUATION)
@@ -338,6 +338,10 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         plain: Any = denumpify_detensorize(metrics)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in plain.items()}
         return EvalLoopOutput(logprobs, targets, metrics, int(sums.get("rows", 0)))
+
+    def predictions(self, wanted: bool, model: nn.Module) -> Predictions:
+        """What is kept of an evaluation of a model; `wanted` is whether `compute_metrics` gets it."""
+        return Predictions(wanted, self.findings())
 
     def findings(self) -> Findings | None:
         """Metrics of an evaluation that need all of its scores at once; None if there are none."""

@@ -9,6 +9,7 @@ from lowtide.methods import METHODS
 from lowtide.methods.method import Method
 from lowtide.run.options.configs import config_class, public_name
 from lowtide.trainers.distillation import DistillationTrainer
+from lowtide.trainers.generating import GeneratingTrainer
 from lowtide.trainers.method import MethodTrainer
 from lowtide.trainers.online.trainer import OnlineTrainer
 from lowtide.trainers.reference import ReferenceTrainer
@@ -18,7 +19,7 @@ from lowtide.trainers.signatures import signature_of
 @functools.cache
 def trainer_class(method: Method) -> type[MethodTrainer]:
     """The method's trainer."""
-    kind = MethodTrainer
+    kind = GeneratingTrainer if method.generates else MethodTrainer
     if method.compares:
         kind = OnlineTrainer if method.writes else DistillationTrainer if method.taught else ReferenceTrainer
     made: Any = type(

@@ -22,6 +22,7 @@ from lowtide.methods.orpo import ORPOOptions
 from lowtide.methods.ppo import PPOOptions
 from lowtide.methods.reward import RewardOptions
 from lowtide.methods.rloo import RLOOOptions
+from lowtide.methods.seq2seq import Seq2SeqOptions
 from lowtide.methods.sft import SFTOptions
 from lowtide.methods.token_classification import TokenClassificationOptions
 from lowtide.run.options.training import TrainingConfig
@@ -327,6 +328,27 @@ class PPOTrainer(ReferenceTrainer):
         rollout_func: Any = ...,
         environment_factory: Any = ...,
         optimizer_cls_and_kwargs: tuple | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class Seq2SeqConfig(Seq2SeqOptions, TrainingConfig): ...
+
+class Seq2SeqTrainer(MethodTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
         **older: Any,
     ) -> None: ...
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.values import DOCUMENT, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
-from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule
+from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule, ShiftedRight
 
 Row = Mapping[str, Any]
 REFERENCE_COLUMN = "ref_logprobs"
@@ -132,6 +132,17 @@ class CompletionCollator:
             row_values={LENGTHS: lengths, **columns},
             score_values=score_values,
         )
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """Prepared rows of a source and a target (`source_ids`, `target_ids`) to a `RaggedBatch`."""
+
+    score_rule: ShiftedRight
+    """What a decoder is given for a target."""
+
+    def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
+        return RaggedBatch.from_pairs([(row["source_ids"], row["target_ids"]) for row in rows], self.score_rule)
 
 
 def ragged_from_collated(batch: Mapping[str, Any], score_rule: ScoreRule = NEXT_TOKEN) -> RaggedBatch:

@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 from datasets import Features, List, Value
-from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.batches.token_rows import IGNORED, TOKEN_FEATURES, TokenRows, flatten, range_index
+from lowtide.data.batches.token_rows import IGNORED, TOKEN_FEATURES, TokenRows, flatten
 from lowtide.data.encode.rows import check_vocabulary
-from lowtide.data.encode.truncation import Truncation
+from lowtide.data.encode.truncation import Truncation, cut_before_end
 from lowtide.data.formats.columns import check_columns
 from lowtide.data.formats.conversation import quoted
 from lowtide.data.formats.reading import RowFormat, RowPlace
@@ -108,14 +107,7 @@ class MaskedEncoder:
 
     def cut(self, rows: TokenRows, truncation: Truncation) -> TokenRows:
         """Rows of `max_length` tokens at most: their first ones, and the special ones that end them."""
-        most = truncation.max_length
-        if most is None or (rows.lengths <= most).all():
-            return rows
-        ends = np.minimum(_trailing(np.isin(rows.token_ids, self.special), rows.offsets), most)
-        kept = np.minimum(rows.lengths, most)
-        starts = np.stack([rows.offsets[:-1], rows.offsets[1:] - ends], axis=1).ravel()
-        index, bounds = range_index(starts, np.stack([kept - ends, ends], axis=1).ravel())
-        return rows.take(index, bounds[::2])
+        return cut_before_end(rows, truncation.max_length, self.special)
 
     def _encoded(self, texts: list[str]) -> dict[str, list[list[int]]]:
         found = self.tokenizer(
@@ -180,10 +172,3 @@ def _numbered(words: Sequence[int | None]) -> list[int]:
 def _joined(samples: Sequence[Mapping[str, list[int]]]) -> dict[str, list[list[int]]]:
     """Each column of all rows."""
     return {name: [sample[name] for sample in samples] for name in samples[0]}
-
-
-def _trailing(marks: Bool[np.ndarray, " tokens"], offsets: Int[np.ndarray, " rows+1"]) -> Int[np.ndarray, " rows"]:
-    """How many tokens at the end of each row have a mark."""
-    plain = np.append(-1, np.flatnonzero(~marks))
-    last = plain[np.searchsorted(plain, offsets[1:]) - 1]
-    return offsets[1:] - np.maximum(last + 1, offsets[:-1])

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
-from lowtide.data.batches.token_rows import TokenRows
+from lowtide.data.batches.token_rows import TokenRows, range_index
 
 TruncationMode = Literal["keep_start", "keep_end"]
 
@@ -81,3 +81,21 @@ def kept_ranges(
     ranges = [kept_range(side, prompt_lengths, truncation) for side in lengths]
     prompt_start = np.minimum(np.maximum.reduce([start for start, _ in ranges]), prompt_lengths)
     return [(np.maximum(start, prompt_start), stop) for start, stop in ranges]
+
+
+def cut_before_end(rows: TokenRows, most: int | None, special: Int[np.ndarray, " special"]) -> TokenRows:
+    """Rows of so many tokens at most: their first ones, and the special ones that end them, as tokenizers cut."""
+    if most is None or (rows.lengths <= most).all():
+        return rows
+    ends = np.minimum(_trailing(np.isin(rows.token_ids, special), rows.offsets), most)
+    kept = np.minimum(rows.lengths, most)
+    starts = np.stack([rows.offsets[:-1], rows.offsets[1:] - ends], axis=1).ravel()
+    index, bounds = range_index(starts, np.stack([kept - ends, ends], axis=1).ravel())
+    return rows.take(index, bounds[::2])
+
+
+def _trailing(marks: Bool[np.ndarray, " tokens"], offsets: Int[np.ndarray, " rows+1"]) -> Int[np.ndarray, " rows"]:
+    """How many tokens at the end of each row have a mark."""
+    plain = np.append(-1, np.flatnonzero(~marks))
+    last = plain[np.searchsorted(plain, offsets[1:]) - 1]
+    return offsets[1:] - np.maximum(last + 1, offsets[:-1])

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ops.linear_logprobs import Projection, Term
+
+SCALED_WHERE_TIED = frozenset({"umt5", "switch_transformers"})
+"""Model types that scale hidden states as T5 where the head is the embedding, without a word of it in their config."""
 
 
 def projection_of(config: PretrainedConfig) -> Projection:
@@ -22,6 +26,9 @@ def projection_of(config: PretrainedConfig) -> Projection:
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         scale *= getattr(config, name, None) or 1.0
+    tied = config.model_type in SCALED_WHERE_TIED and config.tie_word_embeddings
+    if tied or getattr(config, "scale_decoder_outputs", False):
+        scale *= config.d_model**-0.5
     scaling = getattr(config, "logits_scaling", None) or 1.0
     # Granite and MiniCPM divide by it; HyperCLOVA X, alone, multiplies.
     scale = scale * scaling if config.model_type == "hyperclovax" else scale / scaling
@@ -38,6 +45,8 @@ class HeadParts:
     adapters: Sequence[str] = ()
     wrappers: Sequence[nn.Module] = ()
     """What stands around `base`, from the outermost inwards."""
+    constant: Float[Tensor, "1 vocab"] | None = None
+    """What is added to the logits and not trained (BART)."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -75,12 +84,14 @@ def head_parts(model: PreTrainedModel) -> HeadParts:
             f"weights of type {type(getattr(base, 'weight', None)).__name__}, which lowtide cannot fuse: keep the head "
             "in full precision and untouched (`llm_int8_skip_modules`, `modules_to_not_convert`), or adapt it with LoRA"
         )
-    return HeadParts(base, lora, adapters, wrappers)
+    return HeadParts(base, lora, adapters, wrappers, getattr(model, "final_logits_bias", None))
 
 
 def head_terms(parts: HeadParts, hidden: Tensor) -> tuple[list[Term], Tensor | None]:
     """The products that make the logits, and the bias."""
     terms, bias, lora = [Term(hidden, parts.base.weight)], parts.base.bias, parts.lora
+    if parts.constant is not None:
+        bias = parts.constant[0] if bias is None else bias + parts.constant[0]
     for name in parts.adapters:
         down, up = lora.lora_A[name], lora.lora_B[name]
         low: Tensor = down(lora.lora_dropout[name](hidden.to(down.weight.dtype))) * lora.scaling[name]

@@ -53,7 +53,7 @@ def _forward_scores(
     if scores.aux_loss:
         kwargs["output_router_logits"] = True
     kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
-    outputs = body(model)(*args, **kwargs, use_cache=False)
+    outputs = _run_body(model, args, kwargs)
     if (stage := stage_of(model)) is not None and not stage.pipeline.is_last:
         return HiddenOutput(outputs[0])
     read, plan = functools.partial(head.outputs, model, outputs[0].flatten(0, -2)), kwargs.get(PLAN)
@@ -63,6 +63,19 @@ def _forward_scores(
         routed = outputs.router_logits if split is None else split.of_all_tokens(outputs.router_logits)
         found.aux_loss = _load_balancing_loss(model, routed, kwargs.get("attention_mask"))
     return found
+
+
+def _run_body(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What the model gives but for its head, hidden states first; T5 has its two stacks side by side, without a module
+    around them."""
+    if (inner := body(model)) is not model:
+        return inner(*args, **kwargs, use_cache=False)
+    both: Any = model
+    tokens, targets = kwargs.pop("input_ids"), kwargs.pop("decoder_input_ids")
+    mask = kwargs.pop("attention_mask", None)
+    encoded = both.get_encoder()(input_ids=tokens, attention_mask=mask, **kwargs)[0]
+    read = {"encoder_hidden_states": encoded, "encoder_attention_mask": mask}
+    return both.get_decoder()(input_ids=targets, **read, **kwargs, use_cache=False)
 
 
 def _load_balancing_loss(model: PreTrainedModel, routed: Any, attention_mask: Tensor | None) -> Tensor:

@@ -76,6 +76,8 @@ class LanguageModel(Head):
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:
         inner: Any = model
+        if inner.config.is_encoder_decoder:
+            return "is an encoder-decoder, which predicts a target from a source"
         if is_masked(inner):
             return "is a masked language model, which does not predict the token that follows"
         if body(inner) is not inner and inner.get_output_embeddings() is not None:

@@ -7,6 +7,7 @@ and meet the vocabulary as those of any language model do.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ class MaskedLanguageModel(LanguageModel):
 
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:
+        inner: Any = model
+        if inner.config.is_encoder_decoder:
+            return "is an encoder-decoder, which predicts a target from a source"
         return None if is_masked(model) else "is no masked language model"
 
     @classmethod

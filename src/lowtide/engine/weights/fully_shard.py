@@ -105,7 +105,9 @@ def units_of(model: nn.Module) -> list[Any]:
     inner: Any = causal_model(model)
     embedding = inner.get_input_embeddings()
     own = set(embedding.parameters())
-    heads = [each for each in inner.children() if each is not body(inner) and any(True for _ in each.parameters())]
+    stacks = (body(inner), *((inner.get_encoder(), inner.get_decoder()) if inner.config.is_encoder_decoder else ()))
+    others = [each for each in inner.children() if each not in (*stacks, embedding)]
+    heads = [each for each in others if any(True for _ in each.parameters())]
     tied = [head for head in heads if not own.isdisjoint(head.parameters())]
     opening = [embedding, *tied] if tied else embedding
     return [*checkpointed_layers(inner), opening, *(head for head in heads if head not in tied)]

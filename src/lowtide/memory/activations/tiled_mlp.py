@@ -29,7 +29,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.compat.torch import FakeTensor, gathered
 
-NAMES = ("mlp", "feed_forward", "feedforward", "ffn")
+NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "DenseReluDense")
 """What transformers' models call the MLP of a layer."""
 PACKAGES = ("torch.nn.modules.activation", "torch.nn.modules.dropout", "transformers.activations", "peft.")
 """Where modules without children come from that treat each token by itself, besides linear ones."""

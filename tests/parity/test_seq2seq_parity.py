@@ -1,0 +1,67 @@
+"""lowtide's Seq2SeqTrainer against transformers': steps from the same weights, on the same rows in the same order.
+
+transformers pads sources and targets of a batch to its longest ones, and computes the logits of every place.
+Accumulated, it divides the sum over all micro-batches by the scored tokens only where the model's loss takes their
+number, which that of encoder-decoders does not; ours is compared with its step of the whole batch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+from tests.support.marks import slow_but
+from tests.support.pairs_of_texts import COMMON, FAMILIES, build, make, tokenized, tokenizer
+
+STEPS = 20
+SETTINGS = {**COMMON, "max_steps": STEPS, "train_sampling_strategy": "sequential", "per_device_eval_batch_size": 8}
+OURS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "padded": {"padding_free": False},
+    "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "checkpointed, within a token budget": {"gradient_checkpointing": True, "tokens_per_microbatch": 60},
+}
+"""Options of lowtide alone."""
+BOTH: dict[str, dict[str, Any]] = {"nll": {}, "smoothed": {"label_smoothing_factor": 0.1}}
+
+
+def theirs(family: str, folder: Path, rows: Dataset, held_out: Dataset, **options: Any) -> Seq2SeqTrainer:
+    args = {name: value for name, value in SETTINGS.items() if name != "rehearsal"}
+    model = build(family)
+    return Seq2SeqTrainer(
+        model,
+        Seq2SeqTrainingArguments(output_dir=str(folder), **args, **options),
+        data_collator=DataCollatorForSeq2Seq(tokenizer(), model),
+        train_dataset=rows,
+        eval_dataset=held_out,
+        processing_class=tokenizer(),
+    )
+
+
+def logged(trainer: Any) -> dict[str, torch.Tensor]:
+    """[steps]: the loss and the norm of the gradients."""
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {name: torch.tensor([entry[name] for entry in steps]) for name in ("loss", "grad_norm")}
+
+
+@pytest.mark.parametrize("family", slow_but(["bart", "t5"], FAMILIES))
+@pytest.mark.parametrize("loss", slow_but(["nll"], BOTH))
+@pytest.mark.parametrize("name", slow_but(["plain"], OURS))
+def test_twenty_steps_agree_with_transformers(name: str, loss: str, family: str, tmp_path: Path):
+    rows, held_out = tokenized(60), tokenized(8, seed=1)
+    reference = theirs(family, tmp_path / "theirs", rows, held_out, **BOTH[loss])
+    options = {**SETTINGS, **BOTH[loss], **OURS[name]}
+    ours = make(tmp_path / "ours", rows, family=family, eval_dataset=held_out, **options)
+    assert ours.padding_free == (name != "padded")
+    expected, found = logged(reference), logged(ours)
+    assert len(found["loss"]) == len(expected["loss"]) == STEPS
+    assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(ours.evaluate()["eval_loss"], reference.evaluate()["eval_loss"], rtol=1e-4, atol=0.0)

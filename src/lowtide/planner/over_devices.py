@@ -265,8 +265,7 @@ def plan_over(
     if not found:
         raise _nothing_fits(ways, cluster, shardings, room, exact)
     best, *others = found
-    estimate = best.estimate
-    loaded = traces.weights * (1 if best.sharding.cuts_files else cluster.per_node)
+    estimate, loaded = best.estimate, traces.weights * (1 if best.sharding.cuts_files else cluster.per_node)
     return Plan(
         method=run.method.name,
         requested={name: value for name, value in (source or run.requested).items() if name != "memory_budget"},

@@ -176,6 +176,21 @@ def test_bfloat16_under_autocast_is_near_float32():
     assert (grad - wanted).norm() / wanted.norm() < 0.05
 
 
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("own", "theirs"), [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_teacher_of_another_dtype(own, theirs, beta):
+    problem = Problem(dtype=own)
+    with torch.no_grad():
+        for each in (problem.states, problem.weight, problem.their_bias):
+            each.copy_(each.to(theirs))
+    _, expected = problem.dense(beta)
+    problem.states, problem.weight = problem.states.detach().to(theirs), problem.weight.detach().to(theirs)
+    problem.their_bias = problem.their_bias.detach().to(theirs)
+    _, stats = problem.run(beta)
+    assert stats.divergences.dtype == own
+    torch.testing.assert_close(stats.divergences, expected, rtol=0.05, atol=0.05)
+
+
 def test_nothing_to_score_keeps_the_graph():
     problem = Problem()
     none = torch.empty(0, dtype=torch.long)

@@ -44,7 +44,7 @@ class ComparedRows(TorchRows):
         common = min(logits.shape[1], teacher.shape[1])
         self.beyond, self.beta = logits[:, common:], beta
         super().__init__(logits[:, :common], target, projection, None if scratch is None else scratch[..., :common])
-        self.theirs = TorchRows(teacher[:, :common], target, teacher_projection).x
+        self.theirs = TorchRows(teacher[:, :common], target, teacher_projection).x.to(self.x.dtype)
 
     def stats(self, want: Want, keep: bool) -> RowStats:
         found = super().stats(want, keep=True)

@@ -51,6 +51,18 @@ def test_flags_and_run_files_train_alike(given: dict[str, Any], tmp_path: Path, 
     assert model.generate(torch.tensor([[7, 8, 1]]), max_new_tokens=3).shape[1] > 1
 
 
+def test_adapters_are_merged_into_their_base(given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = [*flags_of({**given, "use_peft": True, "lora_r": 2}), "--lora_target_modules", "q", "v"]
+    assert main(["seq2seq", *flags]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["task_type"] == "SEQ_2_SEQ_LM"
+    merged = tmp_path / "merged"
+    assert main(["merge", "--adapter", str(tmp_path / "run"), "--output_dir", str(merged)]) == 0
+    before, after = (AutoModelForSeq2SeqLM.from_pretrained(each) for each in (given["model"], merged))
+    changed = {name for name, p in after.named_parameters() if not torch.equal(p, before.get_parameter(name))}
+    assert changed
+    assert all(name.endswith((".q.weight", ".v.weight")) for name in changed)
+
+
 def test_a_missing_start_token_is_one_message(given: dict[str, Any], capsys: pytest.CaptureFixture[str]):
     file = Path(given["model"], "config.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), "decoder_start_token_id": None}))

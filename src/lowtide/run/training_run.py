@@ -306,8 +306,8 @@ def head_with_adapter(args: Any) -> type[Head] | None:
 
 
 def adapters_of(method: Method, args: Any, peft_config: Any) -> Any:
-    """The configuration of the policy's adapters as a method needs it: a new head that is read through them is trained
-    whole."""
+    """The configuration of the policy's adapters as a method needs it: it says the task, and a new head that is read
+    through them is trained whole."""
     if head_with_adapter(args) is not None:
         return peft_config
     task = getattr(peft_config, "task_type", None)
@@ -315,11 +315,9 @@ def adapters_of(method: Method, args: Any, peft_config: Any) -> Any:
     if added is not None and added not in known:
         peft_config = copy.copy(peft_config)
         peft_config.modules_to_save = [*known, added]
-    new = method.head.new_module
-    if new is None or task not in (None, LanguageModel.task_type):
-        return peft_config
-    if new in known:
+    says_another = task not in (None, LanguageModel.task_type)
+    if method.head is LanguageModel or says_another or method.head.new_module in known:
         return peft_config
     peft_config = copy.copy(peft_config)
-    peft_config.task_type = method.head.task_type  # for which PEFT trains the head whole
+    peft_config.task_type = method.head.task_type  # by which its base is loaded, and PEFT trains a new head whole
     return peft_config

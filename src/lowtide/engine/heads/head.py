@@ -115,6 +115,8 @@ class Head(ABC):
     """What PEFT calls the task."""
     pipeline: ClassVar[str]
     """What transformers calls the pipeline that uses such a model."""
+    used: ClassVar[tuple[str, ...]] = ("pipeline",)
+    """What `usage` takes from transformers."""
     virtual_tokens: ClassVar[bool] = True
     """Whether adapters may put virtual tokens before each row."""
 

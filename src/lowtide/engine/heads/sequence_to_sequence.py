@@ -28,6 +28,7 @@ class SequenceToSequence(LanguageModel):
     auto_class = AutoModelForSeq2SeqLM
     task_type = "SEQ_2_SEQ_LM"
     pipeline = "text2text-generation"
+    used = ("AutoModelForSeq2SeqLM", "AutoTokenizer")
     virtual_tokens = False
 
     @classmethod
@@ -68,7 +69,6 @@ class SequenceToSequence(LanguageModel):
     @classmethod
     def usage(cls, where: str) -> list[str]:
         return [
-            "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
             f'tokenizer = AutoTokenizer.from_pretrained("{where}")',
             f'model = AutoModelForSeq2SeqLM.from_pretrained("{where}")',
             'written = model.generate(**tokenizer("a source", return_tensors="pt"), max_new_tokens=128)',

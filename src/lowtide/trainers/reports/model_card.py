@@ -92,7 +92,8 @@ class ModelCards(Trainer):
 
     def _use(self, name: str) -> str:
         lines = self.method.head.usage(self.hub_model_id or name)
-        return "\n".join(["```python", "from transformers import pipeline", "", *lines, "```"])
+        names = ", ".join(self.method.head.used)
+        return "\n".join(["```python", f"from transformers import {names}", "", *lines, "```"])
 
     def _training(self) -> list[str]:
         """What it took and came to, its settings, and where a tracker shows it."""

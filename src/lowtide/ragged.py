@@ -47,6 +47,29 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
+@dataclass(frozen=True)
+class SegmentImage:
+    """An image among the tokens of a segment, made ready for a model."""
+
+    inputs: Mapping[str, Tensor]
+    """What the model's vision tower takes of this image, by the names of its arguments; in host memory until a
+    micro-batch runs."""
+    start: int
+    """Place of the first token in its segment that the image fills."""
+    tokens: int
+    """How many tokens it fills."""
+    key: int
+    """The same for the same image, within one process."""
+
+
+class PositionRule(Protocol):
+    """How a model counts positions where they have several axes (M-RoPE)."""
+
+    def positions(self, tokens: int, images: Sequence[SegmentImage]) -> Int[Tensor, "axes tokens"]:
+        """Of a row of so many tokens, some of which are of images; starts are places in the row."""
+        ...
+
+
 class LaidSegment(NamedTuple):
     """A segment with its place in a batch, as a rule of scores sees it."""
 
@@ -168,6 +191,10 @@ class RaggedBatch:
     """What else is known of each row, [rows] each: a label, a margin."""
     score_values: Mapping[str, Tensor] = field(default_factory=dict)
     """What else is known of each score, [scores] each: a reference's log-probability, say."""
+    images: tuple[tuple[SegmentImage, ...], ...] = ()
+    """Of each segment the images among its tokens, in their order; () where no row has any."""
+    axis_positions: Int[Tensor, "axes tokens"] | None = None
+    """Positions on several axes, of a model that has them; None for one that reads `position_ids`."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -185,6 +212,8 @@ class RaggedBatch:
         score_rule: ScoreRule = NEXT_TOKEN,
         row_values: Mapping[str, Tensor] | None = None,
         score_values: Mapping[str, Tensor] | None = None,
+        images: Sequence[Sequence[SegmentImage]] | None = None,
+        position_rule: PositionRule | None = None,
     ) -> RaggedBatch:
         """Lays segments end to end.
 
@@ -197,6 +226,8 @@ class RaggedBatch:
             row: for each segment its row; each segment a row of its own if None.
             score_rule: which positions are scored.
             row_values: further values, [rows] each; likewise score_values, [scores] each.
+            images: of each segment those among its tokens.
+            position_rule: how the model counts positions on several axes.
 
         Raises:
             ValueError: a segment is empty, a label list has another length, a prefix or row is out of order.
@@ -210,6 +241,7 @@ class RaggedBatch:
         segments: list[Segment] = []
         laid: list[LaidSegment] = []
         places: list[tuple[Tensor, Tensor, Tensor]] = []  # position_ids, score_index and score_target of each
+        shown = [tuple(each) for each in images or [()] * count]
         start = scored = 0
         for number, (tokens, wanted) in enumerate(zip(token_ids, labels, strict=True)):
             stop = start + len(tokens)
@@ -218,12 +250,17 @@ class RaggedBatch:
             index, target = score_rule.places(laid[-1])
             first = len(before.token_ids) if before is not None else 0
             places.append((torch.arange(first, first + len(tokens)), index, target))
-            key = _key(tokens) if number in shared else 0
+            key = _key(tokens, shown[number]) if number in shared else 0
             segments.append(Segment(start, stop, prefix[number], row[number], scored, scored + len(index), key))
             start, scored = stop, scored + len(index)
         tokens = torch.cat([torch.as_tensor(tokens, dtype=torch.long) for tokens in token_ids])
         positions, indices, targets = (torch.cat(each) for each in zip(*places, strict=True))
-        return cls._assemble(tokens, positions, indices, targets, segments, row_values, score_values)
+        axes = None if position_rule is None else _axis_positions(position_rule, segments, shown)
+        return cls._assemble(
+            *(tokens, positions, indices, targets, segments, row_values, score_values),
+            images=tuple(shown) if any(shown) else (),
+            axes=axes,
+        )
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], score_rule: ScoreRule = NEXT_TOKEN) -> RaggedBatch:
@@ -265,6 +302,7 @@ class RaggedBatch:
             return batches[0]
         segments: list[Segment] = []
         indices: list[Tensor] = []
+        axes = [batch.axis_positions for batch in batches if batch.axis_positions is not None]
         token = row = score = 0
         for batch in batches:
             count = len(segments)
@@ -290,6 +328,10 @@ class RaggedBatch:
             segments,
             _joined([batch.row_values for batch in batches]),
             _joined([batch.score_values for batch in batches]),
+            images=tuple(part for batch in batches for part in batch.segment_images)
+            if any(batch.images for batch in batches)
+            else (),
+            axes=torch.cat(axes, 1) if axes else None,
         )
 
     @classmethod
@@ -302,6 +344,9 @@ class RaggedBatch:
         segments: Sequence[Segment],
         row_values: Mapping[str, Tensor] | None = None,
         score_values: Mapping[str, Tensor] | None = None,
+        *,
+        images: tuple[tuple[SegmentImage, ...], ...] = (),
+        axes: Tensor | None = None,
     ) -> RaggedBatch:
         """The device-side copies of what `segments` says on the host."""
         device = token_ids.device
@@ -320,6 +365,8 @@ class RaggedBatch:
             segments=tuple(segments),
             row_values=row_values or {},
             score_values=score_values or {},
+            images=images,
+            axis_positions=axes,
         )
 
     # -- sizes, all from the host ------------------------------------------------------------------------------
@@ -345,6 +392,11 @@ class RaggedBatch:
         return counts
 
     @property
+    def segment_images(self) -> tuple[tuple[SegmentImage, ...], ...]:
+        """Of each segment the images among its tokens; none where no row has any."""
+        return self.images or ((),) * len(self.segments)
+
+    @property
     def row_segments(self) -> list[list[int]]:
         """The segments of each row."""
         numbers: list[list[int]] = [[] for _ in range(self.rows)]
@@ -365,20 +417,26 @@ class RaggedBatch:
     # -- change ------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> RaggedBatch:
-        """The same batch on another device."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """The same batch on another device; images stay in host memory, until those of a micro-batch are needed."""
+        moved = replace(self, images=()).map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return replace(moved, images=self.images)
 
     def pin_memory(self) -> RaggedBatch:
         """The same batch in page-locked host memory, from which copies to a GPU overlap with compute."""
         return self.map(lambda tensor: tensor.pin_memory())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RaggedBatch:
-        """The same batch with each of its tensors changed."""
+        """The same batch with each of its tensors changed, those of images once for each image."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
         for name in ("row_values", "score_values"):
             changed[name] = {key: change(value) for key, value in values[name].items()}
-        return replace(self, **changed)
+        inputs: dict[int, dict[str, Tensor]] = {}
+        for image in (image for part in self.images for image in part):
+            if image.key not in inputs:
+                inputs[image.key] = {name: change(value) for name, value in image.inputs.items()}
+        images = tuple(tuple(replace(image, inputs=inputs[image.key]) for image in part) for part in self.images)
+        return replace(self, **changed, images=images)
 
     def thinned(self, most: int) -> RaggedBatch:
         """The same tokens with at most so many scores, the first of each segment: for what depends on tokens alone."""
@@ -407,7 +465,8 @@ class RaggedBatch:
         place = place.to(self.score_index.device)
         values = {name: value[place] for name, value in self.score_values.items()}
         places = self.token_ids, self.position_ids, self.score_index[place], self.score_target[place]
-        return self._assemble(*places, segments, self.row_values, values)
+        shown = {"images": self.images, "axes": self.axis_positions}
+        return self._assemble(*places, segments, self.row_values, values, **shown)
 
     def times(self, number: int) -> RaggedBatch:
         """The batch so many times, one behind the other, with prefixes that are taken for others each time: none is
@@ -458,6 +517,8 @@ class RaggedBatch:
             segments,
             {name: value[rows] for name, value in self.row_values.items()},
             {name: take(value, score_spans) for name, value in self.score_values.items()},
+            images=tuple(self.images[old] for old in kept) if self.images else (),
+            axes=None if self.axis_positions is None else take(self.axis_positions.T, token_spans).T,
         )
 
     def share_prefixes(self) -> RaggedBatch:
@@ -639,9 +700,23 @@ def _check_lists(
             )
 
 
-def _key(tokens: Sequence[int]) -> int:
-    """The same for the same tokens, within one process."""
-    return hash(torch.as_tensor(tokens, dtype=torch.long).numpy().tobytes())
+def _key(tokens: Sequence[int], images: Sequence[SegmentImage]) -> int:
+    """The same for the same tokens with the same images, within one process."""
+    seen = torch.as_tensor(tokens, dtype=torch.long).numpy().tobytes()
+    return hash((seen, *(image.key for image in images))) if images else hash(seen)
+
+
+def _axis_positions(
+    rule: PositionRule, segments: Sequence[Segment], images: Sequence[Sequence[SegmentImage]]
+) -> Int[Tensor, "axes tokens"]:
+    """Positions of segments on several axes; one with a prefix goes on from it."""
+    found = []
+    for part, shown in zip(segments, images, strict=True):
+        first = segments[part.prefix].length if part.prefix >= 0 else 0
+        before = images[part.prefix] if part.prefix >= 0 else ()
+        own = [replace(image, start=image.start + first) for image in shown]
+        found.append(rule.positions(first + part.length, [*before, *own])[:, first:])
+    return torch.cat(found, 1)
 
 
 def _joined(values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -667,6 +742,12 @@ def _validate(batch: RaggedBatch) -> None:
         tensor = getattr(batch, name)
         if tensor.shape != (size,):
             raise ValueError(f"RaggedBatch: `{name}` has shape {tuple(tensor.shape)}, but the segments say ({size},)")
+    if batch.images and len(batch.images) != len(segments):
+        raise ValueError(f"RaggedBatch: {len(segments)} segments but {len(batch.images)} entries in `images`")
+    if batch.axis_positions is not None and batch.axis_positions.shape[1:] != (batch.tokens,):
+        raise ValueError(
+            f"RaggedBatch: `axis_positions` has shape {tuple(batch.axis_positions.shape)} for {batch.tokens} tokens"
+        )
     for kind, values, size in (("row", batch.row_values, batch.rows), ("score", batch.score_values, batch.scores)):
         for name, tensor in values.items():
             if tensor.shape[:1] != (size,):

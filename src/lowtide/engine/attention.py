@@ -51,20 +51,39 @@ def ragged_inputs(
     if sequence is not None:
         plan = SplitPlan(plan, sequence)
         tokens = tokens[plan.runs]
-    with planned_inputs(tokens, plan, first_position=first_position) as inputs:
+    with planned_inputs(tokens, plan, first_position=first_position, axes=batch.axis_positions) as inputs:
         yield inputs
 
 
 @contextlib.contextmanager
 def planned_inputs(
-    token_ids: Int[Tensor, " tokens"], plan: Plan, *, first_position: int = 0
+    token_ids: Int[Tensor, " tokens"],
+    plan: Plan,
+    *,
+    first_position: int = 0,
+    axes: Int[Tensor, "axes tokens"] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The inputs of a model's forward whose tokens attend by a plan; while the context lasts, it builds no masks."""
-    position_ids = plan.positions[None] + first_position
+    """The inputs of a model's forward whose tokens attend by a plan; while the context lasts, it builds no masks.
+
+    Args:
+        first_position: the number that the model gives to the first position of a row.
+        axes: positions on several axes, of a model that has them.
+    """
+    position_ids = plan.positions[None] + first_position if axes is None else axes[:, None]
     setattr(position_ids, PLAN, plan)
     token = _masks_wanted.set(False)
     try:
         yield {"input_ids": token_ids[None], "position_ids": position_ids, PLAN: plan}
+    finally:
+        _masks_wanted.reset(token)
+
+
+@contextlib.contextmanager
+def masks_built() -> Iterator[None]:
+    """Around a part of a model that has no plan, within `planned_inputs`: it builds its masks as ever."""
+    token = _masks_wanted.set(True)
+    try:
+        yield
     finally:
         _masks_wanted.reset(token)
 

@@ -263,13 +263,22 @@ class RaggedBatch:
         )
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Mapping[str, Any]], score_rule: ScoreRule = NEXT_TOKEN) -> RaggedBatch:
+    def from_rows(
+        cls,
+        rows: Sequence[Mapping[str, Any]],
+        score_rule: ScoreRule = NEXT_TOKEN,
+        *,
+        images: Sequence[Sequence[SegmentImage]] | None = None,
+        position_rule: PositionRule | None = None,
+    ) -> RaggedBatch:
         """Lays prepared dataset rows end to end.
 
         Args:
             rows: each with `input_ids`, optionally `labels` (the tokens themselves if absent), and optionally
                 `seq_lengths` where a row is packed from several segments.
             score_rule: which positions are scored.
+            images: of each row those among its tokens; the rows are not packed then.
+            position_rule: how the model counts positions on several axes.
 
         Raises:
             ValueError: a row lacks `input_ids`, or its lengths do not add up; the message names the row.
@@ -293,7 +302,9 @@ class RaggedBatch:
                 labels.append(wanted[start : start + length])
                 owner.append(number)
                 start += length
-        return cls.from_segments(token_ids, labels, row=owner, score_rule=score_rule)
+        return cls.from_segments(
+            token_ids, labels, row=owner, score_rule=score_rule, images=images, position_rule=position_rule
+        )
 
     @classmethod
     def concat(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:

@@ -8,7 +8,7 @@ their margin is zero whatever the model does. Caching and the ledger are those o
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,10 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.datasets import fingerprint_of
+from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.cache.cached_map import Preparer, map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, combine, rows_fingerprint
+from lowtide.data.encode.images import IMAGE_FEATURES, ImageExpander, images_column
 from lowtide.data.encode.kl_completions import KL_FEATURE, add_kl_completions, add_kl_to_stream
 from lowtide.data.encode.preference_rows import (
     PAIR_PARTS,
@@ -35,7 +37,9 @@ from lowtide.data.encode.preference_rows import (
     whole_pair_table,
 )
 from lowtide.data.encode.sides import SideEncoder
+from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_columns
+from lowtide.data.formats.images import undecoded
 from lowtide.data.formats.preferences import detect_pairs, detect_unpaired
 from lowtide.data.options import PreferenceOptions
 from lowtide.data.report.ledger import Ledger, padding_share
@@ -60,6 +64,7 @@ def prepare_pairs(
     name: str = "train",
     whole: bool = False,
     margins: bool = False,
+    reader: ImageReader | None = None,
 ) -> tuple[Dataset | IterableDataset, Ledger | None]:
     """Prepare pairs of a chosen and a rejected completion.
 
@@ -72,10 +77,11 @@ def prepare_pairs(
         whole: Whether a side is scored as a whole, by a reward model: the prompt is then whatever both sides begin
             with, and a pair with a side longer than `max_length` is dropped, not cut.
         margins: Whether the rows' margins are wanted, if they have any.
+        reader: Makes the images of rows ready, for a vision-language model.
 
     Returns:
-        A dataset with the columns `prompt_ids`, `chosen_ids`, `rejected_ids`, and `margin` where wanted and given; and
-        its ledger, or None for a stream.
+        A dataset with the columns `prompt_ids`, `chosen_ids`, `rejected_ids`, `margin` where wanted and given, and
+        `images` where prompts show images; and its ledger, or None for a stream.
 
     Raises:
         ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
@@ -83,7 +89,12 @@ def prepare_pairs(
     if whole:
         _check_whole(options)
     source = options.source or title_of(dataset, name)
+    dataset = dataset if reader is None else undecoded(dataset)
     with reading(dataset, source, "prompt_ids, chosen_ids and rejected_ids") as first_row:
+        images = ImageExpander.of(reader, first_row, source, Truncation() if whole else options.truncation)
+        shown = [] if images is None else images.columns(list(first_row))
+        if images is not None:
+            options, first_row = images.options(options), images.first(first_row)
         row_format = detect_pairs(list(first_row), source, margins=margins, chats=_chats(tokenizer, options))
         check_columns(list(first_row), row_format, source)
         tokenizer = with_end_token(tokenizer, options.eos_token)
@@ -95,10 +106,11 @@ def prepare_pairs(
             else partial(pair_table, truncation=options.truncation, margins=with_margins)
         )
         more = {"margin": Value("float32")} if with_margins else {}
+        more |= {} if images is None else IMAGE_FEATURES
         features = noted_features(PAIR_PARTS, **more)
         wanted = [*token_columns(PAIR_PARTS), *more]
-        rows = dataset.with_format(None).select_columns(list(row_format.columns))
-        preparer = _Preparer(encoder, tabulate)
+        rows = dataset.with_format(None).select_columns([*row_format.columns, *shown])
+        preparer = _Preparer(encoder, tabulate, images)
         if isinstance(rows, IterableDataset):
             return map_stream(rows, preparer, _only(features, wanted)), None
         prepared = _map(rows, preparer, options, features, name, kind=("pairs", whole, with_margins))
@@ -187,9 +199,15 @@ class _Preparer:
     encoder: SideEncoder
     tabulate: Any
     """Makes noted rows of encoded ones."""
+    images: ImageExpander | None = None
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
-        return self.tabulate(self.encoder(batch, numbers))
+        if self.images is None:
+            return self.tabulate(self.encoder(batch, numbers))
+        rest, shown = self.images.take(batch, numbers)
+        encoded = self.encoder(rest, numbers)
+        sides = self.images.expand(encoded.sides, shown, numbers)
+        return self.tabulate(replace(encoded, sides=sides)).append_column(IMAGES, images_column(shown))
 
 
 @dataclass(frozen=True)

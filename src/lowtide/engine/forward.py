@@ -169,11 +169,11 @@ def score(
     with computing(model):
         if not padding_free:
             inputs, index = pad(batch)
-            inputs |= shown_images(_padded_images(batch), batch.token_ids.device)
+            images = shown_images(_padded_images(batch), batch.token_ids.device)
             virtual = leading_states(model)
             index = index + virtual * (index // inputs["input_ids"].shape[1] + 1)
             with noisy_embeddings(causal_model(model), batch, inputs["attention_mask"]):
-                return model(**inputs, scores=replace(scores, index=index))
+                return model(**inputs, **images, scores=replace(scores, index=index))
         sequence, inner = sequence_of(model), causal_model(model)
         stage = stage_of(inner)
         own = slice(None) if sequence is None else sequence.runs(batch.tokens)

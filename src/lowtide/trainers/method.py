@@ -47,7 +47,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             library may return `input_ids` and `labels`.
         train_dataset: rows in any format of the method's page in the docs; a stream needs `max_steps`.
         eval_dataset: one, or several by name.
-        processing_class: the tokenizer; by default the model's own.
+        processing_class: the tokenizer, or the processor of a vision-language model; by default the model's own.
         compute_loss_func: as `transformers.Trainer` calls it, on dense logits of padded batches.
         compute_metrics: gets `EvalPrediction(predictions=log-probs [scores], label_ids=tokens [scores])`.
         preprocess_logits_for_metrics: what is kept of the logits for `compute_metrics`, where a loss of one's own
@@ -99,7 +99,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             data_collator=run.collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=run.tokenizer,
+            processing_class=run.processing_class,
             **{name: given[name] for name in OF_TRAINER if name in given},
         )
         if "compute_loss_func" in given:

@@ -27,6 +27,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.values import DOCUMENT, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
 from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule
 
@@ -43,9 +44,25 @@ class RaggedCollator:
 
     score_rule: ScoreRule = NEXT_TOKEN
     """Which positions are scored."""
+    reader: ImageReader | None = None
+    """Makes the images of rows ready, of a vision-language model."""
 
     def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
-        return RaggedBatch.from_rows(rows, score_rule=self.score_rule)
+        return RaggedBatch.from_rows(rows, self.score_rule, **shown(self.reader, rows, [[row] for row in rows]))
+
+
+def shown(reader: ImageReader | None, rows: Sequence[Row], segments: Sequence[Sequence[Row]]) -> dict[str, Any]:
+    """What `RaggedBatch.from_segments` is told of the images of rows, each of which has the `input_ids` of some
+    segments."""
+    if reader is None:
+        return {}
+    known: dict[Any, Any] = {}
+    images = [
+        reader.shown(part["input_ids"], row.get(IMAGES) or [], known)
+        for row, parts in zip(rows, segments, strict=True)
+        for part in parts
+    ]
+    return {"images": images, "position_rule": reader.position_rule}
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,8 @@ class CompletionCollator:
     """Which positions of a completion are scored."""
     values: tuple[str, ...] = ()
     """Columns that become row values."""
+    reader: ImageReader | None = None
+    """Makes the images of prompts ready, of a vision-language model."""
 
     @property
     def prompts_per_row(self) -> int:
@@ -131,6 +150,7 @@ class CompletionCollator:
             score_rule=self.score_rule,
             row_values={LENGTHS: lengths, **columns},
             score_values=score_values,
+            **shown(self.reader, [rows[number] for number in owner], [[{"input_ids": ids}] for ids in token_ids]),
         )
 
 
@@ -142,7 +162,15 @@ def ragged_from_collated(batch: Mapping[str, Any], score_rule: ScoreRule = NEXT_
             and either `attention_mask` (0 where padded) or, for a flattened batch, `position_ids` (a new sequence
             starts wherever they do not go on by one). Further tensors [rows, ...] of a padded batch become row values.
         score_rule: where a label is predicted.
+
+    Raises:
+        ValueError: it holds images, whose places are not known.
     """
+    if "pixel_values" in batch:
+        raise ValueError(
+            "the data_collator makes pixel_values: leave it out (and skip_prepare_dataset), and pass rows with a "
+            "column 'images' and the model's processor as processing_class, which lowtide's own collator takes"
+        )
     input_ids: Tensor = batch["input_ids"]
     labels: Tensor = batch.get("labels", input_ids)
     if "attention_mask" in batch:

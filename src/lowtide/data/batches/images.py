@@ -20,6 +20,8 @@ from lowtide.ragged import IGNORE, PositionRule, SegmentImage
 
 Stored = Mapping[str, Any]
 """An image as `datasets.Image` stores it: `bytes`, or `path`."""
+IMAGES = "images"
+"""The column of the images of a prepared row, as they are stored."""
 OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """What a processor makes of text."""
 
@@ -73,7 +75,7 @@ class ImageReader:
             raise ValueError(f"{title_of(stored)} cannot be read as an image ({_first_line(error)})") from error
         ids = made["input_ids"][0].tolist()
         inputs = {name: value for name, value in made.items() if name not in OF_TEXT and isinstance(value, Tensor)}
-        shown = SegmentImage(inputs, ids.index(self.mark), ids.count(self.mark), hash(_identity(stored)))
+        shown = SegmentImage(inputs, ids.index(self.mark), ids.count(self.mark), hash(identity(stored)))
         return ReadyImage(ids, shown)
 
     def shown(
@@ -93,8 +95,8 @@ class ImageReader:
             return []
         found, filled = [], 0
         for each in stored:
-            image = known.get(_identity(each)) or self.ready(each)
-            known[_identity(each)] = image
+            image = known.get(identity(each)) or self.ready(each)
+            known[identity(each)] = image
             start = places[min(filled, len(places) - 1)]
             found.append(replace(image.shown, start=start))
             filled += image.shown.tokens
@@ -119,7 +121,8 @@ def title_of(stored: Stored) -> str:
     return f"an image of {len(stored.get('bytes') or b''):,} bytes"
 
 
-def _identity(stored: Stored) -> tuple[Any, Any]:
+def identity(stored: Stored) -> tuple[Any, Any]:
+    """The same for the same image."""
     return stored.get("path"), stored.get("bytes")
 
 

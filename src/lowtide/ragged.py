@@ -70,6 +70,15 @@ class PositionRule(Protocol):
         ...
 
 
+class Shown(NamedTuple):
+    """The images of segments, and how their positions are counted."""
+
+    images: Sequence[Sequence[SegmentImage]]
+    """Of each segment those among its tokens, in their order."""
+    position_rule: PositionRule | None = None
+    """None for a model whose positions have one axis."""
+
+
 class LaidSegment(NamedTuple):
     """A segment with its place in a batch, as a rule of scores sees it."""
 
@@ -212,8 +221,7 @@ class RaggedBatch:
         score_rule: ScoreRule = NEXT_TOKEN,
         row_values: Mapping[str, Tensor] | None = None,
         score_values: Mapping[str, Tensor] | None = None,
-        images: Sequence[Sequence[SegmentImage]] | None = None,
-        position_rule: PositionRule | None = None,
+        shown: Shown | None = None,
     ) -> RaggedBatch:
         """Lays segments end to end.
 
@@ -226,8 +234,7 @@ class RaggedBatch:
             row: for each segment its row; each segment a row of its own if None.
             score_rule: which positions are scored.
             row_values: further values, [rows] each; likewise score_values, [scores] each.
-            images: of each segment those among its tokens.
-            position_rule: how the model counts positions on several axes.
+            shown: the images of the segments; None of text alone.
 
         Raises:
             ValueError: a segment is empty, a label list has another length, a prefix or row is out of order.
@@ -241,7 +248,7 @@ class RaggedBatch:
         segments: list[Segment] = []
         laid: list[LaidSegment] = []
         places: list[tuple[Tensor, Tensor, Tensor]] = []  # position_ids, score_index and score_target of each
-        shown = [tuple(each) for each in images or [()] * count]
+        images = ((),) * count if shown is None else tuple(map(tuple, shown.images))
         start = scored = 0
         for number, (tokens, wanted) in enumerate(zip(token_ids, labels, strict=True)):
             stop = start + len(tokens)
@@ -250,17 +257,15 @@ class RaggedBatch:
             index, target = score_rule.places(laid[-1])
             first = len(before.token_ids) if before is not None else 0
             places.append((torch.arange(first, first + len(tokens)), index, target))
-            key = _key(tokens, shown[number]) if number in shared else 0
+            key = _key(tokens, images[number]) if number in shared else 0
             segments.append(Segment(start, stop, prefix[number], row[number], scored, scored + len(index), key))
             start, scored = stop, scored + len(index)
         tokens = torch.cat([torch.as_tensor(tokens, dtype=torch.long) for tokens in token_ids])
         positions, indices, targets = (torch.cat(each) for each in zip(*places, strict=True))
-        axes = None if position_rule is None else _axis_positions(position_rule, segments, shown)
-        return cls._assemble(
-            *(tokens, positions, indices, targets, segments, row_values, score_values),
-            images=tuple(shown) if any(shown) else (),
-            axes=axes,
-        )
+        rule = None if shown is None else shown.position_rule
+        axes = None if rule is None else _axis_positions(rule, segments, images)
+        seen = images if any(images) else (), axes
+        return cls._assemble(tokens, positions, indices, targets, segments, row_values, score_values, seen)
 
     @classmethod
     def from_rows(
@@ -268,8 +273,7 @@ class RaggedBatch:
         rows: Sequence[Mapping[str, Any]],
         score_rule: ScoreRule = NEXT_TOKEN,
         *,
-        images: Sequence[Sequence[SegmentImage]] | None = None,
-        position_rule: PositionRule | None = None,
+        shown: Shown | None = None,
     ) -> RaggedBatch:
         """Lays prepared dataset rows end to end.
 
@@ -277,8 +281,7 @@ class RaggedBatch:
             rows: each with `input_ids`, optionally `labels` (the tokens themselves if absent), and optionally
                 `seq_lengths` where a row is packed from several segments.
             score_rule: which positions are scored.
-            images: of each row those among its tokens; the rows are not packed then.
-            position_rule: how the model counts positions on several axes.
+            shown: the images of the rows, which are not packed then.
 
         Raises:
             ValueError: a row lacks `input_ids`, or its lengths do not add up; the message names the row.
@@ -302,9 +305,7 @@ class RaggedBatch:
                 labels.append(wanted[start : start + length])
                 owner.append(number)
                 start += length
-        return cls.from_segments(
-            token_ids, labels, row=owner, score_rule=score_rule, images=images, position_rule=position_rule
-        )
+        return cls.from_segments(token_ids, labels, row=owner, score_rule=score_rule, shown=shown)
 
     @classmethod
     def concat(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:
@@ -314,6 +315,8 @@ class RaggedBatch:
         segments: list[Segment] = []
         indices: list[Tensor] = []
         axes = [batch.axis_positions for batch in batches if batch.axis_positions is not None]
+        images = tuple(each for batch in batches for each in batch.segment_images)
+        images = images if any(images) else ()
         token = row = score = 0
         for batch in batches:
             count = len(segments)
@@ -339,10 +342,7 @@ class RaggedBatch:
             segments,
             _joined([batch.row_values for batch in batches]),
             _joined([batch.score_values for batch in batches]),
-            images=tuple(part for batch in batches for part in batch.segment_images)
-            if any(batch.images for batch in batches)
-            else (),
-            axes=torch.cat(axes, 1) if axes else None,
+            (images, torch.cat(axes, 1) if axes else None),
         )
 
     @classmethod
@@ -355,11 +355,9 @@ class RaggedBatch:
         segments: Sequence[Segment],
         row_values: Mapping[str, Tensor] | None = None,
         score_values: Mapping[str, Tensor] | None = None,
-        *,
-        images: tuple[tuple[SegmentImage, ...], ...] = (),
-        axes: Tensor | None = None,
+        seen: tuple[tuple[tuple[SegmentImage, ...], ...], Tensor | None] = ((), None),
     ) -> RaggedBatch:
-        """The device-side copies of what `segments` says on the host."""
+        """The device-side copies of what `segments` says on the host; `seen` are images and positions on axes."""
         device = token_ids.device
         scores = torch.tensor([part.score_stop - part.score_start for part in segments])
         return cls(
@@ -376,8 +374,8 @@ class RaggedBatch:
             segments=tuple(segments),
             row_values=row_values or {},
             score_values=score_values or {},
-            images=images,
-            axis_positions=axes,
+            images=seen[0],
+            axis_positions=seen[1],
         )
 
     # -- sizes, all from the host ------------------------------------------------------------------------------
@@ -476,8 +474,7 @@ class RaggedBatch:
         place = place.to(self.score_index.device)
         values = {name: value[place] for name, value in self.score_values.items()}
         places = self.token_ids, self.position_ids, self.score_index[place], self.score_target[place]
-        shown = {"images": self.images, "axes": self.axis_positions}
-        return self._assemble(*places, segments, self.row_values, values, **shown)
+        return self._assemble(*places, segments, self.row_values, values, (self.images, self.axis_positions))
 
     def times(self, number: int) -> RaggedBatch:
         """The batch so many times, one behind the other, with prefixes that are taken for others each time: none is
@@ -528,8 +525,10 @@ class RaggedBatch:
             segments,
             {name: value[rows] for name, value in self.row_values.items()},
             {name: take(value, score_spans) for name, value in self.score_values.items()},
-            images=tuple(self.images[old] for old in kept) if self.images else (),
-            axes=None if self.axis_positions is None else take(self.axis_positions.T, token_spans).T,
+            (
+                tuple(self.images[old] for old in kept) if self.images else (),
+                None if self.axis_positions is None else take(self.axis_positions.T, token_spans).T,
+            ),
         )
 
     def share_prefixes(self) -> RaggedBatch:

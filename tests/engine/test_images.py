@@ -10,7 +10,7 @@ from torch import Tensor
 from lowtide.data.batches.images import ImageReader
 from lowtide.engine.forward import install, score
 from lowtide.ops.image_positions import GridPositions
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import IGNORE, RaggedBatch, Shown
 from tests.support.vision_models import (
     FAMILIES,
     padded,
@@ -36,7 +36,7 @@ def laid(own: ImageReader, lines: list[list[int]], pictures: list[list[Any]], **
     known: dict[Any, Any] = {}
     images = [own.shown(line, [stored(p) for p in each], known) for line, each in zip(lines, pictures, strict=True)]
     labels = [own.unscored(line) for line in lines]
-    return RaggedBatch.from_segments(lines, labels, images=images, position_rule=own.position_rule, **more)
+    return RaggedBatch.from_segments(lines, labels, shown=Shown(images, own.position_rule), **more)
 
 
 def dense(model: Any, made: Any, labels: Tensor) -> Tensor:
@@ -125,8 +125,7 @@ def test_a_shared_prompt_with_images_is_computed_once(family: str) -> None:
         [[IGNORE] * start, *lines[1:]],
         prefix=[-1, 0, 0],
         row=[0, 0, 0],
-        images=images,
-        position_rule=own.position_rule,
+        shown=Shown(images, own.position_rule),
     )
     install(model)
     found = score(model, batch).scored
@@ -157,8 +156,7 @@ def test_prompts_of_equal_tokens_and_other_images_are_not_shared() -> None:
             [line, [7], [8]],
             prefix=[-1, 0, 0],
             row=[0, 0, 0],
-            images=[own.shown(line, [stored(picture(seed))], {}), (), ()],
-            position_rule=own.position_rule,
+            shown=Shown([own.shown(line, [stored(picture(seed))], {}), (), ()], own.position_rule),
         ).select_scores(torch.tensor([False] * 5 + [True] * 2))
         for seed in (1, 2, 1)
     ]

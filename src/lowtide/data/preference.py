@@ -22,7 +22,7 @@ from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.cache.cached_map import Preparer, map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, combine, rows_fingerprint
-from lowtide.data.encode.images import IMAGE_FEATURES, ImageExpander, images_column
+from lowtide.data.encode.images import IMAGE_FEATURES, ImageExpander, expander_of, images_column
 from lowtide.data.encode.kl_completions import KL_FEATURE, add_kl_completions, add_kl_to_stream
 from lowtide.data.encode.preference_rows import (
     PAIR_PARTS,
@@ -91,34 +91,28 @@ def prepare_pairs(
     source = options.source or title_of(dataset, name)
     dataset = dataset if reader is None else undecoded(dataset)
     with reading(dataset, source, "prompt_ids, chosen_ids and rejected_ids") as first_row:
-        images = ImageExpander.of(reader, first_row, source, Truncation() if whole else options.truncation)
-        shown = [] if images is None else images.columns(list(first_row))
-        if images is not None:
-            options, first_row = images.options(options), images.first(first_row)
+        cut = Truncation() if whole else options.truncation
+        images, shown, options, first_row = expander_of(reader, first_row, options, source, cut)
         row_format = detect_pairs(list(first_row), source, margins=margins, chats=_chats(tokenizer, options))
         check_columns(list(first_row), row_format, source)
         tokenizer = with_end_token(tokenizer, options.eos_token)
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source, whole=whole)
         with_margins = "margin" in row_format.columns
-        tabulate = (
-            partial(whole_pair_table, max_length=options.max_length, margins=with_margins)
-            if whole
-            else partial(pair_table, truncation=options.truncation, margins=with_margins)
-        )
+        tabulate: Any = partial(pair_table, truncation=options.truncation, margins=with_margins)
+        if whole:
+            tabulate = partial(whole_pair_table, max_length=options.max_length, margins=with_margins)
         more = {"margin": Value("float32")} if with_margins else {}
-        more |= {} if images is None else IMAGE_FEATURES
-        features = noted_features(PAIR_PARTS, **more)
-        wanted = [*token_columns(PAIR_PARTS), *more]
-        rows = dataset.with_format(None).select_columns([*row_format.columns, *shown])
-        preparer = _Preparer(encoder, tabulate, images)
+        more = more if images is None else {**more, **IMAGE_FEATURES}
+        features, wanted = noted_features(PAIR_PARTS, **more), [*token_columns(PAIR_PARTS), *more]
+        rows, preparer = dataset.with_format(None), _Preparer(encoder, tabulate, images)
+        rows = rows.select_columns([*row_format.columns, *shown])
         if isinstance(rows, IterableDataset):
             return map_stream(rows, preparer, _only(features, wanted)), None
         prepared = _map(rows, preparer, options, features, name, kind=("pairs", whole, with_margins))
     statistics = _added_up(prepared, PAIR_PARTS, options, source)
     prompt, chosen, rejected = statistics.part_lengths
     padding = padding_share(statistics.lengths, batch_size, longest=prompt + np.maximum(chosen, rejected), sequences=2)
-    if statistics.numbers is not None:
-        prepared = prepared.select(statistics.numbers)
+    prepared = prepared if statistics.numbers is None else prepared.select(statistics.numbers)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
     return prepared.select_columns(wanted), ledger
 

@@ -25,7 +25,7 @@ from lowtide.data.batches.token_rows import TokenRows
 from lowtide.data.cache.cached_map import map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, cache_file, combine, rows_fingerprint
 from lowtide.data.cache.mapped import mapped_files
-from lowtide.data.encode.images import IMAGE_FEATURES, ImageExpander, check_unpacked, images_column
+from lowtide.data.encode.images import IMAGE_FEATURES, ImageExpander, check_unpacked, expander_of, images_column
 from lowtide.data.encode.rows import RowEncoder
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_columns
@@ -100,11 +100,8 @@ def prepare(
     dataset = dataset if reader is None else undecoded(dataset)
     with reading(dataset, source, "input_ids and labels") as first_row:
         truncation = options.truncation_for(packing=packing)
-        images = ImageExpander.of(reader, first_row, source, truncation)
-        if images is not None:
-            check_unpacked(packing)
-            columns = images.columns(list(first_row))
-            options, first_row = images.options(options), images.first(first_row)
+        images, shown, options, first_row = expander_of(reader, first_row, options, source, truncation)
+        check_unpacked(packing and images is not None)
         if "seq_lengths" in first_row:
             raise ValueError(
                 f"{source} is packed already (it has 'seq_lengths'). Give the rows as they were before packing, or "
@@ -114,7 +111,6 @@ def prepare(
         preparer = _Preparer(encoder, truncation, images)
         rows = dataset.with_format(None)
         if preparer.encoder.format.columns:
-            shown = [] if images is None else columns
             rows = rows.select_columns([*preparer.encoder.format.columns, *shown])
         if isinstance(rows, IterableDataset):
             return prepare_stream(rows, preparer, preparer.features, options, packing=packing), None

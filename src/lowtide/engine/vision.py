@@ -53,6 +53,20 @@ def freeze_tower(model: nn.Module) -> None:
         parameter.requires_grad_(False)
 
 
+def stop_at_frozen_tower(model: nn.Module) -> None:
+    """Keeps backward out of a vision tower that is not trained, once transformers has checkpointing enabled.
+
+    With it, transformers makes what all input embeddings give require a gradient, those of towers too, so that layers
+    of a frozen tower would be computed again and gone back through, for nothing.
+    """
+    if not encodes_images(model) or any(p.requires_grad for p in tower_parameters(model)):
+        return
+    inner: Any = causal_model(model)
+    if any(getattr(module, "gradient_checkpointing", False) for module in inner.modules()):
+        inner.disable_input_require_grads()
+        inner.get_input_embeddings().register_forward_hook(lambda _, __, embedded: embedded.requires_grad_())
+
+
 def position_rule(model: nn.Module) -> GridPositions | None:
     """How a model counts positions where they have several axes; None where they have one.
 

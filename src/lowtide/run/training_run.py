@@ -95,6 +95,8 @@ class TrainingRun:
         self.method, self.args, self.inputs = method, args, inputs
         self.ledger: Ledger | None = None
         """Of the training set."""
+        self.shows_images = False
+        """Whether rows that were prepared show images."""
         self.skips_preparation = bool(getattr(args, "skips_preparation", False))
         self._references = None
         if inputs.data_collator is not None and method.rows.collates_alone:
@@ -191,8 +193,13 @@ class TrainingRun:
     @out_of_memory_while("preparing the dataset")
     def prepared(self, dataset: Any, name: str) -> Prepared:
         """Token rows of a dataset, and their ledger; `name` is "train", or of an evaluation set."""
-        title, takes = title_of(dataset, name), self.method.rows.takes_images and not self.skips_preparation
-        check_takes_images(dataset, title, self.model, self.reader, method=self.method.title, takes=takes)
+        title = title_of(dataset, name)
+        check_takes_images(
+            *(dataset, title, self.model, self.reader),
+            method=self.method.title,
+            takes=self.method.rows.takes_images,
+            prepared=self.skips_preparation,
+        )
         if self.skips_preparation:
             if self.inputs.data_collator is None:
                 check_masks(dataset, title)
@@ -209,6 +216,7 @@ class TrainingRun:
             rows, ledger = self.method.rows.prepare(dataset, how, name)
         if IMAGES in (rows.column_names or ()):
             check_images(self.model, self.args, title)
+            self.shows_images = True
         return entitled(rows, title), ledger
 
     def drawn(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:

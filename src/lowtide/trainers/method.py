@@ -137,6 +137,11 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         return {name: given[name] for name in ("processing_class", "peft_config", "quantization_config")}
 
     def _take_loss(self, compute_loss_func: Callable | None, preprocess_logits: Callable | None) -> None:
+        if compute_loss_func is not None and self.training_run.shows_images:
+            raise ValueError(
+                "compute_loss_func is called on padded rows of text, and these are rows with images: leave it out, or "
+                "override make_objective, whose loss gets log-probabilities"
+            )
         self.compute_loss_func, self.preprocess_logits_for_metrics = compute_loss_func, preprocess_logits
         self.objective = self.with_own_loss(self.inner_objective)
 

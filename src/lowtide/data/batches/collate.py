@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.values import DOCUMENT, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
-from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule
+from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule, Shown
 
 Row = Mapping[str, Any]
 REFERENCE_COLUMN = "ref_logprobs"
@@ -48,21 +48,18 @@ class RaggedCollator:
     """Makes the images of rows ready, of a vision-language model."""
 
     def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
-        return RaggedBatch.from_rows(rows, self.score_rule, **shown(self.reader, rows, [[row] for row in rows]))
+        return RaggedBatch.from_rows(
+            rows, self.score_rule, shown=shown(self.reader, rows, [row["input_ids"] for row in rows])
+        )
 
 
-def shown(reader: ImageReader | None, rows: Sequence[Row], segments: Sequence[Sequence[Row]]) -> dict[str, Any]:
-    """What `RaggedBatch.from_segments` is told of the images of rows, each of which has the `input_ids` of some
-    segments."""
+def shown(reader: ImageReader | None, rows: Sequence[Row], segments: Sequence[Sequence[int]]) -> Shown | None:
+    """The images among the tokens of segments, each of which is of a row; None of text alone."""
     if reader is None:
-        return {}
+        return None
     known: dict[Any, Any] = {}
-    images = [
-        reader.shown(part["input_ids"], row.get(IMAGES) or [], known)
-        for row, parts in zip(rows, segments, strict=True)
-        for part in parts
-    ]
-    return {"images": images, "position_rule": reader.position_rule}
+    pairs = zip(rows, segments, strict=True)
+    return Shown([reader.shown(tokens, row.get(IMAGES) or [], known) for row, tokens in pairs], reader.position_rule)
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,7 @@ class CompletionCollator:
             score_rule=self.score_rule,
             row_values={LENGTHS: lengths, **columns},
             score_values=score_values,
-            **shown(self.reader, [rows[number] for number in owner], [[{"input_ids": ids}] for ids in token_ids]),
+            shown=shown(self.reader, [rows[number] for number in owner], token_ids),
         )
 
 

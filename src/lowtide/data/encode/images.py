@@ -43,33 +43,6 @@ class ImageExpander:
     def __init__(self, reader: ImageReader, source: str, truncation: Truncation) -> None:
         self.reader, self.source, self.truncation = reader, source, truncation
 
-    @classmethod
-    def of(
-        cls, reader: ImageReader | None, first_row: Mapping[str, Any], source: str, truncation: Truncation
-    ) -> ImageExpander | None:
-        """What a dataset of this first row needs; None where its rows show no images, or nothing can read them."""
-        shown = reader is not None and shows_images(list(first_row), first_row)
-        return cls(reader, source, truncation) if reader is not None and shown else None
-
-    def options(self, options: Options) -> Options:
-        """Options of preparation with the processor's chat template, and what else the tokens depend on of it."""
-        processor = self.reader.processor
-        return replace(
-            options,
-            chat_template=options.chat_template or processor.chat_template,
-            contents_in_parts=True,
-            fingerprint=combine(options.fingerprint, fingerprint_of_processor(processor)),
-        )
-
-    def columns(self, columns: Sequence[str]) -> list[str]:
-        """Those of images among the columns of a dataset."""
-        return [name for name in columns if name in IMAGE_COLUMNS]
-
-    def first(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The first row without its images."""
-        rest, _ = self.take({name: [value] for name, value in row.items()}, [0])
-        return {name: value for name, [value] in rest.items()}
-
     def take(
         self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]
     ) -> tuple[dict[str, list[Any]], list[list[Stored]]]:
@@ -173,9 +146,37 @@ def fingerprint_of_processor(processor: Any) -> str:
     return combine(type(processor).__name__, sorted(plain.items()), processor.image_processor.to_json_string())
 
 
-def check_unpacked(packing: bool) -> None:
+def expander_of(
+    reader: ImageReader | None,
+    first_row: Mapping[str, Any],
+    options: Options,
+    source: str,
+    truncation: Truncation,
+) -> tuple[ImageExpander | None, list[str], Options, dict[str, Any]]:
+    """What a dataset of this first row needs: an expander, None where its rows show no images or nothing can read them;
+    the columns of images; options with the processor's chat template, and what else tokens depend on of it; and the
+    first row without images.
+
+    Raises:
+        ValueError: the first row's images and their places do not agree.
+    """
+    if reader is None or not shows_images(list(first_row), first_row):
+        return None, [], options, dict(first_row)
+    expander, processor = ImageExpander(reader, source, truncation), reader.processor
+    options = replace(
+        options,
+        chat_template=options.chat_template or processor.chat_template,
+        contents_in_parts=True,
+        fingerprint=combine(options.fingerprint, fingerprint_of_processor(processor)),
+    )
+    rest, _ = expander.take({name: [value] for name, value in first_row.items()}, [0])
+    columns = [name for name in first_row if name in IMAGE_COLUMNS]
+    return expander, columns, options, {name: value for name, [value] in rest.items()}
+
+
+def check_unpacked(packs_images: bool) -> None:
     """Refuses packing of rows with images."""
-    if packing:
+    if packs_images:
         raise ValueError(
             "packing=True puts rows end to end before their images are there: set packing=False. Rows with images run "
             "without padding all the same, several in a micro-batch"

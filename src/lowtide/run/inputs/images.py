@@ -65,14 +65,21 @@ def check_images(model: nn.Module, args: Any, title: str) -> None:
 
 
 def check_takes_images(
-    dataset: Any, title: str, model: nn.Module, reader: ImageReader | None, *, method: str, takes: bool
+    dataset: Any,
+    title: str,
+    model: nn.Module,
+    reader: ImageReader | None,
+    *,
+    method: str,
+    takes: bool,
+    prepared: bool = False,
 ) -> None:
     """Refuses rows with images that nothing would read, of a model that could.
 
     Raises:
         ValueError: says what is missing.
     """
-    if not encodes_images(model) or (takes and reader is not None):
+    if not encodes_images(model) or (takes and reader is not None and not prepared):
         return
     first = next(iter(dataset.with_format("arrow")), None) if hasattr(dataset, "with_format") else None
     row = {} if first is None else {name: first[name][0].as_py() for name in first.column_names}
@@ -82,6 +89,11 @@ def check_takes_images(
         raise ValueError(
             f"{title} has images, and {method} takes text alone: lowtide trains on images by SFT, DPO, CPO and reward "
             "modelling"
+        )
+    if prepared:
+        raise ValueError(
+            f"{title} has images, and rows with images are prepared by lowtide: leave out skip_prepare_dataset, and a "
+            "data_collator that makes pixels of them"
         )
     raise ValueError(
         f"{title} has images, and processing_class is a tokenizer, which reads none: pass the model's processor "

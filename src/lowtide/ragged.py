@@ -435,7 +435,8 @@ class RaggedBatch:
         return self.map(lambda tensor: tensor.pin_memory())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RaggedBatch:
-        """The same batch with each of its tensors changed, those of images once for each image."""
+        """The same batch with each of its tensors changed, pixels of images too, once for each image; other inputs of
+        images are small, and read on the host."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
         for name in ("row_values", "score_values"):
@@ -443,7 +444,9 @@ class RaggedBatch:
         inputs: dict[int, dict[str, Tensor]] = {}
         for image in (image for part in self.images for image in part):
             if image.key not in inputs:
-                inputs[image.key] = {name: change(value) for name, value in image.inputs.items()}
+                inputs[image.key] = {
+                    name: change(value) if value.is_floating_point() else value for name, value in image.inputs.items()
+                }
         images = tuple(tuple(replace(image, inputs=inputs[image.key]) for image in part) for part in self.images)
         return replace(self, **changed, images=images)
 

@@ -16,11 +16,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowtide.engine.attention import NAME, planned_inputs, ragged_inputs
+from lowtide.compat.transformers import set_attention
+from lowtide.engine.attention import NAME, PACKED, planned_inputs, ragged_inputs
 from lowtide.engine.convolution import install_convolution
 from lowtide.engine.dropout import install_dropout
 from lowtide.engine.embedding import install_embedding
-from lowtide.engine.heads.head import ScoreOutput, Scores
+from lowtide.engine.heads.head import ScoreOutput, Scores, body
 from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import NextToken
 from lowtide.engine.images import shown_images
@@ -94,6 +95,9 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     install_dropout(inner)
     if padding_free:
         inner.set_attn_implementation(NAME)
+        tower: Any = getattr(body(inner), "visual", None)
+        if isinstance(tower, PreTrainedModel):
+            set_attention(tower.config, PACKED)
         vars(inner)[FIRST_POSITION] = first_position(inner)
         install_convolution(inner)
 

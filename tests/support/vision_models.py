@@ -102,10 +102,10 @@ class QwenProcessor(Qwen2_5_VLProcessor):
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
 
-def vision_model(family: str = "qwen2_5_vl", seed: int = 0) -> Any:
+def vision_model(family: str = "qwen2_5_vl", seed: int = 0, config: Any = None) -> Any:
     """A tiny float32 model whose attention is far from uniform."""
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(CONFIGS[family](), dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_config(config or CONFIGS[family](), dtype=torch.float32)
     for name, p in model.named_parameters():
         if "norm" not in name.lower() and p.ndim > 1:
             nn.init.normal_(p, std=0.1)

@@ -7,6 +7,7 @@ host, where they are known, so that no forward waits for a device and a forward 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,8 +73,7 @@ def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
     Raises:
         ValueError: the tower gives another number of features than there are tokens.
     """
-    with masks_built():  # a tower pads within images, where it pads
-        features = _features(model, images.inputs)
+    features = _features(model, images.inputs)
     if len(features) != sum(images.tokens):
         raise ValueError(
             f"the vision tower of model type {model.config.model_type} gives {len(features)} features for images that "
@@ -98,10 +98,15 @@ def _features(model: Any, inputs: Mapping[str, Tensor]) -> Float[Tensor, "tokens
         return tower(pixels.to(tower.dtype), grid_thw=inputs[GRID], **layout).pooler_output
     if PIXEL_MASK in inputs and hasattr(model, "connector"):
         with without_modes():
-            seen = _seen_patches(inputs[PIXEL_MASK][0], model.config.vision_config.patch_size).to(pixels.device)
-        states = model.vision_model(pixel_values=pixels[0].to(model.dtype), patch_attention_mask=seen)
-        return model.connector(states.last_hidden_state).flatten(0, 1)
-    pooled = model.get_image_features(**inputs, return_dict=True).pooler_output
+            seen = _seen_patches(inputs[PIXEL_MASK][0], model.config.vision_config.patch_size)
+            masks = contextlib.nullcontext() if seen.all() else masks_built()  # tiles are whole, but for odd sizes
+        with masks:
+            tiles, seen = pixels[0].to(model.dtype), seen.to(pixels.device)
+            states = model.vision_model(pixel_values=tiles, patch_attention_mask=seen).last_hidden_state
+        return model.connector(states).flatten(0, 1)
+    with masks_built():
+        on_device = {name: value.to(pixels.device) for name, value in inputs.items()}
+        pooled = model.get_image_features(**on_device, return_dict=True).pooler_output
     return pooled.flatten(0, -2) if isinstance(pooled, Tensor) else torch.cat(tuple(pooled))
 
 

@@ -284,6 +284,20 @@ def test_what_cannot_go_with_images_is_refused(case: str, tmp_path: Path) -> Non
         trainer(tmp_path, conversations(4), **options)
 
 
+def test_a_processor_that_reads_rows_in_another_way_is_refused(tmp_path: Path) -> None:
+    """One whose images, in a row, stand behind a mark of their own."""
+    own = processor()
+    plain = type(own).get_text_with_replacements
+
+    class Marking(type(own)):
+        def get_text_with_replacements(self, text: list[str], *args: Any) -> Any:
+            return plain(self, [each if each == self.image_token else f"!{each}" for each in text], *args)
+
+    own.__class__ = Marking
+    with pytest.raises(ValueError, match="Marking makes other tokens of the first row as a whole"):
+        trainer(tmp_path, conversations(2), given={"processing_class": own})
+
+
 def test_methods_of_text_alone_refuse_images(tmp_path: Path) -> None:
     labelled = [
         {"images": row["images"], "prompt": row["prompt"], "completion": row["chosen"], "label": number % 2 == 0}

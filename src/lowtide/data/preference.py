@@ -97,6 +97,8 @@ def prepare_pairs(
         check_columns(list(first_row), row_format, source)
         tokenizer = with_end_token(tokenizer, options.eos_token)
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source, whole=whole)
+        if images is not None:
+            images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
         with_margins = "margin" in row_format.columns
         tabulate: Any = partial(pair_table, truncation=options.truncation, margins=with_margins)
         if whole:

@@ -108,6 +108,8 @@ def prepare(
                 "skip preparation."
             )
         encoder = (encoder_of or _encoder)(tokenizer, options, first_row, source)
+        if images is not None:
+            images.check_first(getattr(encoder, "chat", None), encoder.format.read(first_row))
         preparer = _Preparer(encoder, truncation, images)
         rows = dataset.with_format(None)
         if preparer.encoder.format.columns:

@@ -78,6 +78,13 @@ class ImageReader:
         shown = SegmentImage(inputs, ids.index(self.mark), ids.count(self.mark), hash(identity(stored)))
         return ReadyImage(ids, shown)
 
+    def token_ids(self, text: str, stored: Sequence[Stored]) -> list[int]:
+        """What the processor makes of a whole text with these images."""
+        pictures = [datasets.Image().decode_example(dict(each)) for each in stored]
+        images = [pictures] if pictures else None
+        made = self.processor(images=images, text=[text], add_special_tokens=False, return_tensors="pt")
+        return made["input_ids"][0].tolist()
+
     def shown(
         self, token_ids: Sequence[int], stored: Sequence[Stored], known: dict[Any, ReadyImage]
     ) -> list[SegmentImage]:

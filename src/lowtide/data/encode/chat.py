@@ -124,6 +124,10 @@ class ChatEncoder:
         inputs = {"tools": chat.tools, "chat_template": self.template, **chat.template_kwargs, "tokenize": False}
         return str(self.tokenizer.apply_chat_template(self._given(messages), **inputs))
 
+    def text(self, chat: ChatSample) -> str:
+        """What the template writes for a conversation."""
+        return self._render_saying(chat, (), "")
+
     def _given(self, messages: list[Message]) -> list[Message]:
         """Messages as the template takes them."""
         return in_parts(messages) if self.in_parts else messages

@@ -18,11 +18,12 @@ from datasets import Features
 from jaxtyping import Bool
 
 from lowtide.data.batches.images import IMAGES, ImageReader, Stored, identity
-from lowtide.data.batches.token_rows import IGNORED, TokenRows
+from lowtide.data.batches.token_rows import IGNORED, TokenRows, flatten
 from lowtide.data.cache.fingerprint import combine
+from lowtide.data.encode.chat import ChatEncoder
 from lowtide.data.encode.truncation import Truncation, kept_range, kept_ranges
 from lowtide.data.formats.images import IMAGE_COLUMNS, IMAGES_FEATURE, shows_images, take_images
-from lowtide.data.formats.reading import RowPlace
+from lowtide.data.formats.reading import ChatSample, RowPlace
 from lowtide.data.options import TokenOptions
 
 IMAGE_FEATURES = Features({IMAGES: IMAGES_FEATURE})
@@ -42,6 +43,31 @@ class ImageExpander:
 
     def __init__(self, reader: ImageReader, source: str, truncation: Truncation) -> None:
         self.reader, self.source, self.truncation = reader, source, truncation
+        self.first: list[Stored] = []
+        """The images of the first row."""
+
+    def check_first(self, chat: Any, sample: Any) -> None:
+        """Refuses a processor that makes other tokens of the first conversation.
+
+        Args:
+            chat: encodes conversations; what encodes others is not looked at.
+            sample: the first row's, with `IMAGE` where each image is shown.
+
+        Raises:
+            ValueError: names the processor.
+        """
+        if not (isinstance(chat, ChatEncoder) and isinstance(sample, ChatSample)):
+            return
+        place = RowPlace(self.source, [0])
+        with _of_row(place, 0):
+            tokens = [self._tokens_of(each, {}) for each in self.first]
+        ids, offsets = flatten(chat.encode([sample], place))
+        made = self._expanded(TokenRows(ids, ids, offsets), [tokens], place)
+        if made.token_ids.tolist() != self.reader.token_ids(chat.text(sample), self.first):
+            raise ValueError(
+                f"{self.source}: {type(self.reader.processor).__name__} makes other tokens of the first row as a whole "
+                "than of its text and of each of its images: lowtide does not know how it shows images"
+            )
 
     def take(
         self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]
@@ -169,7 +195,7 @@ def expander_of(
         contents_in_parts=True,
         fingerprint=combine(options.fingerprint, fingerprint_of_processor(processor)),
     )
-    rest, _ = expander.take({name: [value] for name, value in first_row.items()}, [0])
+    rest, [expander.first] = expander.take({name: [value] for name, value in first_row.items()}, [0])
     columns = [name for name in first_row if name in IMAGE_COLUMNS]
     return expander, columns, options, {name: value for name, [value] in rest.items()}
 

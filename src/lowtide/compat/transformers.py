@@ -71,7 +71,7 @@ def packed_layout(config: Any, grid: Int[Tensor, "images 3"]) -> dict[str, Any]:
         grid: patches of each image in time, height and width.
     """
     bounds = {"cu_seqlens": get_vision_cu_seqlens(grid)}
-    found = {"position_ids": get_vision_position_ids(grid, config.spatial_merge_size), **bounds}
+    found: dict[str, Any] = {"position_ids": get_vision_position_ids(grid, config.spatial_merge_size), **bounds}
     found["max_seqlen"] = int(bounds["cu_seqlens"].diff().max())
     if getattr(config, "fullatt_block_indexes", None) is not None:
         sizes = config.spatial_merge_size, config.window_size, config.patch_size

@@ -7,7 +7,7 @@ their margin is zero whatever the model does. Caching and the ledger are those o
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from lowtide.data.encode.preference_rows import (
     unpaired_table,
     whole_pair_table,
 )
-from lowtide.data.encode.sides import SideEncoder
+from lowtide.data.encode.sides import EncodedSides, SideEncoder
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_columns
 from lowtide.data.formats.images import undecoded
@@ -100,9 +100,7 @@ def prepare_pairs(
         if images is not None:
             images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
         with_margins = "margin" in row_format.columns
-        tabulate: Any = partial(pair_table, truncation=options.truncation, margins=with_margins)
-        if whole:
-            tabulate = partial(whole_pair_table, max_length=options.max_length, margins=with_margins)
+        tabulate = _tabulated(options, whole=whole, margins=with_margins)
         more = {"margin": Value("float32")} if with_margins else {}
         more = more if images is None else {**more, **IMAGE_FEATURES}
         features, wanted = noted_features(PAIR_PARTS, **more), [*token_columns(PAIR_PARTS), *more]
@@ -117,6 +115,13 @@ def prepare_pairs(
     prepared = prepared if statistics.numbers is None else prepared.select(statistics.numbers)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
     return prepared.select_columns(wanted), ledger
+
+
+def _tabulated(options: PreferenceOptions, *, whole: bool, margins: bool) -> Callable[[EncodedSides], pa.Table]:
+    """What makes noted rows of encoded pairs."""
+    if whole:
+        return partial(whole_pair_table, max_length=options.max_length, margins=margins)
+    return partial(pair_table, truncation=options.truncation, margins=margins)
 
 
 def _check_whole(options: PreferenceOptions) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -82,7 +82,7 @@ def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
     if images.order != tuple(range(len(images.tokens))):
         parts = features.split(images.tokens)
         features = torch.cat([parts[number] for number in images.order])
-    return {"image": BaseModelOutputWithPooling(pooler_output=[features])}
+    return {"image": BaseModelOutputWithPooling(pooler_output=cast(Any, [features]))}
 
 
 def _features(model: Any, inputs: Mapping[str, Tensor]) -> Float[Tensor, "tokens hidden"]:

@@ -25,6 +25,7 @@ SHARDED = "sharded"
 EXCHANGE = "exchange"
 GATHERING = "gathering"
 TASKS = "tasks"
+VISION = "vision"
 SHARDED_ESTIMATE = "sharded estimate"
 DEVICES = "devices"
 FLOPS_PER_PARAMETER = 6

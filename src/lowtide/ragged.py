@@ -47,6 +47,38 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
+@dataclass(frozen=True)
+class SegmentImage:
+    """An image among the tokens of a segment, made ready for a model."""
+
+    inputs: Mapping[str, Tensor]
+    """What the model's vision tower takes of this image, by the names of its arguments; in host memory until a
+    micro-batch runs."""
+    start: int
+    """Place of the first token in its segment that the image fills."""
+    tokens: int
+    """How many tokens it fills."""
+    key: int
+    """The same for the same image, within one process."""
+
+
+class PositionRule(Protocol):
+    """How a model counts positions where they have several axes (M-RoPE)."""
+
+    def positions(self, tokens: int, images: Sequence[SegmentImage]) -> Int[Tensor, "axes tokens"]:
+        """Of a row of so many tokens, some of which are of images; starts are places in the row."""
+        ...
+
+
+class Shown(NamedTuple):
+    """The images of segments, and how their positions are counted."""
+
+    images: Sequence[Sequence[SegmentImage]]
+    """Of each segment those among its tokens, in their order."""
+    position_rule: PositionRule | None = None
+    """None for a model whose positions have one axis."""
+
+
 class LaidSegment(NamedTuple):
     """A segment with its place in a batch, as a rule of scores sees it."""
 
@@ -183,6 +215,10 @@ class RaggedBatch:
     """What else is known of each row, [rows] each: a label, a margin."""
     score_values: Mapping[str, Tensor] = field(default_factory=dict)
     """What else is known of each score, [scores] each: a reference's log-probability, say."""
+    images: tuple[tuple[SegmentImage, ...], ...] = ()
+    """Of each segment the images among its tokens, in their order; () where no row has any."""
+    axis_positions: Int[Tensor, "axes tokens"] | None = None
+    """Positions on several axes, of a model that has them; None for one that reads `position_ids`."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -200,6 +236,7 @@ class RaggedBatch:
         score_rule: ScoreRule = NEXT_TOKEN,
         row_values: Mapping[str, Tensor] | None = None,
         score_values: Mapping[str, Tensor] | None = None,
+        shown: Shown | None = None,
     ) -> RaggedBatch:
         """Lays segments end to end.
 
@@ -212,6 +249,7 @@ class RaggedBatch:
             row: for each segment its row; each segment a row of its own if None.
             score_rule: which positions are scored.
             row_values: further values, [rows] each; likewise score_values, [scores] each.
+            shown: the images of the segments; None of text alone.
 
         Raises:
             ValueError: a segment is empty, a label list has another length, a prefix or row is out of order.
@@ -225,6 +263,7 @@ class RaggedBatch:
         segments: list[Segment] = []
         laid: list[LaidSegment] = []
         places: list[tuple[Tensor, Tensor, Tensor]] = []  # position_ids, score_index and score_target of each
+        images = ((),) * count if shown is None else tuple(map(tuple, shown.images))
         start = scored = 0
         for number, (tokens, wanted) in enumerate(zip(token_ids, labels, strict=True)):
             stop = start + len(tokens)
@@ -233,21 +272,31 @@ class RaggedBatch:
             index, target = score_rule.places(laid[-1])
             first = len(before.token_ids) if before is not None else 0
             places.append((torch.arange(first, first + len(tokens)), index, target))
-            key = _key(tokens) if number in shared else 0
+            key = _key(tokens, images[number]) if number in shared else 0
             segments.append(Segment(start, stop, prefix[number], row[number], scored, scored + len(index), key))
             start, scored = stop, scored + len(index)
         tokens = torch.cat([torch.as_tensor(tokens, dtype=torch.long) for tokens in token_ids])
         positions, indices, targets = (torch.cat(each) for each in zip(*places, strict=True))
-        return cls._assemble(tokens, positions, indices, targets, segments, row_values, score_values)
+        rule = None if shown is None else shown.position_rule
+        axes = None if rule is None else _axis_positions(rule, segments, images)
+        seen = images if any(images) else (), axes
+        return cls._assemble(tokens, positions, indices, targets, segments, row_values, score_values, seen)
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Mapping[str, Any]], score_rule: ScoreRule = NEXT_TOKEN) -> RaggedBatch:
+    def from_rows(
+        cls,
+        rows: Sequence[Mapping[str, Any]],
+        score_rule: ScoreRule = NEXT_TOKEN,
+        *,
+        shown: Shown | None = None,
+    ) -> RaggedBatch:
         """Lays prepared dataset rows end to end.
 
         Args:
             rows: each with `input_ids`, optionally `labels` (the tokens themselves if absent), and optionally
                 `seq_lengths` where a row is packed from several segments.
             score_rule: which positions are scored.
+            shown: the images of the rows, which are not packed then.
 
         Raises:
             ValueError: a row lacks `input_ids`, or its lengths do not add up; the message names the row.
@@ -271,7 +320,7 @@ class RaggedBatch:
                 labels.append(wanted[start : start + length])
                 owner.append(number)
                 start += length
-        return cls.from_segments(token_ids, labels, row=owner, score_rule=score_rule)
+        return cls.from_segments(token_ids, labels, row=owner, score_rule=score_rule, shown=shown)
 
     @classmethod
     def from_pairs(
@@ -306,6 +355,9 @@ class RaggedBatch:
             return batches[0]
         segments: list[Segment] = []
         indices: list[Tensor] = []
+        axes = [batch.axis_positions for batch in batches if batch.axis_positions is not None]
+        images = tuple(each for batch in batches for each in batch.segment_images)
+        images = images if any(images) else ()
         token = row = score = 0
         for batch in batches:
             count = len(segments)
@@ -331,6 +383,7 @@ class RaggedBatch:
             segments,
             _joined([batch.row_values for batch in batches]),
             _joined([batch.score_values for batch in batches]),
+            (images, torch.cat(axes, 1) if axes else None),
         )
 
     @classmethod
@@ -343,8 +396,9 @@ class RaggedBatch:
         segments: Sequence[Segment],
         row_values: Mapping[str, Tensor] | None = None,
         score_values: Mapping[str, Tensor] | None = None,
+        seen: tuple[tuple[tuple[SegmentImage, ...], ...], Tensor | None] = ((), None),
     ) -> RaggedBatch:
-        """The device-side copies of what `segments` says on the host."""
+        """The device-side copies of what `segments` says on the host; `seen` are images and positions on axes."""
         device = token_ids.device
         scores = torch.tensor([part.score_stop - part.score_start for part in segments])
         return cls(
@@ -361,6 +415,8 @@ class RaggedBatch:
             segments=tuple(segments),
             row_values=row_values or {},
             score_values=score_values or {},
+            images=seen[0],
+            axis_positions=seen[1],
         )
 
     # -- sizes, all from the host ------------------------------------------------------------------------------
@@ -386,6 +442,11 @@ class RaggedBatch:
         return counts
 
     @property
+    def segment_images(self) -> tuple[tuple[SegmentImage, ...], ...]:
+        """Of each segment the images among its tokens; none where no row has any."""
+        return self.images or ((),) * len(self.segments)
+
+    @property
     def row_segments(self) -> list[list[int]]:
         """The segments of each row."""
         numbers: list[list[int]] = [[] for _ in range(self.rows)]
@@ -406,20 +467,29 @@ class RaggedBatch:
     # -- change ------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> RaggedBatch:
-        """The same batch on another device."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """The same batch on another device; images stay in host memory, until those of a micro-batch are needed."""
+        moved = replace(self, images=()).map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return replace(moved, images=self.images)
 
     def pin_memory(self) -> RaggedBatch:
         """The same batch in page-locked host memory, from which copies to a GPU overlap with compute."""
         return self.map(lambda tensor: tensor.pin_memory())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RaggedBatch:
-        """The same batch with each of its tensors changed."""
+        """The same batch with each of its tensors changed, pixels of images too, once for each image; other inputs of
+        images are small, and read on the host."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
         for name in ("row_values", "score_values"):
             changed[name] = {key: change(value) for key, value in values[name].items()}
-        return replace(self, **changed)
+        inputs: dict[int, dict[str, Tensor]] = {}
+        for image in (image for part in self.images for image in part):
+            if image.key not in inputs:
+                inputs[image.key] = {
+                    name: change(value) if value.is_floating_point() else value for name, value in image.inputs.items()
+                }
+        images = tuple(tuple(replace(image, inputs=inputs[image.key]) for image in part) for part in self.images)
+        return replace(self, **changed, images=images)
 
     def thinned(self, most: int) -> RaggedBatch:
         """The same tokens with at most so many scores, the first of each segment: for what depends on tokens alone."""
@@ -448,7 +518,7 @@ class RaggedBatch:
         place = place.to(self.score_index.device)
         values = {name: value[place] for name, value in self.score_values.items()}
         places = self.token_ids, self.position_ids, self.score_index[place], self.score_target[place]
-        return self._assemble(*places, segments, self.row_values, values)
+        return self._assemble(*places, segments, self.row_values, values, (self.images, self.axis_positions))
 
     def times(self, number: int) -> RaggedBatch:
         """The batch so many times, one behind the other, with prefixes that are taken for others each time: none is
@@ -499,6 +569,10 @@ class RaggedBatch:
             segments,
             {name: value[rows] for name, value in self.row_values.items()},
             {name: take(value, score_spans) for name, value in self.score_values.items()},
+            (
+                tuple(self.images[old] for old in kept) if self.images else (),
+                None if self.axis_positions is None else take(self.axis_positions.T, token_spans).T,
+            ),
         )
 
     def share_prefixes(self) -> RaggedBatch:
@@ -680,9 +754,23 @@ def _check_lists(
             )
 
 
-def _key(tokens: Sequence[int]) -> int:
-    """The same for the same tokens, within one process."""
-    return hash(torch.as_tensor(tokens, dtype=torch.long).numpy().tobytes())
+def _key(tokens: Sequence[int], images: Sequence[SegmentImage]) -> int:
+    """The same for the same tokens with the same images, within one process."""
+    seen = torch.as_tensor(tokens, dtype=torch.long).numpy().tobytes()
+    return hash((seen, *(image.key for image in images))) if images else hash(seen)
+
+
+def _axis_positions(
+    rule: PositionRule, segments: Sequence[Segment], images: Sequence[Sequence[SegmentImage]]
+) -> Int[Tensor, "axes tokens"]:
+    """Positions of segments on several axes; one with a prefix goes on from it."""
+    found = []
+    for part, shown in zip(segments, images, strict=True):
+        first = segments[part.prefix].length if part.prefix >= 0 else 0
+        before = images[part.prefix] if part.prefix >= 0 else ()
+        own = [replace(image, start=image.start + first) for image in shown]
+        found.append(rule.positions(first + part.length, [*before, *own])[:, first:])
+    return torch.cat(found, 1)
 
 
 def _joined(values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -708,6 +796,12 @@ def _validate(batch: RaggedBatch) -> None:
         tensor = getattr(batch, name)
         if tensor.shape != (size,):
             raise ValueError(f"RaggedBatch: `{name}` has shape {tuple(tensor.shape)}, but the segments say ({size},)")
+    if batch.images and len(batch.images) != len(segments):
+        raise ValueError(f"RaggedBatch: {len(segments)} segments but {len(batch.images)} entries in `images`")
+    if batch.axis_positions is not None and batch.axis_positions.shape[1:] != (batch.tokens,):
+        raise ValueError(
+            f"RaggedBatch: `axis_positions` has shape {tuple(batch.axis_positions.shape)} for {batch.tokens} tokens"
+        )
     for kind, values, size in (("row", batch.row_values, batch.rows), ("score", batch.score_values, batch.scores)):
         for name, tensor in values.items():
             if tensor.shape[:1] != (size,):

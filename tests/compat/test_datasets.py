@@ -1,8 +1,8 @@
 """What `lowtide.compat.datasets` takes from the inside of datasets is there."""
 
-from datasets import Dataset
+from datasets import Dataset, Features, Image, List
 
-from lowtide.compat.datasets import fingerprint_of, stream_format
+from lowtide.compat.datasets import fingerprint_of, stream_format, with_features
 
 
 def test_a_fingerprint_names_rows_and_what_was_done_to_them():
@@ -17,3 +17,10 @@ def test_a_stream_says_its_format():
     assert stream_format(stream) is None, "IterableDataset._formatting is set for plain objects"
     found = stream_format(stream.with_format("numpy"))
     assert found == "numpy", "IterableDataset._formatting.format_type is no longer the name of a format"
+
+
+def test_rows_are_read_under_other_features_that_are_stored_alike():
+    dataset = Dataset.from_dict({"a": [[{"bytes": b"x", "path": None}]]})
+    other = with_features(dataset, Features({"a": List(Image(decode=False))}))
+    assert other[0] == {"a": [{"bytes": b"x", "path": None}]}, "Dataset._info.features no longer says how rows are read"
+    assert "Image" not in str(dataset.features)

@@ -20,6 +20,7 @@ import lowtide
 from lowtide.compat import transformers as inside
 from lowtide.compat.trainer_optimizers import groups_as_on_one_rank
 from lowtide.compat.transformers import HOOKS, USED, Hook
+from tests.support.vision_models import vision_model
 
 TRAINERS = Path(lowtide.__file__).parent / "trainers"
 TINY = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -196,3 +197,16 @@ def test_the_trainer_asks_whether_parameters_are_on_several_meshes():
             assert not inspect.getmodule(Trainer).has_mixed_dtensor([torch.ones(1)])
     else:
         assert "by_mesh" not in source, "the Trainer makes groups by mesh in another way"
+
+
+def test_a_vision_tower_takes_what_is_worked_out_of_the_sizes_of_images():
+    tower = vision_model().model.visual
+    inside.set_attention(tower.config, "eager")
+    assert inside.attention_implementation(tower.config) == "eager", "_attn_implementation_internal does not set it"
+    grid = torch.tensor([[1, 4, 6], [1, 2, 2]])
+    pixels = torch.randn(28, 96)
+    expected = tower(pixels, grid_thw=grid).pooler_output
+    layout = inside.packed_layout(tower.config, grid)
+    nowhere = torch.zeros_like(grid)  # all that is read of the sizes is given
+    found = tower(pixels, grid_thw=nowhere, **layout).pooler_output
+    torch.testing.assert_close(found, expected, msg=lambda text: f"the tower reads the sizes in another way: {text}")

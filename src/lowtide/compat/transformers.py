@@ -13,9 +13,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import HfArgumentParser
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 # -- models and their configs -------------------------------------------------------------------------------------
 
@@ -23,6 +25,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 def attention_implementation(config: Any) -> str | None:
     """The name of the attention function that a model's layers look up. There is no public reader of it."""
     return getattr(config, "_attn_implementation", None)
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Sets it for a part of a model. The public `set_attn_implementation` takes every name with "flash" in it for a
+    kernel of the hub."""
+    config._attn_implementation_internal = name
 
 
 def names_not_saved(model: nn.Module) -> set[str]:
@@ -49,6 +57,27 @@ def load_balancing_loss(model: nn.Module, router_logits: Any, experts: int, chos
     ]  # a sharded model's class is torch's
     file = next(each for each in files if hasattr(each, "load_balancing_loss_func"))
     return file.load_balancing_loss_func(router_logits, experts, chosen, mask)
+
+
+# -- vision towers ------------------------------------------------------------------------------------------------
+
+
+def packed_layout(config: Any, grid: Int[Tensor, "images 3"]) -> dict[str, Any]:
+    """What the vision tower of the Qwen2-VL family works out from the sizes of images, as its arguments: else it reads
+    them off the device.
+
+    Args:
+        config: of the tower.
+        grid: patches of each image in time, height and width.
+    """
+    bounds = {"cu_seqlens": get_vision_cu_seqlens(grid)}
+    found: dict[str, Any] = {"position_ids": get_vision_position_ids(grid, config.spatial_merge_size), **bounds}
+    found["max_seqlen"] = int(bounds["cu_seqlens"].diff().max())
+    if getattr(config, "fullatt_block_indexes", None) is not None:
+        sizes = config.spatial_merge_size, config.window_size, config.patch_size
+        found["window_index"], found["cu_window_seqlens"] = get_vision_window_index(grid, *sizes)
+        found["max_window_seqlen"] = int(found["cu_window_seqlens"].diff().max())
+    return found
 
 
 # -- gradient checkpointing ---------------------------------------------------------------------------------------

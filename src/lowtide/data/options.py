@@ -34,6 +34,8 @@ class TokenOptions:
     """How many processes prepare a dataset; None is this one alone. Does not change the result."""
     source: str | None = None
     """What error messages call the dataset: a file, say. Does not change the result."""
+    contents_in_parts: bool = False
+    """Whether the chat template is given contents in parts, as those of vision-language models read them."""
     fingerprint: str = ""
     """Anything else that the result depends on, such as state that a formatting function reads from elsewhere."""
 

@@ -7,8 +7,8 @@ their margin is zero whatever the model does. Caching and the ledger are those o
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,10 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.datasets import fingerprint_of
+from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.cache.cached_map import Preparer, map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, combine, rows_fingerprint
+from lowtide.data.encode.images import IMAGE_FEATURES, ImageExpander, expander_of, images_column
 from lowtide.data.encode.kl_completions import KL_FEATURE, add_kl_completions, add_kl_to_stream
 from lowtide.data.encode.preference_rows import (
     PAIR_PARTS,
@@ -34,8 +36,10 @@ from lowtide.data.encode.preference_rows import (
     unpaired_table,
     whole_pair_table,
 )
-from lowtide.data.encode.sides import SideEncoder
+from lowtide.data.encode.sides import EncodedSides, SideEncoder
+from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_columns
+from lowtide.data.formats.images import undecoded
 from lowtide.data.formats.preferences import detect_pairs, detect_unpaired
 from lowtide.data.options import PreferenceOptions
 from lowtide.data.report.ledger import Ledger, padding_share
@@ -60,6 +64,7 @@ def prepare_pairs(
     name: str = "train",
     whole: bool = False,
     margins: bool = False,
+    reader: ImageReader | None = None,
 ) -> tuple[Dataset | IterableDataset, Ledger | None]:
     """Prepare pairs of a chosen and a rejected completion.
 
@@ -72,10 +77,11 @@ def prepare_pairs(
         whole: Whether a side is scored as a whole, by a reward model: the prompt is then whatever both sides begin
             with, and a pair with a side longer than `max_length` is dropped, not cut.
         margins: Whether the rows' margins are wanted, if they have any.
+        reader: Makes the images of rows ready, for a vision-language model.
 
     Returns:
-        A dataset with the columns `prompt_ids`, `chosen_ids`, `rejected_ids`, and `margin` where wanted and given; and
-        its ledger, or None for a stream.
+        A dataset with the columns `prompt_ids`, `chosen_ids`, `rejected_ids`, `margin` where wanted and given, and
+        `images` where prompts show images; and its ledger, or None for a stream.
 
     Raises:
         ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
@@ -83,32 +89,39 @@ def prepare_pairs(
     if whole:
         _check_whole(options)
     source = options.source or title_of(dataset, name)
+    dataset = dataset if reader is None else undecoded(dataset)
     with reading(dataset, source, "prompt_ids, chosen_ids and rejected_ids") as first_row:
+        cut = Truncation() if whole else options.truncation
+        images, shown, options, first_row = expander_of(reader, first_row, options, source, cut)
         row_format = detect_pairs(list(first_row), source, margins=margins, chats=_chats(tokenizer, options))
         check_columns(list(first_row), row_format, source)
         tokenizer = with_end_token(tokenizer, options.eos_token)
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source, whole=whole)
+        if images is not None:
+            images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
         with_margins = "margin" in row_format.columns
-        tabulate = (
-            partial(whole_pair_table, max_length=options.max_length, margins=with_margins)
-            if whole
-            else partial(pair_table, truncation=options.truncation, margins=with_margins)
-        )
+        tabulate = _tabulated(options, whole=whole, margins=with_margins)
         more = {"margin": Value("float32")} if with_margins else {}
-        features = noted_features(PAIR_PARTS, **more)
-        wanted = [*token_columns(PAIR_PARTS), *more]
-        rows = dataset.with_format(None).select_columns(list(row_format.columns))
-        preparer = _Preparer(encoder, tabulate)
+        more = more if images is None else {**more, **IMAGE_FEATURES}
+        features, wanted = noted_features(PAIR_PARTS, **more), [*token_columns(PAIR_PARTS), *more]
+        rows, preparer = dataset.with_format(None), _Preparer(encoder, tabulate, images)
+        rows = rows.select_columns([*row_format.columns, *shown])
         if isinstance(rows, IterableDataset):
             return map_stream(rows, preparer, _only(features, wanted)), None
         prepared = _map(rows, preparer, options, features, name, kind=("pairs", whole, with_margins))
     statistics = _added_up(prepared, PAIR_PARTS, options, source)
     prompt, chosen, rejected = statistics.part_lengths
     padding = padding_share(statistics.lengths, batch_size, longest=prompt + np.maximum(chosen, rejected), sequences=2)
-    if statistics.numbers is not None:
-        prepared = prepared.select(statistics.numbers)
+    prepared = prepared if statistics.numbers is None else prepared.select(statistics.numbers)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
     return prepared.select_columns(wanted), ledger
+
+
+def _tabulated(options: PreferenceOptions, *, whole: bool, margins: bool) -> Callable[[EncodedSides], pa.Table]:
+    """What makes noted rows of encoded pairs."""
+    if whole:
+        return partial(whole_pair_table, max_length=options.max_length, margins=margins)
+    return partial(pair_table, truncation=options.truncation, margins=margins)
 
 
 def _check_whole(options: PreferenceOptions) -> None:
@@ -187,9 +200,15 @@ class _Preparer:
     encoder: SideEncoder
     tabulate: Any
     """Makes noted rows of encoded ones."""
+    images: ImageExpander | None = None
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
-        return self.tabulate(self.encoder(batch, numbers))
+        if self.images is None:
+            return self.tabulate(self.encoder(batch, numbers))
+        rest, shown = self.images.take(batch, numbers)
+        encoded = self.encoder(rest, numbers)
+        sides = self.images.expand(encoded.sides, shown, numbers)
+        return self.tabulate(replace(encoded, sides=sides)).append_column(IMAGES, images_column(shown))
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,18 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.datasets import fingerprint_of
+from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.packed import LENGTHS_FEATURE, RowReader, drop_unscored, packed_tables, write_packed
 from lowtide.data.batches.packing import pack
 from lowtide.data.batches.token_rows import TokenRows
 from lowtide.data.cache.cached_map import map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, cache_file, combine, rows_fingerprint
 from lowtide.data.cache.mapped import mapped_files
+from lowtide.data.encode.images import IMAGE_FEATURES, ImageExpander, check_unpacked, expander_of, images_column
 from lowtide.data.encode.rows import RowEncoder
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_columns
+from lowtide.data.formats.images import undecoded
 from lowtide.data.formats.reading import RowFormat, detect_format
 from lowtide.data.options import PrepareOptions
 from lowtide.data.report.ledger import Ledger, padding_share
@@ -70,6 +73,7 @@ def prepare(
     packing: bool,
     name: str = "train",
     encoder_of: EncoderOf | None = None,
+    reader: ImageReader | None = None,
 ) -> tuple[Dataset | IterableDataset, Ledger | None]:
     """Prepare a dataset for supervised fine-tuning, or what else an encoder makes rows for.
 
@@ -81,10 +85,11 @@ def prepare(
         packing: Whether rows share bins of `options.max_length` tokens.
         name: What the dataset is called in progress bars and in the ledger.
         encoder_of: Makes the encoder of the rows of a dataset; by default that of supervised fine-tuning.
+        reader: Makes the images of rows ready, for a vision-language model.
 
     Returns:
-        A dataset with the columns `input_ids` and `labels`, and `seq_lengths` where rows are packed; and its ledger,
-        or None for a stream.
+        A dataset with the columns `input_ids` and `labels`, `seq_lengths` where rows are packed, and `images` where
+        they show images; and its ledger, or None for a stream.
 
     Raises:
         ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
@@ -92,19 +97,25 @@ def prepare(
     if packing and options.max_length is None:
         raise ValueError("packing needs max_length, the number of tokens in a bin; it is None.")
     source = options.source or title_of(dataset, name)
+    dataset = dataset if reader is None else undecoded(dataset)
     with reading(dataset, source, "input_ids and labels") as first_row:
+        truncation = options.truncation_for(packing=packing)
+        images, shown, options, first_row = expander_of(reader, first_row, options, source, truncation)
+        check_unpacked(packing and images is not None)
         if "seq_lengths" in first_row:
             raise ValueError(
                 f"{source} is packed already (it has 'seq_lengths'). Give the rows as they were before packing, or "
                 "skip preparation."
             )
         encoder = (encoder_of or _encoder)(tokenizer, options, first_row, source)
-        preparer = _Preparer(encoder, options.truncation_for(packing=packing))
+        if images is not None:
+            images.check_first(getattr(encoder, "chat", None), encoder.format.read(first_row))
+        preparer = _Preparer(encoder, truncation, images)
         rows = dataset.with_format(None)
         if preparer.encoder.format.columns:
-            rows = rows.select_columns(list(preparer.encoder.format.columns))
+            rows = rows.select_columns([*preparer.encoder.format.columns, *shown])
         if isinstance(rows, IterableDataset):
-            return prepare_stream(rows, preparer, encoder.features, options, packing=packing), None
+            return prepare_stream(rows, preparer, preparer.features, options, packing=packing), None
         return _prepare_cached(rows, preparer, options, batch_size=batch_size, packing=packing, name=name)
 
 
@@ -114,9 +125,21 @@ class _Preparer:
 
     encoder: Encoder
     truncation: Truncation
+    images: ImageExpander | None = None
+
+    @property
+    def features(self) -> Features:
+        """The columns of tokens, and of images."""
+        return self.encoder.features if self.images is None else Features({**self.encoder.features, **IMAGE_FEATURES})
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
-        whole = self.encoder(batch, numbers)
+        if self.images is None:
+            return self._noted(self.encoder(batch, numbers))
+        rest, shown = self.images.take(batch, numbers)
+        [whole] = self.images.expand([self.encoder(rest, numbers)], shown, numbers)
+        return self._noted(whole).append_column(IMAGES, images_column(shown))
+
+    def _noted(self, whole: TokenRows) -> pa.Table:
         return noted_table(whole, self.encoder.cut(whole, self.truncation))
 
 
@@ -146,7 +169,7 @@ def _prepare_cached(
     rows: Dataset, preparer: _Preparer, options: PrepareOptions, *, batch_size: int, packing: bool, name: str
 ) -> tuple[Dataset, Ledger]:
     fingerprint = rows_fingerprint(rows, preparer.encoder.tokenizer, options, preparer.truncation)
-    noted = Features({**preparer.encoder.features, **NOTES})
+    noted = Features({**preparer.encoder.features, **NOTES, **({} if preparer.images is None else IMAGE_FEATURES)})
     prepared = map_cached(rows, preparer, features=noted, fingerprint=fingerprint, num_proc=options.num_proc, name=name)
     statistics = add_up(prepared)
     _check_statistics(statistics, options, preparer.encoder.source)
@@ -165,7 +188,7 @@ def _prepare_cached(
         return packed.select_columns([*preparer.encoder.features, *LENGTHS_FEATURE]), ledger
     if numbers is not None:
         prepared = prepared.select(numbers)
-    return prepared.select_columns(list(preparer.encoder.features)), ledger
+    return prepared.select_columns(list(preparer.features)), ledger
 
 
 def _pack_cached(

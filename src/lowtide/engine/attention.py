@@ -11,7 +11,8 @@ exchanges heads for tokens around the same function (`engine.split_plan`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,10 +27,13 @@ from lowtide.engine.encoder_decoder import PLAN, PairPlan, running
 from lowtide.engine.split_plan import SplitPlan
 from lowtide.ops.cached_attention import CachedPlan
 from lowtide.ops.varlen_attention import AttentionPlan, AttentionRules, varlen_attention
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import RaggedBatch, Segment
 from lowtide.ranks.sequence import SequenceParallel
 
 NAME = "lowtide"
+PACKED = "lowtide_flash"
+"""The same function for vision towers that pack patches: transformers tells the bounds of their runs to attention whose
+name has "flash" in it, and calls any other once for each run."""
 Plan = AttentionPlan | CachedPlan | SplitPlan
 
 _masks_wanted: ContextVar[bool] = ContextVar("masks_wanted", default=True)
@@ -49,16 +53,25 @@ def ragged_inputs(
     if sequence is not None:
         plan = SplitPlan(plan, sequence)
         tokens = tokens[plan.runs]
-    with planned_inputs(tokens, plan, first_position=first_position) as inputs:
+    with planned_inputs(tokens, plan, first_position=first_position, axes=batch.axis_positions) as inputs:
         yield inputs
 
 
 @contextlib.contextmanager
 def planned_inputs(
-    token_ids: Int[Tensor, " tokens"], plan: Plan, *, first_position: int = 0
+    token_ids: Int[Tensor, " tokens"],
+    plan: Plan,
+    *,
+    first_position: int = 0,
+    axes: Int[Tensor, "axes tokens"] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The inputs of a model's forward whose tokens attend by a plan; while the context lasts, it builds no masks."""
-    position_ids = plan.positions[None] + first_position
+    """The inputs of a model's forward whose tokens attend by a plan; while the context lasts, it builds no masks.
+
+    Args:
+        first_position: the number that the model gives to the first position of a row.
+        axes: positions on several axes, of a model that has them.
+    """
+    position_ids = plan.positions[None] + first_position if axes is None else axes[:, None]
     setattr(position_ids, PLAN, plan)
     token = _masks_wanted.set(False)
     try:
@@ -80,6 +93,24 @@ def pair_inputs(batch: RaggedBatch) -> Iterator[dict[str, Any]]:
         _masks_wanted.reset(token)
 
 
+def keep_plan(bounds: Int[Tensor, " runs+1"], on_host: Sequence[int]) -> None:
+    """Keeps with the bounds of runs of patches, which travel to each layer of a vision tower, the plan of attention
+    within them; the same bounds on the host."""
+    runs = enumerate(itertools.pairwise(on_host))
+    segments = tuple(Segment(start, stop, -1, number, 0, 0) for number, (start, stop) in runs)
+    setattr(bounds, PLAN, AttentionPlan(segments, bounds.new_zeros(on_host[-1])))
+
+
+@contextlib.contextmanager
+def masks_built() -> Iterator[None]:
+    """Around a part of a model that has no plan, within `planned_inputs`: it builds its masks as ever."""
+    token = _masks_wanted.set(True)
+    try:
+        yield
+    finally:
+        _masks_wanted.reset(token)
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -97,6 +128,10 @@ def attention(
     """
     softcap, s_aux = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     plan = kwargs.pop(PLAN, None) or getattr(kwargs.get("position_ids"), PLAN, None)
+    if (bounds := kwargs.pop("cu_seq_lens_q", None)) is not None and plan is None:
+        if not hasattr(bounds, PLAN):  # a user's own call
+            keep_plan(bounds, bounds.tolist())
+        plan = getattr(bounds, PLAN)
     if plan is None:
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
@@ -187,5 +222,6 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs) if _masks_wanted.get() else None
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, _mask)
+for name in (NAME, PACKED):
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _mask)

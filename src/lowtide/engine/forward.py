@@ -6,7 +6,7 @@ with the same result; that path is also the reference that the ragged one is tes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -16,21 +16,23 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowtide.engine.attention import NAME, pair_inputs, planned_inputs, ragged_inputs
+from lowtide.compat.transformers import set_attention
+from lowtide.engine.attention import NAME, PACKED, pair_inputs, planned_inputs, ragged_inputs
 from lowtide.engine.convolution import install_convolution
 from lowtide.engine.dropout import install_dropout
 from lowtide.engine.embedding import install_embedding
 from lowtide.engine.encoder_decoder import install_pairs, padded_pairs, places_in_targets, share_embedding
-from lowtide.engine.heads.head import ScoreOutput, Scores
+from lowtide.engine.heads.head import ScoreOutput, Scores, body
 from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import NextToken
+from lowtide.engine.images import shown_images
 from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.stage import stage_of
 from lowtide.engine.virtual_tokens import leading_states
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.cached_attention import CachedPlan
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import RaggedBatch, SegmentImage
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import whole_shape
@@ -96,6 +98,9 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     install_dropout(inner)
     if padding_free:
         inner.set_attn_implementation(NAME)
+        tower: Any = getattr(body(inner), "visual", None)
+        if isinstance(tower, PreTrainedModel):
+            set_attention(tower.config, PACKED)
         vars(inner)[FIRST_POSITION] = first_position(inner)
         install_convolution(inner)
         if inner.config.is_encoder_decoder:
@@ -174,10 +179,11 @@ def score(
         if not padding_free:
             pairs = causal_model(model).config.is_encoder_decoder
             inputs, index = padded_pairs(batch) if pairs else pad(batch)
+            images = shown_images(_padded_images(batch), batch.token_ids.device)
             virtual = leading_states(model)
             index = index + virtual * (index // inputs["input_ids"].shape[1] + 1) if virtual else index
             with noisy_embeddings(causal_model(model), batch, inputs["attention_mask"]):
-                return model(**inputs, scores=replace(scores, index=index))
+                return model(**inputs, **images, scores=replace(scores, index=index))
         sequence, inner = sequence_of(model), causal_model(model)
         if inner.config.is_encoder_decoder:
             with pair_inputs(batch) as inputs:
@@ -189,6 +195,7 @@ def score(
             noisy_embeddings(inner, batch, own=own),
             _own_random(sequence if stage is None else stage.pipeline, inner, batch.token_ids.device),
         ):
+            inputs |= shown_images((image for part in batch.images for image in part), batch.token_ids.device)
             if stage is None or stage.entered:
                 return model(**inputs, scores=scores)
             return stage.run_through(lambda: model(**inputs, scores=scores), batch.tokens, batch.token_ids.device)
@@ -229,20 +236,26 @@ def read_next(
 
 
 def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:
-    """The padded form: `input_ids` and `attention_mask` [rows, longest], and the scores' places in it, flattened."""
+    """The padded form: `input_ids` and `attention_mask` [rows, longest], and the scores' places in it, flattened; and
+    `position_ids` [axes, rows, longest] where positions have several axes."""
     segments = batch.segments
-    shared = {part.prefix for part in segments}
-    # A prefix is a row of its own only where something in it is scored.
-    kept = [n for n, part in enumerate(segments) if n not in shared or part.score_stop > part.score_start]
-    whole = [[segments[p] for p in (segments[n].prefix, n) if p >= 0] for n in kept]
+    lines = padded_lines(batch)
+    kept, whole = [line[-1] for line in lines], [[segments[n] for n in line] for line in lines]
     lengths = [sum(part.length for part in parts) for parts in whole]
     longest, device = max(lengths), batch.token_ids.device
     input_ids = torch.zeros(len(kept), longest, dtype=torch.long, device=device)
     attention_mask = torch.zeros(len(kept), longest, dtype=torch.long, device=device)
     index = torch.empty_like(batch.score_index)
+    axes = batch.axis_positions
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if axes is not None:
+        inputs["position_ids"] = axes.new_zeros(len(axes), len(kept), longest)
     for line, (number, parts) in enumerate(zip(kept, whole, strict=True)):
         tokens = torch.cat([batch.token_ids[part.start : part.stop] for part in parts])
         input_ids[line, : len(tokens)] = tokens
+        if axes is not None:
+            own = torch.cat([axes[:, part.start : part.stop] for part in parts], 1)
+            inputs["position_ids"][:, line, : len(tokens)] = own
         attention_mask[line, : len(tokens)] = 1
         part = segments[number]
         at = batch.score_index[part.score_start : part.score_stop]
@@ -251,4 +264,19 @@ def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:
         if part.prefix >= 0:
             own = torch.where(at >= part.start, own, at - segments[part.prefix].start)
         index[part.score_start : part.score_stop] = own + line * longest
-    return {"input_ids": input_ids, "attention_mask": attention_mask}, index
+    return inputs, index
+
+
+def padded_lines(batch: RaggedBatch) -> list[list[int]]:
+    """The segments of each padded row: one that is no prefix, or is scored itself, behind its own prefix."""
+    segments = batch.segments
+    shared = {part.prefix for part in segments}
+    kept = [n for n, part in enumerate(segments) if n not in shared or part.score_stop > part.score_start]
+    return [[p for p in (segments[n].prefix, n) if p >= 0] for n in kept]
+
+
+def _padded_images(batch: RaggedBatch) -> Iterator[SegmentImage]:
+    """The images of a batch in the order of its padded form."""
+    for line in padded_lines(batch) if batch.images else ():
+        for number in line:
+            yield from batch.images[number]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions, check_read
+from lowtide.methods.options import CompletionOptions, VisionOptions, check_read
 from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.methods.rows import Pairs
@@ -15,7 +15,7 @@ from lowtide.option import FINITE, NOT_NEGATIVE, SHARE, option
 
 
 @dataclass(kw_only=True)
-class CPOOptions(CompletionOptions):
+class CPOOptions(CompletionOptions, VisionOptions):
     """The options of contrastive preference optimization, under TRL's names and with its defaults."""
 
     loss_type: str = option("sigmoid", "The contrast: CPO's, a hinge, IPO's, or SimPO's.", choices=[*LOSSES])

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions, ReferenceOptions, check_read
+from lowtide.methods.options import CompletionOptions, ReferenceOptions, VisionOptions, check_read
 from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, read_pairs
 from lowtide.methods.rows import Pairs
@@ -19,7 +19,7 @@ SFT_LOSS = "sft"
 
 
 @dataclass(kw_only=True)
-class DPOOptions(CompletionOptions, ReferenceOptions):
+class DPOOptions(CompletionOptions, ReferenceOptions, VisionOptions):
     """The options of direct preference optimization, under TRL's names and with its defaults."""
 
     loss_type: list[str] | str = option(

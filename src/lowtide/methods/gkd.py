@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.prompted import PromptedCollator, with_longest
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.options import TeacherOptions
@@ -91,6 +92,8 @@ class GKDOptions(TextOptions, WritingOptions, TeacherOptions):
 class PromptedTexts(Texts):
     """Texts, of which the first scored token begins what may be written anew."""
 
+    takes_images = False
+
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         columns = dataset.column_names or ()
         if how.options.writes and how.formatting_func is None and columns and not {*columns} & {*WITH_PROMPTS}:
@@ -101,8 +104,10 @@ class PromptedTexts(Texts):
             )
         return super().prepare(dataset, how, name)
 
-    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
-        return PromptedCollator(score_rule, options.most_written if options.writes else 0)
+    def collator(
+        self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
+    ) -> Callable:
+        return PromptedCollator(score_rule, most=options.most_written if options.writes else 0)
 
     def drawing(self, options: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Drawing | None:
         """Completions as long as they get: what a step is rehearsed and planned on. The trainer has them written."""

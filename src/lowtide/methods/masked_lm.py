@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.collate import MaskedCollator
+from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.masking import ONE_TOKEN, Masking, geometric, harmonic
 from lowtide.data.encode.masked import MaskedEncoder, MaskedOptions
 from lowtide.data.prepare import prepare
@@ -128,7 +129,9 @@ class MaskedTexts(RowLayout):
             encoder_of=MaskedEncoder,
         )
 
-    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
+    def collator(
+        self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
+    ) -> Callable:
         return MaskedCollator(score_rule)
 
     def values(self) -> tuple[str, ...]:

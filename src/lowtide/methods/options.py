@@ -44,6 +44,15 @@ class TransformersDefaults:
 
 
 @dataclass(kw_only=True)
+class VisionOptions:
+    """Of the methods whose rows may show images."""
+
+    freeze_vision_tower: bool = option(
+        False, "Leave the vision tower of a vision-language model as it is; its projector is trained."
+    )
+
+
+@dataclass(kw_only=True)
 class StoredReference:
     """Of the methods that may have a reference: how it is stored."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lowtide.engine.heads.value import TokenValues, Value
 from lowtide.methods.completions import completion_segments
 from lowtide.methods.method import Method, RowObjective
+from lowtide.methods.options import VisionOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.rows import Pairs
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
@@ -24,7 +25,7 @@ MARGIN = "margin"
 
 
 @dataclass(kw_only=True)
-class RewardOptions:
+class RewardOptions(VisionOptions):
     """The options of reward modelling, under TRL's names and with its defaults."""
 
     learning_rate: float = option(1e-4, "The initial learning rate.")

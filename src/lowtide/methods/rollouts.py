@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
+from lowtide.data.batches.images import ImageReader
 from lowtide.data.prompts import PROMPT_IDS, PromptEncoder, prepare_prompts
 from lowtide.methods.learning import Learning
 from lowtide.methods.options import FollowedReference
@@ -289,7 +290,9 @@ class Prompts(RowLayout):
         )
         return prepare_prompts(dataset, encoder, num_proc=options.dataset_num_proc), None
 
-    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
+    def collator(
+        self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
+    ) -> Callable:
         most, budget = options.max_completion_length, options.tokens_per_microbatch
         return LongestGroups(self.learning, self.together(options), most, budget, sharing)
 

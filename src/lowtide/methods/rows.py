@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.collate import CompletionCollator, RaggedCollator, TagCollator
+from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import DOCUMENT, WORDS
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
@@ -37,6 +38,8 @@ class Preparation:
     """From a row to its text or its messages."""
     labels: Sequence[str] = ()
     """Of the model, for a method whose rows have labels."""
+    reader: ImageReader | None = None
+    """Makes images ready for a vision-language model; None where text alone is read."""
 
 
 class RowLayout(ABC):
@@ -51,6 +54,8 @@ class RowLayout(ABC):
 
     parts: ClassVar[tuple[str, ...]] = ()
     """The columns of tokens of a prepared row, where others than those of texts and of prompts with completions."""
+    takes_images: ClassVar[bool] = False
+    """Whether rows may show images."""
     labelled: ClassVar[bool] = False
     """Whether rows have labels, whose logits the head gives."""
 
@@ -63,12 +68,15 @@ class RowLayout(ABC):
         """Token rows of a `Dataset` or a stream; `name` is "train", or of an evaluation set."""
 
     @abstractmethod
-    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
+    def collator(
+        self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
+    ) -> Callable:
         """From token rows to a `RaggedBatch`.
 
         Args:
             sharing: whether a prompt is computed once for the completions of its row.
             score_rule: which positions of a completion are scored.
+            reader: makes images ready, of a layout that takes them.
         """
 
     def columns(self, options: Any) -> tuple[str, ...]:
@@ -100,7 +108,7 @@ class RowLayout(ABC):
 class Texts(RowLayout):
     """Texts, conversations, or prompts with a completion: one segment a row, or several in a packed one."""
 
-    completions, formats = 0, True
+    completions, formats, takes_images = 0, True, True
 
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         options, training = how.options, name == "train"
@@ -112,6 +120,7 @@ class Texts(RowLayout):
             batch_size=options.per_device_train_batch_size,
             packing=packing,
             name=name,
+            reader=how.reader,
         )
 
     def _options(self, how: Preparation, *, shuffle: bool) -> PrepareOptions:
@@ -127,8 +136,10 @@ class Texts(RowLayout):
             }
         )
 
-    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
-        return RaggedCollator(score_rule)
+    def collator(
+        self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
+    ) -> Callable:
+        return RaggedCollator(score_rule, reader)
 
     def bin_tokens(self, options: Any) -> int | None:
         return options.max_length if options.packing else None
@@ -163,7 +174,9 @@ class Tags(RowLayout):
         rows = options.per_device_train_batch_size if training else options.per_device_eval_batch_size
         return prepare_tags(dataset, how.tokenizer, wanted, batch_size=rows, name=name)
 
-    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
+    def collator(
+        self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
+    ) -> Callable:
         return TagCollator(score_rule)
 
     def values(self) -> tuple[str, ...]:
@@ -187,13 +200,16 @@ class _Completions(RowLayout):
             vocab_size=how.vocab_size,
         )
 
-    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
+    def collator(
+        self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
+    ) -> Callable:
         return CompletionCollator(
             self.columns(options),
             sharing=sharing,
             scores_prompt=self.scores_prompt,
             score_rule=score_rule,
             values=(*self.values(), "number"),
+            reader=reader,
         )
 
 
@@ -206,6 +222,11 @@ class Pairs(_Completions):
     may say by how much the chosen one is better."""
 
     completions = 2
+
+    @property
+    def takes_images(self) -> bool:  # type: ignore[override]
+        """Where prompts are not scored, whose images nothing predicts."""
+        return not self.scores_prompt
 
     def columns(self, options: Any) -> tuple[str, ...]:
         return ("chosen_ids", "rejected_ids")
@@ -222,6 +243,7 @@ class Pairs(_Completions):
             name=name,
             whole=self.at_end,
             margins=self.at_end,
+            reader=how.reader,
         )
         if self.scores_prompt and ledger is not None:  # all but a row's first token
             ledger = dataclasses.replace(ledger, scored_tokens=ledger.tokens - ledger.rows)

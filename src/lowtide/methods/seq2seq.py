@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowtide.data.batches.collate import PairCollator
+from lowtide.data.batches.images import ImageReader
 from lowtide.data.source_target import SourceTargetOptions, prepare_pairs_of_texts
 from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
 from lowtide.methods.masked_lm import with_perplexity
@@ -107,7 +108,9 @@ class SourcesAndTargets(RowLayout):
         rows = options.per_device_train_batch_size if training else options.per_device_eval_batch_size
         return prepare_pairs_of_texts(dataset, how.tokenizer, wanted, batch_size=rows, name=name)
 
-    def collator(self, options: Any, *, sharing: bool, score_rule: ScoreRule) -> Callable:
+    def collator(
+        self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
+    ) -> Callable:
         assert isinstance(score_rule, ShiftedRight), "only an encoder-decoder is trained"
         return PairCollator(score_rule)
 

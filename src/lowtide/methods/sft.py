@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, TokenObjective
+from lowtide.methods.options import VisionOptions
 from lowtide.methods.rows import Texts
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
@@ -84,7 +85,7 @@ class TextOptions:
 
 
 @dataclass(kw_only=True)
-class SFTOptions(TextOptions):
+class SFTOptions(TextOptions, VisionOptions):
     """The options of supervised fine-tuning, under TRL's names and with its defaults."""
 
     loss_type: str = option(

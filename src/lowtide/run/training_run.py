@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.torch import FakeTensor
+from lowtide.data.batches.images import IMAGES
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.adapters import add_adapter_of, check_second_adapter
@@ -26,6 +27,7 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.token_value import TokenValue
 from lowtide.engine.positions import position_table
 from lowtide.engine.stage import stage_of
+from lowtide.engine.vision import freeze_tower
 from lowtide.engine.weights.labels import names_of
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
@@ -45,6 +47,7 @@ from lowtide.run.engine import (
     zero_config,
 )
 from lowtide.run.inputs.arguments import check_attention, check_dataset, check_kind
+from lowtide.run.inputs.images import check_images, check_takes_images, image_reader
 from lowtide.run.inputs.loading import load_inputs, set_padding
 from lowtide.run.inputs.row_checks import check_budget, check_masks
 from lowtide.run.references import ReferenceMaker, check_unchanged, some_of_weights
@@ -93,6 +96,8 @@ class TrainingRun:
         self.method, self.args, self.inputs = method, args, inputs
         self.ledger: Ledger | None = None
         """Of the training set."""
+        self.shows_images = False
+        """Whether rows that were prepared show images."""
         self.skips_preparation = bool(getattr(args, "skips_preparation", False))
         self._references = None
         if inputs.data_collator is not None and method.rows.collates_alone:
@@ -105,21 +110,22 @@ class TrainingRun:
         if method.compares and args.compares:
             maker = TeacherMaker if method.taught else ReferenceMaker
             self._references = maker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
-        self.model, self.tokenizer = self._loaded()
+        self.model, self.tokenizer, self.processing_class = self._loaded()
         check_trained(self.model)
+        self.reader = image_reader(self.model, self.processing_class) if method.rows.takes_images else None
         inputs.model = inputs.ref_model = None  # what holds them decides how long they live
         self.vocab_size = vocabulary(self.model)
         self.pad_id = method.head.pad_id(cast(Any, causal_model(self.model)))
         """The token that the head passes over at the end of a row; None if none."""
 
     @out_of_memory_while("loading the model")
-    def _loaded(self) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
-        """The model as it will be trained, and the tokenizer."""
+    def _loaded(self) -> tuple[nn.Module, PreTrainedTokenizerBase | None, Any]:
+        """The model as it will be trained, the tokenizer, and what it is a part of."""
         args, inputs, method = self.args, self.inputs, self.method
         beside = head_with_adapter(args) if inputs.adapts else None
         if beside is not None:
             check_second_adapter(inputs.peft_config)
-        model, tokenizer = load_inputs(
+        model, tokenizer, processing_class = load_inputs(
             inputs.model,
             args,
             inputs.processing_class,
@@ -129,6 +135,8 @@ class TrainingRun:
             needs_tokenizer=inputs.needs_tokenizer and not self.skips_preparation,
             labels=inputs.labels,
         )
+        if getattr(args, "freeze_vision_tower", False):
+            freeze_tower(model)
         if beside is None:
             self._attach_head(model)
         if inputs.peft_config is not None:
@@ -141,7 +149,7 @@ class TrainingRun:
         check_attention(model, args)
         if isinstance(method.head.score_rule(cast(Any, causal_model(model))), LastToken):
             set_padding(causal_model(model), tokenizer, args)  # what the head passes over
-        return model, tokenizer
+        return model, tokenizer, processing_class
 
     def _attach_head(self, model: nn.Module) -> None:
         """Adds what the head needs, which adapters that came with the model would not be saved with."""
@@ -191,6 +199,12 @@ class TrainingRun:
     def prepared(self, dataset: Any, name: str) -> Prepared:
         """Token rows of a dataset, and their ledger; `name` is "train", or of an evaluation set."""
         title = title_of(dataset, name)
+        check_takes_images(
+            *(dataset, title, self.model, self.reader),
+            method=self.method.title,
+            takes=self.method.rows.takes_images,
+            prepared=self.skips_preparation,
+        )
         if self.skips_preparation:
             if self.inputs.data_collator is None:
                 check_masks(dataset, title)
@@ -200,10 +214,14 @@ class TrainingRun:
             raise ValueError("a streamed train_dataset has no length: set `max_steps`")
         assert self.tokenizer is not None
         how = Preparation(
-            self.tokenizer, self.args, self.vocab_size, self.inputs.formatting_func, names_of(self._config)
+            *(self.tokenizer, self.args, self.vocab_size, self.inputs.formatting_func, names_of(self._config)),
+            reader=self.reader,
         )
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):
             rows, ledger = self.method.rows.prepare(dataset, how, name)
+        if IMAGES in (rows.column_names or ()):
+            check_images(self.model, self.args, title)
+            self.shows_images = True
         return entitled(rows, title), ledger
 
     def drawn(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:
@@ -235,7 +253,9 @@ class TrainingRun:
             self._references.set_aside(self.model)
         self.engine = install_engine(self.model, args)
         sharing = check_prefixes(self.engine, bool(getattr(args, "prefix_sharing", False)))
-        self.own_collator = self.method.rows.collator(args, sharing=sharing, score_rule=self.score_rule)
+        self.own_collator = self.method.rows.collator(
+            args, sharing=sharing, score_rule=self.score_rule, reader=self.reader
+        )
         self.collator = inputs.data_collator or self.own_collator
         self._drawing = self.method.rows.drawing(args, self.tokenizer, self.vocab_size)
         self.active = ActiveTechniques(Site(args, self.model, args.device, args.world_size))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 NOT_YET = "trains by a method that lowtide does not have yet: keep TRL's"
 GKD = "distils on logits, as GKDTrainer does here without making them: take GKDConfig and GKDTrainer"
-VISION = "is for images, and lowtide trains on text: keep TRL's"
+IMAGES = "is not needed: trainers take rows with images, and the model's processor as processing_class"
+VISION = "is of models that make images, and lowtide trains those that write: keep TRL's"
 JUDGE = (
     "judges completions with another model: derive from BasePairwiseJudge, and pass that as OnlineDPOTrainer's judge"
 )
@@ -35,10 +36,10 @@ ELSEWHERE: dict[str, str] = {
     "mergekit-yaml merge.yaml OUT; `lowtide merge` merges an adapter into its model",
     "MergeConfig": "needs mergekit: write its YAML and run mergekit-yaml merge.yaml OUT on the checkpoints",
     "WeaveCallback": "needs weave: take LogCompletionsCallback with report_to='wandb'",
-    "prepare_multimodal_messages": VISION,
-    "DataCollatorForVisionLanguageModeling": VISION,
-    "DataCollatorForVisionPreference": VISION,
-    "DataCollatorForVisionUnpairedPreference": VISION,
+    "prepare_multimodal_messages": IMAGES,
+    "DataCollatorForVisionLanguageModeling": IMAGES,
+    "DataCollatorForVisionPreference": IMAGES,
+    "DataCollatorForVisionUnpairedPreference": NOT_YET,
     "get_training_chat_template": TEMPLATE,
     "add_response_schema": TOOLS,
     "supports_tool_calling": TOOLS,

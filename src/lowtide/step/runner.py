@@ -20,6 +20,7 @@ from lowtide.engine.diagnose import find_nonfinite
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import ScoreOutput, body
 from lowtide.engine.noise import set_noise
+from lowtide.engine.vision import stop_at_frozen_tower
 from lowtide.memory.table import ActiveTechniques
 from lowtide.methods.method import Objective, Scorer
 from lowtide.ragged import RaggedBatch
@@ -136,6 +137,7 @@ class StepRunner:
         self._undo.callback(self.phases.split_forward(body(inner)))
         for undo in [] if self.techniques is None else reversed(self.techniques.begin()):
             self._undo.callback(undo)
+        stop_at_frozen_tower(model)
         self.updater.start(model)
         if self.options.neftune_noise_alpha:
             set_noise(inner, self.options.neftune_noise_alpha)

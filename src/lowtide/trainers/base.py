@@ -137,7 +137,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            self._signature_columns = ["input_ids", "labels", "seq_lengths", "attention_mask", "position_ids"]
+            self._signature_columns = ["input_ids", "labels", "seq_lengths", "attention_mask", "position_ids", "images"]
 
     def as_ragged(self, inputs: Any) -> RaggedBatch:
         batch = inputs if isinstance(inputs, RaggedBatch) else ragged_from_collated(inputs, self.score_rule)

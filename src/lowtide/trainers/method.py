@@ -48,7 +48,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             library may return `input_ids` and `labels`.
         train_dataset: rows in any format of the method's page in the docs; a stream needs `max_steps`.
         eval_dataset: one, or several by name.
-        processing_class: the tokenizer; by default the model's own.
+        processing_class: the tokenizer, or the processor of a vision-language model; by default the model's own.
         compute_loss_func: as `transformers.Trainer` calls it, on dense logits of padded batches.
         compute_metrics: gets `EvalPrediction(predictions=log-probs [scores], label_ids=tokens [scores])`.
         preprocess_logits_for_metrics: what is kept of the logits for `compute_metrics`, where a loss of one's own
@@ -100,7 +100,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             data_collator=run.collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=run.tokenizer,
+            processing_class=run.processing_class,
             **{name: given[name] for name in OF_TRAINER if name in given},
         )
         if "compute_loss_func" in given:
@@ -138,6 +138,11 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         return {name: given[name] for name in ("processing_class", "peft_config", "quantization_config")}
 
     def _take_loss(self, compute_loss_func: Callable | None, preprocess_logits: Callable | None) -> None:
+        if compute_loss_func is not None and self.training_run.shows_images:
+            raise ValueError(
+                "compute_loss_func is called on padded rows of text, and these are rows with images: leave it out, or "
+                "override make_objective, whose loss gets log-probabilities"
+            )
         self.compute_loss_func, self.preprocess_logits_for_metrics = compute_loss_func, preprocess_logits
         self.objective = self.with_own_loss(self.inner_objective)
 

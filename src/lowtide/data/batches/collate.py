@@ -27,8 +27,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.values import DOCUMENT, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
-from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule, ShiftedRight
+from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule, ShiftedRight, Shown
 
 Row = Mapping[str, Any]
 REFERENCE_COLUMN = "ref_logprobs"
@@ -43,9 +44,22 @@ class RaggedCollator:
 
     score_rule: ScoreRule = NEXT_TOKEN
     """Which positions are scored."""
+    reader: ImageReader | None = None
+    """Makes the images of rows ready, of a vision-language model."""
 
     def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
-        return RaggedBatch.from_rows(rows, score_rule=self.score_rule)
+        return RaggedBatch.from_rows(
+            rows, self.score_rule, shown=shown(self.reader, rows, [row["input_ids"] for row in rows])
+        )
+
+
+def shown(reader: ImageReader | None, rows: Sequence[Row], segments: Sequence[Sequence[int]]) -> Shown | None:
+    """The images among the tokens of segments, each of which is of a row; None of text alone."""
+    if reader is None:
+        return None
+    known: dict[Any, Any] = {}
+    pairs = zip(rows, segments, strict=True)
+    return Shown([reader.shown(tokens, row.get(IMAGES) or [], known) for row, tokens in pairs], reader.position_rule)
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,8 @@ class CompletionCollator:
     """Which positions of a completion are scored."""
     values: tuple[str, ...] = ()
     """Columns that become row values."""
+    reader: ImageReader | None = None
+    """Makes the images of prompts ready, of a vision-language model."""
 
     @property
     def prompts_per_row(self) -> int:
@@ -131,6 +147,7 @@ class CompletionCollator:
             score_rule=self.score_rule,
             row_values={LENGTHS: lengths, **columns},
             score_values=score_values,
+            shown=shown(self.reader, [rows[number] for number in owner], token_ids),
         )
 
 
@@ -153,7 +170,15 @@ def ragged_from_collated(batch: Mapping[str, Any], score_rule: ScoreRule = NEXT_
             and either `attention_mask` (0 where padded) or, for a flattened batch, `position_ids` (a new sequence
             starts wherever they do not go on by one). Further tensors [rows, ...] of a padded batch become row values.
         score_rule: where a label is predicted.
+
+    Raises:
+        ValueError: it holds images, whose places are not known.
     """
+    if "pixel_values" in batch:
+        raise ValueError(
+            "the data_collator makes pixel_values: leave it out (and skip_prepare_dataset), and pass rows with a "
+            "column 'images' and the model's processor as processing_class, which lowtide's own collator takes"
+        )
     input_ids: Tensor = batch["input_ids"]
     labels: Tensor = batch.get("labels", input_ids)
     if "attention_mask" in batch:

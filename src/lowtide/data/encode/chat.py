@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lowtide.data.formats.conversation import Message
+from lowtide.data.formats.images import in_parts
 from lowtide.data.formats.reading import ChatSample, RowPlace
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -29,11 +30,16 @@ TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, Attribut
 class ChatEncoder:
     """Encodes conversations with a tokenizer's chat template, or with `template` in its place.
 
+    Args:
+        in_parts: the template is given contents in parts, images among them (see `lowtide.data.formats.images`).
+
     Raises:
         ValueError: there is no template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, *, in_parts: bool = False
+    ) -> None:
         if template is None and not tokenizer.chat_template:
             name = tokenizer.name_or_path or type(tokenizer).__name__
             raise ValueError(
@@ -42,18 +48,25 @@ class ChatEncoder:
             )
         self.tokenizer = tokenizer
         self.template = template
+        self.in_parts = in_parts
         self.has_marks = bool(tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template(template)))
 
     @classmethod
     def for_rows(
-        cls, first: ChatSample, tokenizer: PreTrainedTokenizerBase, template: str | None, source: str
+        cls,
+        first: ChatSample,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None,
+        source: str,
+        *,
+        in_parts: bool = False,
     ) -> "ChatEncoder":
         """The encoder of the dataset `source`, of which `first` is a conversation.
 
         Raises:
             ValueError: there is no template, or it writes the same whatever is said.
         """
-        encoder = cls(tokenizer, template)
+        encoder = cls(tokenizer, template, in_parts=in_parts)
         encoder.check_content(first, source)
         return encoder
 
@@ -109,7 +122,15 @@ class ChatEncoder:
         """The text of a conversation with other words in these turns."""
         messages = [{**m, "content": words} if turn in turns else m for turn, m in enumerate(chat.messages)]
         inputs = {"tools": chat.tools, "chat_template": self.template, **chat.template_kwargs, "tokenize": False}
-        return str(self.tokenizer.apply_chat_template(messages, **inputs))
+        return str(self.tokenizer.apply_chat_template(self._given(messages), **inputs))
+
+    def text(self, chat: ChatSample) -> str:
+        """What the template writes for a conversation."""
+        return self._render_saying(chat, (), "")
+
+    def _given(self, messages: list[Message]) -> list[Message]:
+        """Messages as the template takes them."""
+        return in_parts(messages) if self.in_parts else messages
 
     def leaves_ends_out(self) -> bool:
         """Whether the template's marks leave out what ends a turn, so that the model would not learn to stop."""
@@ -118,7 +139,7 @@ class ChatEncoder:
         asked, answer = {"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is"}
         options = {"chat_template": self.template, "return_assistant_tokens_mask": True}
         try:
-            made: Any = self.tokenizer.apply_chat_template([[asked, answer, asked]], **options)
+            made: Any = self.tokenizer.apply_chat_template([self._given([asked, answer, asked])], **options)
         except TEMPLATE_FAILURES:  # the rows will tell
             return False
         [ids], [mask] = made["input_ids"], made["assistant_masks"]
@@ -153,7 +174,7 @@ class ChatEncoder:
         """Apply the template to runs of conversations that share tools and keywords, each in one call."""
         encoded: dict[str, list[list[int]]] = {"input_ids": [], "assistant_masks": []}
         for (tools, kwargs), run in groupby(chats, key=lambda chat: (chat.tools, chat.template_kwargs)):
-            messages = [chat.messages for chat in run]
+            messages = [self._given(chat.messages) for chat in run]
             inputs = {**options, "tools": tools, "chat_template": self.template, **kwargs}
             try:
                 part: Any = self.tokenizer.apply_chat_template(messages, **inputs)

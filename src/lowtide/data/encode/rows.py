@@ -51,7 +51,11 @@ class RowEncoder:
         options.check_for(first, source)
         self.text = TextEncoder(tokenizer) if isinstance(first, TextSample) else None
         chats = isinstance(first, ChatSample)
-        self.chat = ChatEncoder.for_rows(first, tokenizer, options.chat_template, source) if chats else None
+        self.chat = (
+            ChatEncoder.for_rows(first, tokenizer, options.chat_template, source, in_parts=options.contents_in_parts)
+            if chats
+            else None
+        )
         self._encode = {
             TokenSample: self._encode_tokenized,
             TextSample: self._encode_texts,

@@ -140,7 +140,7 @@ def _encoder(first: Sample, tokenizer: PreTrainedTokenizerBase, options: Prefere
     if isinstance(first, TextSample):
         return TextEncoder(tokenizer)
     if isinstance(first, ChatSample):
-        return ChatEncoder.for_rows(first, tokenizer, options.chat_template, source)
+        return ChatEncoder.for_rows(first, tokenizer, options.chat_template, source, in_parts=options.contents_in_parts)
     return _TokenEncoder()
 
 

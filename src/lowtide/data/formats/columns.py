@@ -17,8 +17,13 @@ logger = logging.getLogger(__name__)
 MEDIA_COLUMNS = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
 
 
-def check_columns(columns: Sequence[str], row_format: RowFormat[Any], source: str) -> None:
+def check_columns(
+    columns: Sequence[str], row_format: RowFormat[Any], source: str, *, why: str = "text models are trained here"
+) -> None:
     """Name the columns that are not used, once; a format without columns reads all.
+
+    Args:
+        why: nothing is made of images.
 
     Raises:
         ValueError: some hold images, or what else is no text.
@@ -26,12 +31,12 @@ def check_columns(columns: Sequence[str], row_format: RowFormat[Any], source: st
     if not row_format.columns:
         return
     unused = [column for column in columns if column not in row_format.columns]
-    check_media(unused, source)
+    check_media(unused, source, why)
     if unused:
         warn_of_unused(quoted(row_format.columns), quoted(unused))
 
 
-def check_media(columns: Sequence[str], source: str) -> None:
+def check_media(columns: Sequence[str], source: str, why: str = "text models are trained here") -> None:
     """Refuses columns of images, or of what else is no text.
 
     Raises:
@@ -40,8 +45,8 @@ def check_media(columns: Sequence[str], source: str) -> None:
     media = [column for column in columns if column in MEDIA_COLUMNS]
     if media:
         raise ValueError(
-            f"{source} has the column {quoted(media)}, and text models are trained here: the rows would lose what they "
-            "are about. If the text stands without it, remove the column (dataset.remove_columns, or `columns` of "
+            f"{source} has the column {quoted(media)}, and {why}: the rows would lose what they are "
+            "about. If the text stands without it, remove the column (dataset.remove_columns, or `columns` of "
             "`datasets` in a run file)."
         )
 

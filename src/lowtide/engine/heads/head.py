@@ -121,6 +121,11 @@ class Head(ABC):
     """Whether adapters may put virtual tokens before each row."""
 
     @classmethod
+    def loader(cls, config: PretrainedConfig | None) -> Any:
+        """The class of transformers that makes a model of a config, as far as it is known."""
+        return cls.auto_class
+
+    @classmethod
     @abstractmethod
     def why_not(cls, model: nn.Module) -> str | None:
         """What keeps a model from having this head, as a part of a sentence ("has no ..."); None if it has it."""

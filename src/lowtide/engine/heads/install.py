@@ -16,6 +16,7 @@ from lowtide.compat.transformers import load_balancing_loss
 from lowtide.engine.attention import PLAN
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body
+from lowtide.engine.images import IMAGES, encoded_images
 from lowtide.engine.split_plan import SplitPlan
 from lowtide.engine.stage import HiddenOutput, stage_of
 
@@ -53,6 +54,8 @@ def _forward_scores(
     if scores.aux_loss:
         kwargs["output_router_logits"] = True
     kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
+    if (images := kwargs.pop(IMAGES, None)) is not None:
+        kwargs["mm_encoder_outputs"] = encoded_images(body(model), images)
     outputs = _run_body(model, args, kwargs)
     if (stage := stage_of(model)) is not None and not stage.pipeline.is_last:
         return HiddenOutput(outputs[0])

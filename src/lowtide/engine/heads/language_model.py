@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from lowtide.compat.torch import unread_in_backward
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body, is_one_of, own_call
@@ -31,6 +35,8 @@ from lowtide.ops.linear_logprobs import (
     linear_loss,
 )
 
+WITH_IMAGES = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+"""Model types whose language model is a part of a vision-language model."""
 MASKED = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
 
 
@@ -72,6 +78,11 @@ class LanguageModel(Head):
     auto_class = AutoModelForCausalLM
     task_type = "CAUSAL_LM"
     pipeline = "text-generation"
+
+    @classmethod
+    def loader(cls, config: PretrainedConfig | None) -> Any:
+        kind = getattr(config, "model_type", None)
+        return AutoModelForImageTextToText if kind in WITH_IMAGES else cls.auto_class
 
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores
+from lowtide.engine.heads.vision_value import register_reward_model
 from lowtide.ops.linear_logprobs import NOTHING_MORE, Want
 from lowtide.ragged import LastToken, ScoreRule
 
@@ -54,6 +55,11 @@ class Value(Head):
     task_type = "SEQ_CLS"
     pipeline = "text-classification"
     virtual_tokens = False
+
+    @classmethod
+    def loader(cls, config: PretrainedConfig | None) -> Any:
+        register_reward_model(config)
+        return cls.auto_class
 
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -18,11 +19,11 @@ from transformers import (
 
 from lowtide.compat.transformers import has_loaded_adapters
 from lowtide.engine.heads.head import Head
-from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.language_model import WITH_IMAGES, LanguageModel
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.labels import label_values
-from lowtide.engine.weights.model_init import config_init
+from lowtide.engine.weights.model_init import CODE, config_init
 from lowtide.engine.weights.quantized import check_torchao
 from lowtide.engine.weights.shard_files import shards_in
 
@@ -62,29 +63,34 @@ def load_model(
         trial_dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         check_torchao(init["quantization_config"], trial_dtype, torch.device("cuda" if placed else "cpu"))
     try:
-        values = label_values(_saved_config(name, trust_remote_code, init), labels) if labels else {}
+        saved = saved_config(name, {CODE: trust_remote_code, **init})
+        values = label_values(saved, labels) if labels else {}
         init = {**head.config_values, **values, "dtype": dtype, "trust_remote_code": trust_remote_code, **init}
-        return load_complete(head.auto_class, name, new_head=head.new_module is not None, **init)
+        return load_complete(head.loader(saved), name, new_head=head.new_module is not None, **init)
     except OSError as error:
         raise ValueError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
 
 
-def _saved_config(name: str, trust_remote_code: bool, init: Mapping[str, Any]) -> PretrainedConfig | None:
-    """Of a model; None of a folder of adapters."""
+def saved_config(name: str, init: Mapping[str, Any]) -> PretrainedConfig | None:
+    """Of a model, loaded with the arguments of `model_init`; None of a folder of adapters."""
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_init(init))
+        return AutoConfig.from_pretrained(name, **config_init(init))
     except (OSError, ValueError):
         return None
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str | None = None):
-    """The tokenizer of a model, by hub name or path.
+def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """The tokenizer of a model, by hub name or path; of a vision-language model its processor.
 
     Raises:
         ValueError: there is none; says how to pass one.
     """
+    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
     try:
-        made = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision or "main")
+        config = saved_config(name, how)
+        if getattr(config, "model_type", None) in WITH_IMAGES:
+            return AutoProcessor.from_pretrained(name, **how)
+        made = AutoTokenizer.from_pretrained(name, **how)
         if _is_made_up(made, name):
             raise ValueError("there is no vocabulary")
         return made

@@ -122,7 +122,7 @@ def _described(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     [name] = config.architectures or [""]
     for head in HEADS:
         with torch.device("meta"), contextlib.suppress(ValueError):  # no model of this type has such a head
-            model = head.auto_class.from_config(config, trust_remote_code=trust_remote_code)
+            model = head.loader(config).from_config(config, trust_remote_code=trust_remote_code)
             if type(model).__name__ == name:
                 if (folder / "generation_config.json").is_file():
                     model.generation_config = GenerationConfig.from_pretrained(folder)

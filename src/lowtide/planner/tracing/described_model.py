@@ -126,7 +126,7 @@ class DescribedModel:
                 setattr(text, name, getattr(text, name)[:layers])
         for name, value in self.head.config_values.items():
             setattr(config, name, value)
-        model = self.head.auto_class.from_config(config, dtype=self.dtype)
+        model = self.head.loader(config).from_config(config, dtype=self.dtype)
         if self.quantization_config is not None:
             store_in_four_bits(model, self.quantization_config)
         return model

@@ -73,9 +73,10 @@ def faked(fake: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
 
 class _NumbersRead(Mode):
     """A number that is read off a tensor without values is 1: bitsandbytes reads its tables as it makes an optimizer,
-    others read a norm or a count in their step."""
+    others read a norm or a count in their step. What is asked of it is true: transformers asks whether images have as
+    many features as places."""
 
     def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is NUMBER_READ:
-            return 1.0
+            return True if args[0].dtype == torch.bool else 1.0
         return func(*args, **kwargs)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import body
+from lowtide.engine.vision import TOWERS
 from lowtide.planner.tracing.trace import PHASES, PINNED, StorageTrace
 from lowtide.step.runner import StepRunner
 
@@ -38,8 +39,12 @@ def _told(trace: StorageTrace) -> Callable[[Any], None]:
 
 
 def stack_of(model: nn.Module, layers: int) -> nn.ModuleList | None:
-    """The list of a model's layers."""
-    return next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers), None)
+    """The list of a model's layers, those of a vision tower left aside."""
+    towers = {
+        id(part) for name, tower in model.named_modules() if name.split(".")[-1] in TOWERS for part in tower.modules()
+    }
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and id(m) not in towers)
+    return next((m for m in lists if len(m) == layers), None)
 
 
 def follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:

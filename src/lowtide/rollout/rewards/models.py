@@ -27,7 +27,7 @@ from lowtide.engine.heads.value import Value
 from lowtide.engine.probe import Probe, probe
 from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.engine.weights.complete_weights import load_complete
-from lowtide.engine.weights.loading import check_tokenizer, load_tokenizer
+from lowtide.engine.weights.loading import check_tokenizer, load_tokenizer, saved_config
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
 from lowtide.ragged import LastToken, RaggedBatch
@@ -287,7 +287,7 @@ def load_reward_model(name: str, options: RewardModelOptions) -> tuple[PreTraine
     init = model_init(options.init)
     try:
         arguments = {"dtype": "auto", **Value.config_values, **init}
-        model = load_complete(Value.auto_class, name, **arguments)
+        model = load_complete(Value.loader(saved_config(name, init)), name, **arguments)
     except OSError as error:
         line = str(error).strip().split("\n")[0]
         raise ValueError(f"reward model {name!r} cannot be loaded: {line}") from error

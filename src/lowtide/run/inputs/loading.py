@@ -72,8 +72,8 @@ def load_inputs(
     head: type[Head] = LanguageModel,
     needs_tokenizer: bool = True,
     labels: Sequence[str] = (),
-) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
-    """The model and its tokenizer, loaded where they are given by name.
+) -> tuple[nn.Module, PreTrainedTokenizerBase | None, Any]:
+    """The model, its tokenizer, and the processor that this is a part of, loaded where they are given by name.
 
     Args:
         has_adapters: whether adapters will be put on the model, which leave its embeddings as they are.
@@ -105,6 +105,7 @@ def load_inputs(
         if not name:
             raise ValueError("a model without a name needs its tokenizer: pass it as `processing_class`")
         tokenizer = load_tokenizer(name, **config_init(init))
+    processing_class: Any = tokenizer
     if isinstance(model, str):
         late = _may_wait(args, head) and not has_adapters and waits(model, init)
         model = (load_waiting if late else load_model)(model, head=head, labels=labels, **init)
@@ -119,7 +120,7 @@ def load_inputs(
         if template is not None:
             _adopt_template(template, tokenizer, model, has_adapters=has_adapters)
         check_tokenizer(tokenizer, embedding_weight(model).shape[0])
-    return model, tokenizer
+    return model, tokenizer, processing_class
 
 
 def _check_not_split(model: Any, init: Mapping[str, Any]) -> None:

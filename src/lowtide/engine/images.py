@@ -1,0 +1,115 @@
+"""Images in a forward: the vision tower runs once for each distinct image of a micro-batch.
+
+Its features take the places of the image's tokens, in as many segments as show the image. The model's own forward puts
+them there (`mm_encoder_outputs` of transformers). What a tower works out from the sizes of images is worked out on the
+host, where they are known, so that no forward waits for a device and a forward can be traced without values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from lowtide.compat.torch import without_modes
+from lowtide.compat.transformers import packed_layout
+from lowtide.engine.attention import keep_plan, masks_built
+from lowtide.ops.image_positions import GRID
+from lowtide.ragged import SegmentImage
+
+IMAGES = "images"
+"""The keyword argument in which the images of a micro-batch travel to the model's forward."""
+PIXELS, PIXEL_MASK = "pixel_values", "pixel_attention_mask"
+"""Inputs of an image: its patches, tiles or pixels; and which pixels of its tiles are not padding."""
+
+
+@dataclass(frozen=True)
+class ShownImages:
+    """The images of a micro-batch."""
+
+    inputs: Mapping[str, Tensor]
+    """What the vision tower takes of the distinct ones, end to end; all but the pixels in host memory."""
+    tokens: tuple[int, ...]
+    """How many tokens each distinct one fills."""
+    order: tuple[int, ...]
+    """For each place that shows an image, in the order of tokens, which of the distinct ones."""
+
+
+def shown_images(images: Iterable[SegmentImage], device: torch.device) -> dict[str, ShownImages]:
+    """The keyword arguments of a model's forward for images, in the order of their tokens; none where there are none.
+
+    Args:
+        device: where the model runs; pixels are copied there.
+    """
+    distinct: dict[int, SegmentImage] = {}
+    order = []
+    for image in images:
+        distinct.setdefault(image.key, image)
+        order.append(image.key)
+    if not distinct:
+        return {}
+    number = {key: place for place, key in enumerate(distinct)}
+    each = [image.inputs for image in distinct.values()]
+    along = 1 if each[0][PIXELS].ndim == 5 else 0  # [rows, tiles, ...], of models that cut images into tiles
+    inputs = {PIXELS: torch.cat([values[PIXELS] for values in each], along).to(device, non_blocking=True)}
+    with without_modes():
+        inputs |= {name: torch.cat([values[name] for values in each], along) for name in each[0] if name != PIXELS}
+    tokens = tuple(image.tokens for image in distinct.values())
+    return {IMAGES: ShownImages(inputs, tokens, tuple(number[key] for key in order))}
+
+
+def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
+    """What the body of a model takes as `mm_encoder_outputs`: features of images in the order of their tokens.
+
+    Args:
+        model: the body of a vision-language model.
+
+    Raises:
+        ValueError: the tower gives another number of features than there are tokens.
+    """
+    features = _features(model, images.inputs)
+    if len(features) != sum(images.tokens):
+        raise ValueError(
+            f"the vision tower of model type {model.config.model_type} gives {len(features)} features for images that "
+            f"fill {sum(images.tokens)} tokens: processor and model do not belong together"
+        )
+    if images.order != tuple(range(len(images.tokens))):
+        parts = features.split(images.tokens)
+        features = torch.cat([parts[number] for number in images.order])
+    return {"image": BaseModelOutputWithPooling(pooler_output=cast(Any, [features]))}
+
+
+def _features(model: Any, inputs: Mapping[str, Tensor]) -> Float[Tensor, "tokens hidden"]:
+    pixels = inputs[PIXELS]
+    if GRID in inputs:
+        tower = model.visual
+        with without_modes():
+            layout = packed_layout(tower.config, inputs[GRID])
+            bounds = {name: value for name, value in layout.items() if name.startswith("cu_")}
+            layout = {name: v.to(pixels.device) if isinstance(v, Tensor) else v for name, v in layout.items()}
+            for name, value in bounds.items():
+                keep_plan(layout[name], value.tolist())
+        return tower(pixels.to(tower.dtype), grid_thw=inputs[GRID], **layout).pooler_output
+    if PIXEL_MASK in inputs and hasattr(model, "connector"):
+        with without_modes():
+            seen = _seen_patches(inputs[PIXEL_MASK][0], model.config.vision_config.patch_size)
+            masks = contextlib.nullcontext() if seen.all() else masks_built()  # tiles are whole, but for odd sizes
+        with masks:
+            tiles, seen = pixels[0].to(model.dtype), seen.to(pixels.device)
+            states = model.vision_model(pixel_values=tiles, patch_attention_mask=seen).last_hidden_state
+        return model.connector(states).flatten(0, 1)
+    with masks_built():
+        on_device = {name: value.to(pixels.device) for name, value in inputs.items()}
+        pooled = model.get_image_features(**on_device, return_dict=True).pooler_output
+    return pooled.flatten(0, -2) if isinstance(pooled, Tensor) else torch.cat(tuple(pooled))
+
+
+def _seen_patches(mask: Int[Tensor, "tiles height width"], patch: int) -> Bool[Tensor, "tiles rows columns"]:
+    """Which patches of tiles hold pixels that are not padding."""
+    return mask.unfold(1, patch, patch).unfold(2, patch, patch).sum((-1, -2)) > 0

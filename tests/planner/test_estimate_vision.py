@@ -1,0 +1,67 @@
+"""The peak of a run on rows with images, as it is predicted and as tensors really hold it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+import lowtide
+from lowtide import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from tests.support.live_bytes import LivingBytes
+from tests.support.vision_models import CONFIGS, FAMILIES, conversations, processor, rows, vision_model
+
+
+def described(family: str) -> Any:
+    """Of more layers than are traced, with a tower of as many as are traced."""
+    config = CONFIGS[family]()
+    config.text_config.num_hidden_layers = 7
+    if getattr(config.text_config, "layer_types", None):
+        config.text_config.layer_types = ["full_attention"] * 7
+    name = "depth" if family == "qwen2_5_vl" else "num_hidden_layers"
+    setattr(config.vision_config, name, 5)
+    return config
+
+
+def settings(folder: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 16,
+        "max_steps": 2,
+        "max_length": None,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "rehearsal": False,
+        **options,
+    }
+
+
+CASES: dict[str, Any] = {
+    "SFT": (SFTTrainer, SFTConfig, conversations, {}),
+    "SFT, nothing checkpointed": (SFTTrainer, SFTConfig, conversations, {"gradient_checkpointing": False}),
+    "SFT, frozen tower": (
+        *(SFTTrainer, SFTConfig, conversations),
+        {"gradient_checkpointing": False, "freeze_vision_tower": True},
+    ),
+    "DPO": (DPOTrainer, DPOConfig, rows, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_is_predicted_with_the_tower(family: str, case: str, tmp_path: Path) -> None:
+    kind, config, make, options = CASES[case]
+    made = Dataset.from_list(make(32))
+    args = settings(tmp_path, **options)
+    predicted = lowtide.estimate(config(**args), described(family), dataset=made, processing_class=processor(family))
+    model = vision_model(family, config=described(family))
+    more = {"ref_model": None} if config is DPOConfig else {}
+    run = kind(model, args=config(**args), train_dataset=made, processing_class=processor(family), **more)
+    living = LivingBytes()
+    with living, living.during("all"):
+        run.train()
+    assert predicted.tensor_bytes == pytest.approx(living.peaks["all"], rel=0.06)

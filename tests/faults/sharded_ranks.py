@@ -73,7 +73,7 @@ def in_stages(at: str, *faults: str, **more: Any) -> Moment:
 def in_generation(gather: str, *faults: str) -> Moment:
     """In a forward of the second generation."""
     options = (*GRPO, "--ds3_gather_for_generation", gather)
-    return Moment(LAYER, "lowtide.run.rollouts:weights_for_writing", 2, 3, "grpo", options, faults=faults)
+    return Moment(LAYER, "lowtide.run.writing:weights_for_writing", 2, 3, "grpo", options, faults=faults)
 
 
 MOMENTS: dict[str, Moment] = {

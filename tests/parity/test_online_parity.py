@@ -270,7 +270,7 @@ def check_agreement(case: Case, steps: int, folder: Any, monkeypatch: pytest.Mon
     for module in (grpo_module, rloo_module):  # groups stay together here; TRL deals a window's completions out
         monkeypatch.setattr(module, "shuffle_sequence_dict", lambda batch: batch)
     monkeypatch.setattr(grpo_module, "VLLMGeneration", NoVLLM)
-    monkeypatch.setattr("lowtide.run.rollouts.make_vllm_generator", lambda *_: (NoVLLM(), "nobody"))
+    monkeypatch.setattr("lowtide.run.writing.make_vllm_generator", lambda *_: (NoVLLM(), "nobody"))
     theirs = build_trainer(trl, case, folder / "theirs", steps)
     ours = build_trainer(lowtide, case, folder / "ours", steps, case.ours)
     ours.model.load_state_dict(theirs.model.state_dict())

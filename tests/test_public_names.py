@@ -53,6 +53,8 @@ NAMES = [
     "ScriptArguments",
     "Seq2SeqConfig",
     "Seq2SeqTrainer",
+    "SequenceClassificationConfig",
+    "SequenceClassificationTrainer",
     "SyncRefModelCallback",
     "TokenClassificationConfig",
     "TokenClassificationTrainer",

@@ -83,7 +83,8 @@ def check_alike(family: str, second: list[int] | None = None) -> None:
     mask = padded([[1] * n for n in LENGTHS])
     types = {}
     if second is not None:
-        types["token_type_ids"] = padded([[int(at >= s) for at in range(n)] for n, s in zip(LENGTHS, second)])
+        begins = zip(LENGTHS, second, strict=True)
+        types["token_type_ids"] = padded([[int(at >= start) for at in range(n)] for n, start in begins])
     expected = model(input_ids=padded(rows()), attention_mask=mask, labels=labels, **types).loss
     reference = gradients(model, expected)
 
@@ -153,5 +154,5 @@ def test_padding_at_the_end_is_passed_over_as_by_transformers():
 
 def test_a_mean_needs_whole_texts():
     model = build("modernbert, mean")
-    with pytest.raises(ValueError, match="classifier_pooling='mean'.* leave sp_size and cp_size out"):
+    with pytest.raises(ValueError, match=r"classifier_pooling='mean'.* leave sp_size and cp_size out"):
         SequenceClasses.outputs(model, torch.zeros(4, 32), Scores(torch.tensor([0]), torch.tensor([0])))

@@ -68,6 +68,11 @@ METHODS = MethodTable(
             "train an encoder to label words, such as names and places",
             f"{__name__}.token_classification",
         ),
+        "sequence-classification": MethodRow(
+            "SequenceClassification",
+            "train a model to classify texts, or pairs of texts, or to predict numbers of them",
+            f"{__name__}.sequence_classification",
+        ),
         "orpo": MethodRow("ORPO", "odds ratio preference optimization: pairs, without a reference"),
         "cpo": MethodRow("CPO", "contrastive preference optimization and SimPO: pairs, without a reference"),
         "bco": MethodRow(

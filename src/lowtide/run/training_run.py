@@ -26,7 +26,7 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.token_value import TokenValue
 from lowtide.engine.positions import position_table
 from lowtide.engine.stage import stage_of
-from lowtide.engine.weights.labels import names_of
+from lowtide.engine.weights.labels import names_of, set_problem
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
@@ -69,6 +69,8 @@ class Inputs:
     formatting_func: Callable | None = None
     labels: Sequence[str] = ()
     """Those of the rows, which a model that is given by name gets; none where they are not known."""
+    problem: str | None = None
+    """What the labels of the rows are, as transformers' `problem_type` names it; None where it does not."""
     needs_tokenizer: bool = True
     """False where the rows are token rows already."""
     adapts: bool = True
@@ -129,6 +131,8 @@ class TrainingRun:
             needs_tokenizer=inputs.needs_tokenizer and not self.skips_preparation,
             labels=inputs.labels,
         )
+        if inputs.problem is not None:
+            set_problem(causal_model(model).config, inputs.problem, asked=args.problem_type is not None)
         if beside is None:
             self._attach_head(model)
         if inputs.peft_config is not None:
@@ -178,7 +182,8 @@ class TrainingRun:
         """What is known of the labels that the method's head gives logits of; None where it gives none."""
         if not self.method.rows.labelled:
             return None
-        return Labels(names_of(self._config), None if self.ledger is None else self.ledger.scored_by_label)
+        scored = None if self.ledger is None else self.ledger.scored_by_label
+        return Labels(names_of(self._config), scored, self._config.problem_type)
 
     @property
     def score_rule(self) -> ScoreRule:
@@ -200,7 +205,12 @@ class TrainingRun:
             raise ValueError("a streamed train_dataset has no length: set `max_steps`")
         assert self.tokenizer is not None
         how = Preparation(
-            self.tokenizer, self.args, self.vocab_size, self.inputs.formatting_func, names_of(self._config)
+            self.tokenizer,
+            self.args,
+            self.vocab_size,
+            self.inputs.formatting_func,
+            names_of(self._config),
+            self._config.problem_type,
         )
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):
             rows, ledger = self.method.rows.prepare(dataset, how, name)

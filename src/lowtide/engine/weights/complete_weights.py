@@ -58,7 +58,9 @@ def _check_found(name: str, model: Any, found: dict[str, Any], *, new_head: bool
     """Refuses weights that were drawn at random, but for those that are meant to be; says which these are."""
     body = f"{model.base_model_prefix}."
     of_body = new_head and not _is_saved_with_head(model)
-    new = sorted(key for key in found["missing_keys"] if of_body and not key.startswith(body))
+    pooler = f"{body}pooler."  # a part of the head, which language models do without
+    outside = (key for key in found["missing_keys"] if not key.startswith(body) or key.startswith(pooler))
+    new = sorted(outside if of_body else ())
     missing = sorted(set(found["missing_keys"]) - set(new))
     if missing:
         raise ValueError(

@@ -176,7 +176,7 @@ def set_padding(model: Any, tokenizer: PreTrainedTokenizerBase | None, args: Any
     """
     if tokenizer is None:
         return
-    token = args.pad_token or tokenizer.pad_token or args.eos_token or tokenizer.eos_token
+    token = args.pad_token or tokenizer.pad_token or getattr(args, "eos_token", None) or tokenizer.eos_token
     if token is None:
         return
     if token not in tokenizer.get_vocab():

@@ -64,7 +64,7 @@ def name_labels(model: Any, labels: Sequence[str]) -> None:
     set_labels(model.config, labels)
 
 
-def set_problem(config: PretrainedConfig, problem: str, *, asked: bool) -> None:
+def set_problem(config: Any, problem: str, *, asked: bool) -> None:
     """Gives a config its `problem_type`, by which transformers chooses a classifier's loss and reads its logits.
 
     Args:

@@ -18,6 +18,7 @@ from lowtide.engine.heads.classes import ClassStats, SequenceClasses
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.methods.class_weights import WeightedClasses, class_weights
 from lowtide.methods.method import Labels, Method, RowObjective
+from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.rows import LabelledTexts
 from lowtide.objectives.classes import binary_nll, label_nll, squared_errors
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
@@ -26,7 +27,7 @@ from lowtide.ragged import RaggedBatch
 
 
 @dataclass(kw_only=True)
-class SequenceClassificationOptions(WeightedClasses):
+class SequenceClassificationOptions(WeightedClasses, TransformersDefaults):
     """The options of sequence classification, under the names of transformers' `run_classification.py` where it has
     them."""
 

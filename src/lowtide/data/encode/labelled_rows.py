@@ -40,7 +40,7 @@ class LabelEncoder:
         self.labels, self.options, self.source = labels, options, source
         self.vectors = vectors or labels.has_fractions
         self.numbers = numbers_of(options.labels, labels.names, texts=labels.has_names)
-        self.tokenizer = copy.deepcopy(tokenizer)  # calls leave their limits on length in it
+        self.tokenizer: Any = copy.deepcopy(tokenizer)  # calls leave their limits on length in it
         self.vocab_size = options.vocab_size or len(tokenizer)
         self.tells_apart = len(labels.texts) > 1 and TYPES in tokenizer("a", "a")
         of_label = Value("int64") if options.problem == SINGLE else Value("float32")

@@ -41,6 +41,8 @@ NAMES = [
     "OnlineDPOTrainer",
     "PPOConfig",
     "PPOTrainer",
+    "PretrainConfig",
+    "PretrainTrainer",
     "RLOOConfig",
     "RLOOTrainer",
     "RaggedBatch",

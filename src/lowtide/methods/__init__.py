@@ -56,6 +56,7 @@ class MethodTable(Mapping[str, "Method"]):
 METHODS = MethodTable(
     {
         "sft": MethodRow("SFT", "fine-tune a model on texts, conversations or prompts with completions"),
+        "pretrain": MethodRow("Pretrain", "train a language model on documents, from random weights or from a model"),
         "dpo": MethodRow(
             "DPO", "direct preference optimization: pairs of a chosen and a rejected answer, against a reference"
         ),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.paper import Paper
+from lowtide.methods.perplexity import with_perplexity
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.objectives.sft import nll
 from lowtide.ops.linear_logprobs import Want
@@ -173,11 +173,6 @@ def objective(options: MaskedLMOptions, *, aux_coefficient: float = 0.0) -> Toke
     """The negative log-likelihood of the masked tokens, and what the metrics need to know of each."""
     want = Want(entropies=options.token_metrics, top1=options.token_metrics)
     return TokenObjective(nll, want, aux_coefficient)
-
-
-def with_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The perplexity of the masked tokens, where their loss is known: in evaluation."""
-    return {"perplexity": math.exp(metrics["loss"])} if "loss" in metrics else {}
 
 
 PAPER = Paper(

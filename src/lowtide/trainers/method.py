@@ -22,6 +22,7 @@ from lowtide.ragged import NEXT_TOKEN, RaggedBatch, ScoreRule
 from lowtide.ranks.same_run import check_same_run
 from lowtide.run.edge import edge
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
+from lowtide.run.inputs.beginning import beginning_of
 from lowtide.run.inputs.loading import config_of
 from lowtide.run.inputs.row_checks import check_collator
 from lowtide.run.options.training import TrainingConfig
@@ -75,13 +76,22 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         if given["train_dataset"] is None:
             raise ValueError(f"{type(self).__name__} needs a `train_dataset`, and it is None")
         given["processing_class"] = take_tokenizer(older, given["processing_class"])
-        check_arguments(self.config.__name__, **{name: given[name] for name in ARGUMENTS if name in given})
+        begins = given["model"] is None and getattr(given["args"], "begins_at_random", False)
+        known = {name: given[name] for name in ARGUMENTS if name in given and not (begins and name == "model")}
+        check_arguments(self.config.__name__, **known)
         for name in ("model", "ref_model", "teacher_model"):
             if isinstance(given.get(name), os.PathLike):
                 given[name] = os.fspath(given[name])
         args = config_of(self.config, given["args"], given["model"], self.method.name.upper())
         self.args = args = with_older(args, older, type(self).__name__)
         check_same_run({each.name: getattr(args, each.name) for each in fields(args) if each.init})
+        if begins:
+            given["model"] = beginning_of(args, given["train_dataset"], given["processing_class"])
+        elif getattr(args, "begins_at_random", False):
+            raise ValueError(
+                "a model came with config_name or model_type, which are of one that begins with random weights: pass "
+                "model=None, or leave these out"
+            )
         self.planned = self._plan(given)
         set_seed(args.seed)
         if getattr(given.get("data_collator"), "is_default", False):

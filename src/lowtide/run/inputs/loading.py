@@ -18,6 +18,7 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.labels import name_labels
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.engine.weights.new_model import begins_at_random
 from lowtide.engine.weights.widening import load_waiting, waits
 from lowtide.option_values import check_ranges
 from lowtide.run.optimizers import OPTIMIZERS
@@ -106,7 +107,7 @@ def load_inputs(
             raise ValueError("a model without a name needs its tokenizer: pass it as `processing_class`")
         tokenizer = load_tokenizer(name, **config_init(init))
     if isinstance(model, str):
-        late = _may_wait(args, head) and not has_adapters and waits(model, init)
+        late = _may_wait(args, head) and not has_adapters and not begins_at_random(model) and waits(model, init)
         model = (load_waiting if late else load_model)(model, head=head, labels=labels, **init)
     elif labels:
         name_labels(causal_model(model), labels)

@@ -1,0 +1,95 @@
+"""Where pretraining begins without a model: a folder with a config and a tokenizer, made once for a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lowtide.compat.datasets import fingerprint_of
+from lowtide.data.byte_pairs import learn_tokenizer
+from lowtide.data.cache.fingerprint import tokenizer_fingerprint
+from lowtide.data.documents import documents_of, texts_of
+from lowtide.engine.weights.loading import load_tokenizer
+from lowtide.engine.weights.new_model import BEGINNING, described_config
+
+FOLDER = "beginning"
+"""Its name in the output folder."""
+LEARNED_FROM = 100_000
+"""The most rows that a tokenizer is learned from."""
+OPTIONS = ("config_name", "model_type", "config_overrides", "tokenizer_name", "train_tokenizer", "dataset_text_field")
+
+
+def beginning_of(args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    """The folder of the model that `args` asks for, in the output folder; one that was made before, of the same options
+    and rows, is taken again.
+
+    Args:
+        args: a config with `methods.pretrain.BeginningOptions`.
+        rows: a tokenizer may be learned from them.
+        tokenizer: one that is there, in place of those that the options name.
+
+    Raises:
+        ValueError: the options name no tokenizer, or none that goes with the config.
+    """
+    folder = Path(args.output_dir, FOLDER)
+    asked = {name: getattr(args, name) for name in OPTIONS}
+    asked["rows"] = fingerprint_of(rows) if args.train_tokenizer and isinstance(rows, Dataset) else None
+    asked["tokenizer"] = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+    with args.main_process_first(desc="making the model's folder"):
+        record = folder / BEGINNING
+        if not record.is_file() or json.loads(record.read_text(encoding="utf-8")) != asked:
+            _make(folder, args, rows, tokenizer, asked)
+    return str(folder)
+
+
+def _make(folder: Path, args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase | None, asked: dict) -> None:
+    """Writes the folder beside its place, and moves it there when it is whole."""
+    config = described_config(
+        args.config_name, args.model_type, args.config_overrides or {}, trust_remote_code=args.trust_remote_code
+    )
+    tokenizer = tokenizer or _tokenizer(args, rows)
+    _fit(config, tokenizer, args)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    config.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    (made / BEGINNING).write_text(json.dumps(asked, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    made.rename(folder)
+
+
+def _tokenizer(args: Any, rows: Any) -> PreTrainedTokenizerBase:
+    if args.train_tokenizer is not None:
+        field = args.dataset_text_field
+        return learn_tokenizer(texts_of(documents_of(rows, field, None), field, LEARNED_FROM), args.train_tokenizer)
+    name = args.tokenizer_name or args.config_name
+    if name is None or Path(name).is_file():
+        raise ValueError(
+            "a model that begins with random weights needs a tokenizer: name one by tokenizer_name, learn one by "
+            "train_tokenizer, or pass it as `processing_class`"
+        )
+    return load_tokenizer(name, trust_remote_code=args.trust_remote_code)
+
+
+def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, args: Any) -> None:
+    """Gives a config the tokenizer's vocabulary and special tokens, and as many positions as rows have."""
+    text: Any = config.get_text_config()
+    overrides, size = args.config_overrides or {}, len(tokenizer)
+    if overrides.get("vocab_size", size) < size:
+        raise ValueError(
+            f"config_overrides says vocab_size={overrides['vocab_size']}, and the tokenizer has {size} tokens: leave "
+            "vocab_size out, or name at least as many"
+        )
+    text.vocab_size = overrides.get("vocab_size", size)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(text, name, getattr(tokenizer, name))
+    if "max_position_embeddings" not in overrides and args.max_length is not None:
+        positions = getattr(text, "max_position_embeddings", None)
+        if positions is not None and positions < args.max_length:
+            text.max_position_embeddings = args.max_length

@@ -149,7 +149,7 @@ class PretrainOptions(BeginningOptions):
                 f"{max(rows, 1) * of_ranks} or {(rows + 1) * of_ranks}"
             )
         size = self.per_device_train_batch_size
-        if "per_device_train_batch_size" not in self.requested:
+        if self._asked("per_device_train_batch_size") is None:
             size = self.per_device_train_batch_size = math.gcd(rows, size)
         if rows % size:
             raise ValueError(
@@ -160,11 +160,16 @@ class PretrainOptions(BeginningOptions):
 
     def _agreed(self: Any, name: str, found: int) -> int:
         """A number that follows from tokens, where no other was asked for."""
-        asked = self.requested.get(name)
-        if asked not in (None, found, -1):
+        asked = self._asked(name)
+        if asked not in (None, found):
             tokens = "max_tokens" if name == "max_steps" else "tokens_per_step"
             raise ValueError(f"{tokens}={getattr(self, tokens)} makes {name} {found}, and {name}={asked}: keep one")
         return found
+
+    def _asked(self: Any, name: str) -> Any:
+        """An option that was set by hand; None where it was left, or set to its default, as files of runs have all."""
+        value, default = self.requested.get(name), self.__dataclass_fields__[name].default
+        return None if value == default else value
 
 
 class Documents(Texts):

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from lowtide.engine.heads.head import Head
 from lowtide.spelling import nearest
@@ -59,10 +58,9 @@ def described_config(
         ValueError: there is no such config or type, or it has no value of a name.
     """
     if model_type is not None:
-        if model_type not in CONFIG_MAPPING_NAMES:
-            raise ValueError(
-                f"model_type={model_type!r} is none that transformers knows{nearest(model_type, CONFIG_MAPPING_NAMES)}"
-            )
+        if model_type not in CONFIG_MAPPING:
+            known_types = nearest(model_type, list(CONFIG_MAPPING.keys()))
+            raise ValueError(f"model_type={model_type!r} is none that transformers knows{known_types}")
         config = AutoConfig.for_model(model_type)
     else:
         assert config_name is not None

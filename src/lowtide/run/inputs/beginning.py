@@ -21,8 +21,12 @@ from lowtide.engine.weights.new_model import BEGINNING, described_config
 FOLDER = "beginning"
 """Its name in the output folder."""
 LEARNED_FROM = 100_000
-"""The most rows that a tokenizer is learned from."""
-OPTIONS = ("config_name", "model_type", "config_overrides", "tokenizer_name", "train_tokenizer", "dataset_text_field")
+"""The most documents that a tokenizer is learned from."""
+OPTIONS = (
+    *("config_name", "model_type", "config_overrides", "tokenizer_name", "train_tokenizer"),
+    *("dataset_text_field", "document_separator"),
+)
+"""What it depends on."""
 
 
 def beginning_of(args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
@@ -67,7 +71,8 @@ def _make(folder: Path, args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase
 def _tokenizer(args: Any, rows: Any) -> PreTrainedTokenizerBase:
     if args.train_tokenizer is not None:
         field = args.dataset_text_field
-        return learn_tokenizer(texts_of(documents_of(rows, field, None), field, LEARNED_FROM), args.train_tokenizer)
+        apart = documents_of(rows, field, args.document_separator)
+        return learn_tokenizer(texts_of(apart, field, LEARNED_FROM), args.train_tokenizer)
     name = args.tokenizer_name or args.config_name
     if name is None or Path(name).is_file():
         raise ValueError(

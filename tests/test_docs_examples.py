@@ -17,6 +17,7 @@ MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").
 TRAINERS = (
     "token-classification",
     "sequence-classification",
+    "pretrain",
     "dpo",
     "kto",
     "reward",

@@ -83,6 +83,12 @@ def test_texts_are_taken_apart_at_a_separator(tmp_path: Path):
     assert [row["seq_lengths"] for row in apart.train_dataset] == [row["seq_lengths"] for row in plain.train_dataset]
 
 
+def test_other_columns_are_not_read(tmp_path: Path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    both = rows().add_column("messages", [talk] * 40)
+    assert trainer(tmp_path, both).ledger.tokens == trainer(tmp_path).ledger.tokens
+
+
 def test_a_stream_is_trained_on(tmp_path: Path):
     stream = IterableDataset.from_generator(lambda: ({"text": each} for each in documents(80)))
     made = trainer(tmp_path, stream, document_separator=".")

@@ -38,7 +38,7 @@ def documents_of(
             f"{field!r}"
         )
     if separator is None:
-        return dataset
+        return entitled(dataset.select_columns([field]), source)
     apart = functools.partial(_apart, field=field, separator=separator)
     return entitled(dataset.map(apart, batched=True, remove_columns=columns), source)
 

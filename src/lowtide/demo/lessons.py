@@ -142,6 +142,7 @@ LESSONS: dict[str, Lesson] = {
             "per_device_train_batch_size": 32,
             "learning_rate": 4e-3,
             "lr_scheduler_type": "warmup_stable_decay",
+            "warmup_steps": 0.1,
             "decay_steps": 0.3,
         },
         rows=sentence_rows,

@@ -11,9 +11,10 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
-from transformers import BertConfig, BertForMaskedLM, pipeline
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM, pipeline
 
 from lowtide import SequenceClassificationConfig, SequenceClassificationTrainer
+from lowtide.cli.main import main
 from lowtide.methods.sequence_classification import macro_f1, pearson
 from tests.support.classifying import CLASSES, NO_DROPOUT, SIZES, classifier, dataset, tokenizer, trainer
 from tests.support.marks import slow_but
@@ -209,6 +210,20 @@ def test_adapters_train_the_head_whole(family: str, tmp_path: Path):
     before = {name: p.clone() for name, p in made.model.named_parameters() if p.requires_grad}
     made.train()
     assert all(not torch.equal(before[name], p) for name, p in made.model.named_parameters() if name in before)
+
+
+def test_adapters_are_merged_with_their_head(saved_encoder: Path, tmp_path: Path):
+    config = LoraConfig(r=4, target_modules=["query", "value"])
+    given = {"model": str(saved_encoder), "processing_class": None, "peft_config": config}
+    made = trainer(tmp_path / "run", arguments=given, learning_rate=1e-2)
+    trained = {name for name, p in made.model.named_parameters() if p.requires_grad}
+    assert any("pooler" in name for name in trained)  # new as the head is, and lost if it were not saved
+    made.train()
+    made.save_model(str(tmp_path / "adapter"))
+    assert main(["merge", "--adapter", str(tmp_path / "adapter"), "--output_dir", str(tmp_path / "merged")]) == 0
+    rows = dataset(5, seed=9)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    np.testing.assert_allclose(made.predict(rows).predictions, logits_of(merged, rows).numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_run_goes_on_bit_by_bit(tmp_path: Path):

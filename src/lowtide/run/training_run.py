@@ -26,6 +26,7 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.token_value import TokenValue
 from lowtide.engine.positions import position_table
 from lowtide.engine.stage import stage_of
+from lowtide.engine.weights.complete_weights import new_modules
 from lowtide.engine.weights.labels import names_of, set_problem
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
@@ -136,7 +137,7 @@ class TrainingRun:
         if beside is None:
             self._attach_head(model)
         if inputs.peft_config is not None:
-            model = self._adapted(model, adapters_of(method, args, inputs.peft_config))
+            model = self._adapted(model, adapters_of(method, args, inputs.peft_config, new_modules(model)))
         if beside is not None:
             add_adapter_of(model, beside)
         if getattr(args, "disable_dropout", False):
@@ -315,16 +316,19 @@ def head_with_adapter(args: Any) -> type[Head] | None:
     return TokenValue if getattr(args, "value_adapter", False) else None
 
 
-def adapters_of(method: Method, args: Any, peft_config: Any) -> Any:
+def adapters_of(method: Method, args: Any, peft_config: Any, new_modules: Sequence[str] = ()) -> Any:
     """The configuration of the policy's adapters as a method needs it: it says the task, and a new head that is read
-    through them is trained whole."""
+    through them is trained whole, with all `new_modules` that began with random values, which would be lost with the
+    base."""
     if head_with_adapter(args) is not None:
         return peft_config
     task = getattr(peft_config, "task_type", None)
     added, known = method.head.added_module, list(getattr(peft_config, "modules_to_save", None) or [])
-    if added is not None and added not in known:
+    wanted = [added, *new_modules] if method.rows.labelled else [added]
+    lacking = [name for name in wanted if name is not None and name not in known]
+    if lacking:
         peft_config = copy.copy(peft_config)
-        peft_config.modules_to_save = [*known, added]
+        peft_config.modules_to_save = [*known, *lacking]
     says_another = task not in (None, LanguageModel.task_type)
     if method.head is LanguageModel or says_another or method.head.new_module in known:
         return peft_config

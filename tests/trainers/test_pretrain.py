@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_wsd_schedule
 
-from lowtide import PretrainConfig, PretrainTrainer
+from lowtide import MaskedLMConfig, MaskedLMTrainer, PretrainConfig, PretrainTrainer
 from lowtide.cli.main import main
 from lowtide.data.byte_pairs import END, learn_tokenizer
 from lowtide.data.sources.load import load_rows
@@ -142,6 +142,25 @@ def test_a_config_file_is_taken_with_another_tokenizer(tmp_path: Path):
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (280, 32, 1)
 
 
+@pytest.mark.parametrize("model_type", ["modernbert", "roberta"])
+def test_an_encoder_begins_too(model_type: str, tmp_path: Path):
+    sizes = {name: value for name, value in SIZES.items() if name not in ("num_key_value_heads", "initializer_range")}
+    options = {"config_overrides": sizes, "train_tokenizer": 300, "max_length": 512, "max_steps": 2, "logging_steps": 1}
+
+    def begun(folder: str, kind: str) -> Any:
+        of_run = {"use_cpu": True, "bf16": False, "report_to": "none", "model_type": kind, **options}
+        return MaskedLMTrainer(model=None, args=MaskedLMConfig(str(tmp_path / folder), **of_run), train_dataset=rows())
+
+    made = begun("run", model_type)
+    assert made.model.config.vocab_size == len(made.tokenizer) == 300
+    first = made.train_dataset[0]["input_ids"]
+    assert made.tokenizer.convert_ids_to_tokens([first[0], first[-1]]) == ["<|start|>", END]
+    made.train()
+    assert made.state.log_history[0]["loss"] == pytest.approx(math.log(300), rel=0.1)
+    with pytest.raises(ValueError, match=r"model type llama does not begin .*: `lowtide pretrain` does"):
+        begun("other", "llama")
+
+
 def test_what_was_begun_is_taken_again_unless_it_is_another(tmp_path: Path):
     folder = tmp_path / "beginning"
     trainer(tmp_path)
@@ -228,7 +247,7 @@ BAD: dict[str, tuple[dict, str]] = {
     "two configs": ({"config_name": "a", "model_type": "llama"}, "both say which model begins: keep one"),
     "two tokenizers": ({**NEW, "tokenizer_name": "a"}, "both say which tokenizer there is: keep one"),
     "no model": ({"train_tokenizer": 300}, "train_tokenizer=300 is of a model that begins with random weights"),
-    "few tokens": ({**NEW, "train_tokenizer": 200}, "train_tokenizer=200 must be at least 258"),
+    "few tokens": ({**NEW, "train_tokenizer": 200}, "train_tokenizer=200 must be at least 260"),
     "no multiple": ({"tokens_per_step": 1000}, r"is no multiple of max_length x ranks = 32: take 992 or 1024"),
     "not divided": (
         {"tokens_per_step": 96, "per_device_train_batch_size": 2},
@@ -248,6 +267,11 @@ def test_options_that_cannot_work_are_refused(case: str, tmp_path: Path):
 
 
 BAD_BEGINNINGS: dict[str, tuple[dict, str]] = {
+    "encoder": (
+        {"model_type": "modernbert", "config_overrides": None},
+        "model type modernbert does not begin .*: `lowtide masked-lm` does",
+    ),
+    "neither": ({"model_type": "t5", "config_overrides": None}, "model type t5 does not begin .*: take another type"),
     "type": ({"model_type": "lama"}, "model_type='lama' is none that transformers knows; did you mean 'llama'"),
     "value": (
         {"config_overrides": {"hiden_size": 3}},

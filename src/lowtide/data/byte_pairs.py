@@ -9,30 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-END, PAD = "<|endoftext|>", "<|pad|>"
-LEAST = 256 + 2
-"""Bytes, and the two special tokens."""
+END, PAD, START, MASK = "<|endoftext|>", "<|pad|>", "<|start|>", "<|mask|>"
+LEAST = 256 + 4
+"""Bytes, and the special tokens."""
 
 
-def learn_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+def learn_tokenizer(texts: Iterable[str], vocabulary: int, *, masks: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer of texts like these.
 
     Args:
         vocabulary: tokens at most, special ones included; texts with fewer pairs give fewer.
+        masks: whether it is for a masked language model: with a mask token, and one at the start and one at the end of
+            each text.
     """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
+    special = [END, PAD, *((START, MASK) if masks else ())]
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END, PAD],
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     made.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
-    )
+    roles = {"eos_token": END, "pad_token": PAD}
+    if masks:
+        roles |= {"bos_token": START, "cls_token": START, "sep_token": END, "mask_token": MASK}
+        ends = [(name, made.token_to_id(name)) for name in (START, END)]
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{START} $A {END}", pair=f"{START} $A {END} $B:1 {END}:1", special_tokens=ends
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **roles)

@@ -13,6 +13,7 @@ from lowtide.data.batches.masking import ONE_TOKEN, Masking, geometric, harmonic
 from lowtide.data.encode.masked import MaskedEncoder, MaskedOptions
 from lowtide.data.prepare import prepare
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
+from lowtide.methods.beginning import BeginningOptions
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.paper import Paper
@@ -28,7 +29,7 @@ LONGEST = {"tokens": 1, "spans": 10, "ngrams": 3}
 
 
 @dataclass(kw_only=True)
-class MaskedLMOptions(TransformersDefaults):
+class MaskedLMOptions(BeginningOptions, TransformersDefaults):
     """The options of masked language modelling, under the names of transformers' collator and with its defaults."""
 
     # data
@@ -67,6 +68,7 @@ class MaskedLMOptions(TransformersDefaults):
         Raises:
             ValueError: an option has no such value, or two options exclude each other.
         """
+        self.check_beginning()
         if not self.mlm_probability:
             raise ValueError("mlm_probability=0.0 masks nothing, so there is nothing to learn: the usual share is 0.15")
         if self.mask_replace_prob + self.random_replace_prob > 1 + 1e-9:

@@ -10,11 +10,17 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.byte_pairs import learn_tokenizer
 from lowtide.data.cache.fingerprint import tokenizer_fingerprint
 from lowtide.data.documents import documents_of, texts_of
+from lowtide.engine.heads.head import Head
+from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.new_model import BEGINNING, described_config
 
@@ -22,6 +28,8 @@ FOLDER = "beginning"
 """Its name in the output folder."""
 LEARNED_FROM = 100_000
 """The most documents that a tokenizer is learned from."""
+UNUSED = 2
+"""Positions that RoBERTa and its kin leave out before the first."""
 OPTIONS = (
     *("config_name", "model_type", "config_overrides", "tokenizer_name", "train_tokenizer"),
     *("dataset_text_field", "document_separator"),
@@ -42,7 +50,8 @@ def beginning_of(args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase | None
         ValueError: the options name no tokenizer, or none that goes with the config.
     """
     folder = Path(args.output_dir, FOLDER)
-    asked = {name: getattr(args, name) for name in OPTIONS}
+    asked = {name: getattr(args, name, None) for name in OPTIONS}
+    asked["method"] = args.method.name
     asked["rows"] = fingerprint_of(rows) if args.train_tokenizer and isinstance(rows, Dataset) else None
     asked["tokenizer"] = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
     with args.main_process_first(desc="making the model's folder"):
@@ -57,6 +66,7 @@ def _make(folder: Path, args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase
     config = described_config(
         args.config_name, args.model_type, args.config_overrides or {}, trust_remote_code=args.trust_remote_code
     )
+    _check_kind(config, args.method.head)
     tokenizer = tokenizer or _tokenizer(args, rows)
     _fit(config, tokenizer, args)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -68,11 +78,27 @@ def _make(folder: Path, args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase
     made.rename(folder)
 
 
+def _check_kind(config: PretrainedConfig, head: type[Head]) -> None:
+    """Refuses models that the method does not train.
+
+    Raises:
+        ValueError: says which method does.
+    """
+    kind = config.model_type
+    masked = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not masked  # encoders are listed there too, as decoders
+    if masked if head is MaskedLanguageModel else causal:
+        return
+    way = "`lowtide masked-lm` does" if masked else "`lowtide pretrain` does" if causal else "take another type"
+    raise ValueError(f"model type {kind} does not begin with random weights as one of the {head.models} here: {way}")
+
+
 def _tokenizer(args: Any, rows: Any) -> PreTrainedTokenizerBase:
     if args.train_tokenizer is not None:
         field = args.dataset_text_field
-        apart = documents_of(rows, field, args.document_separator)
-        return learn_tokenizer(texts_of(apart, field, LEARNED_FROM), args.train_tokenizer)
+        apart = documents_of(rows, field, getattr(args, "document_separator", None))
+        texts = texts_of(apart, field, LEARNED_FROM)
+        return learn_tokenizer(texts, args.train_tokenizer, masks=args.method.head is MaskedLanguageModel)
     name = args.tokenizer_name or args.config_name
     if name is None or Path(name).is_file():
         raise ValueError(
@@ -92,9 +118,10 @@ def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, args: Any
             "vocab_size out, or name at least as many"
         )
     text.vocab_size = overrides.get("vocab_size", size)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(text, name, getattr(tokenizer, name))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id"):
+        if hasattr(text, name):
+            setattr(text, name, getattr(tokenizer, name))
     if "max_position_embeddings" not in overrides and args.max_length is not None:
         positions = getattr(text, "max_position_embeddings", None)
-        if positions is not None and positions < args.max_length:
-            text.max_position_embeddings = args.max_length
+        if positions is not None and positions < args.max_length + UNUSED:
+            text.max_position_embeddings = args.max_length + UNUSED

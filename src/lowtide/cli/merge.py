@@ -73,7 +73,7 @@ def _merge(arguments: argparse.Namespace) -> bool:
 
     trust = arguments.trust_remote_code
     labels = labels_of_adapter(adapter)
-    init = {} if labels is None else {"num_labels": labels}
+    init: dict[str, Any] = {} if labels is None else {"num_labels": labels}
     base = load_model(name, trust_remote_code=trust, head=head_of_task(config.get("task_type")), dtype="auto", **init)
     model = load_adapters(base, str(adapter))
     save_merged(model, output, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None)

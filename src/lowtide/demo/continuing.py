@@ -36,7 +36,8 @@ def save_beginning(folder: Path, seed: int) -> None:
     """Makes a folder with the config of a Qwen3 of two layers and a tokenizer that is learned from the texts."""
     texts = Dataset.from_list([row for question in make_questions(0, seed)[0] for row in sentence_rows(question)])
     options: dict[str, Any] = {"model_type": "qwen3", "config_overrides": SIZES, "train_tokenizer": TOKENS}
-    args = config_class(METHODS["pretrain"])(output_dir=str(folder.parent), max_length=128, use_cpu=True, **options)
+    options |= {"output_dir": str(folder.parent), "max_length": 128, "use_cpu": True}
+    args = config_class(METHODS["pretrain"])(**options)
     Path(beginning_of(args, texts)).rename(folder)
 
 

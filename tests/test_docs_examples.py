@@ -16,6 +16,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))
 TRAINERS = (
     "token-classification",
+    "sequence-classification",
+    "pretrain",
     "dpo",
     "kto",
     "reward",

@@ -15,10 +15,13 @@ import json
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 from lowtide.option import Range
 from lowtide.spelling import nearest
@@ -245,7 +248,10 @@ def _number(value: Any) -> Any:
 
 
 def _dict(value: Any) -> Any:
-    """A mapping, from JSON or the path of a JSON file too; or an object that holds the same, such as a dataclass."""
+    """A mapping, from JSON, the path of a JSON file, or `name=value,name=value` too; or an object that holds the same,
+    such as a dataclass."""
+    if isinstance(value, str) and PAIRS.fullmatch(value):
+        value = {name: yaml.safe_load(each) for name, each in (part.split("=", 1) for part in value.split(","))}
     if isinstance(value, str):
         value = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8"))
     if isinstance(value, type) or not (isinstance(value, Mapping) or dataclasses.is_dataclass(value)):
@@ -259,6 +265,8 @@ def _str(value: Any) -> str:
     return value if isinstance(value, str) else os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
+PAIRS = re.compile(r"\w+=[^,={}]*(,\w+=[^,={}]*)*")
+"""A mapping on the command line, in the form of transformers' `run_clm.py`."""
 CONVERTERS: dict[type, Callable[[Any], Any]] = {
     NoneType: _none,
     bool: _bool,
@@ -273,7 +281,7 @@ WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
-    dict: "a mapping (JSON on the command line)",
+    dict: "a mapping (JSON, or name=value,name=value on the command line)",
     str: "text",
     list: "a list",
     NoneType: "none",

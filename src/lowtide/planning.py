@@ -266,7 +266,7 @@ def rows_of(lengths: Sequence[int | Sequence[int]], *, writes: bool = False, par
         each = (length,) if isinstance(length, int) else tuple(length)
         row: dict[str, Any] = {name: [1] * size for name, size in zip(columns[len(each)], each, strict=True)}
         if "input_ids" in row:
-            row |= {"labels": row["input_ids"], "number": len(made)}
+            row |= {"labels": row["input_ids"], "number": len(made), "text_label": len(made) % 2}
         if "completion_ids" in row:
             row |= {"kl_completion_ids": row["completion_ids"], "label": True}
         made.append(row)

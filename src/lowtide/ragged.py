@@ -22,6 +22,8 @@ from torch import Tensor
 
 IGNORE = -100
 """The label of a token that is not scored, as everywhere in the field."""
+SECOND_TEXT = "second_text"
+"""Row value: the position at which the second text of a pair begins, for models that tell the two apart."""
 
 
 class Segment(NamedTuple):
@@ -453,6 +455,15 @@ class RaggedBatch:
         for number, part in enumerate(self.segments):
             numbers[part.row].append(number)
         return numbers
+
+    @property
+    def token_types(self) -> Int[Tensor, " tokens"] | None:
+        """1 in the second text of a pair and 0 elsewhere; None of rows that are no pairs."""
+        second = self.row_values.get(SECOND_TEXT)
+        if second is None:
+            return None
+        begins = second[self.row].repeat_interleave(self.offsets.diff(), output_size=self.tokens)
+        return (self.position_ids >= begins).long()
 
     @property
     def repeated_tokens(self) -> int:

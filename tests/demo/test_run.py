@@ -55,6 +55,18 @@ def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, met
 
 
 @pytest.mark.slow
+def test_pretraining_begins_with_random_weights_and_a_learned_tokenizer(tmp_path, command, capsys):
+    sizes = Sizes(steps=20, questions=2000, held_out=20, samples=3)
+    report = run_demo(tmp_path, command, method="pretrain", sizes=sizes)
+    assert report is not None
+    assert report["exact_match_before"] == 0
+    assert (tmp_path / "base" / "beginning.json").is_file()
+    assert not (tmp_path / "base" / "model.safetensors").exists()
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert "exact answers" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_labels_are_counted_before_and_after(tmp_path, command, capsys):
     sizes = Sizes(steps=120, questions=2000, held_out=40, samples=3)
     report = run_demo(tmp_path, command, method="token-classification", sizes=sizes)

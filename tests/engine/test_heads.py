@@ -11,6 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from lowtide.engine.forward import install, score
 from lowtide.engine.heads import HEADS, head_of, head_of_task
+from lowtide.engine.heads.classes import SequenceClasses
 from lowtide.engine.heads.head import Scores
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.value import Value
@@ -41,10 +42,10 @@ def loss_of(model, rows, in_forward: bool):
 def test_the_head_of_a_model_is_found():
     assert head_of(build()) is LanguageModel
     assert head_of(build(AutoModelForSequenceClassification, num_labels=1)) is Value
-    for model in (build(AutoModel), build(AutoModelForSequenceClassification, num_labels=3)):
-        with pytest.raises(ValueError, match=r"model type llama\) has no head .* AutoModelForCausalLM or"):
-            install(model)
-    assert [head_of_task(head.task_type) for head in HEADS] == list(HEADS)
+    assert head_of(build(AutoModelForSequenceClassification, num_labels=3)) is SequenceClasses
+    with pytest.raises(ValueError, match=r"model type llama\) has no head .* AutoModelForCausalLM or"):
+        install(build(AutoModel))
+    assert [head_of_task(head.task_type) for head in HEADS] == [*HEADS[:-1], Value]
     assert head_of_task(None) is LanguageModel
 
 

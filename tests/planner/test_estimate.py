@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list, type, Any]] = {
     "kto": ("KTOConfig", {}, SINGLES, LlamaConfig, None),
     "reward": ("RewardConfig", {}, PAIRS, LlamaConfig, None),
     "token classification": ("TokenClassificationConfig", {}, TEXTS, BertConfig, None),
+    "sequence classification": ("SequenceClassificationConfig", {}, TEXTS, BertConfig, None),
     "orpo": ("ORPOConfig", {}, PAIRS, LlamaConfig, None),
     "gkd": ("GKDConfig", {"lmbda": 0.0}, TEXTS, LlamaConfig, None),
     "gkd, LoRA": ("GKDConfig", {"lmbda": 0.0, "beta": 0.0}, TEXTS, LlamaConfig, LORA),

@@ -51,7 +51,7 @@ from lowtide.ops.linear_logprobs import TokenStats
 
 TRAINERS = ("SFT", "DPO", "KTO", "Reward", "ORPO", "CPO", "BCO")
 ONLINE = ("GRPO", "RLOO", "OnlineDPO", "PPO")
-ENCODERS = ("TokenClassification", "MaskedLM")
+ENCODERS = ("TokenClassification", "SequenceClassification", "MaskedLM")
 TAUGHT = ("GKD",)
 EVERY_TRAINER = (*TRAINERS, *ONLINE, *TAUGHT, *ENCODERS)
 """The columns of the table; other tests go by `TRAINERS`, since a run of an online trainer takes longer, and not all
@@ -199,7 +199,7 @@ def build(kind: str, intermediate_size: int, seed: int = 0) -> PreTrainedModel:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "initializer_range": 0.1,
-        "num_labels": len(TAGS) if kind == "TokenClassification" else 1,
+        "num_labels": len(TAGS) if kind.endswith("Classification") else 1,
     }
     if kind in ENCODERS:
         without_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -226,6 +226,11 @@ def rows(kind: str) -> Dataset:
         tags = [*TAGS, *TAGS]
         words = [[row["prompt"], row["chosen"], *row["rejected"].split()] for row in pairs]
         return Dataset.from_list([{"tokens": each, "ner_tags": tags[: len(each)]} for each in words])
+    if kind == "SequenceClassification":
+        labels = [TAGS[n % len(TAGS)] for n in range(len(pairs))]
+        return Dataset.from_list(
+            [{"text": row["prompt"] + row["rejected"], "label": tag} for row, tag in zip(pairs, labels, strict=True)]
+        )
     if kind in UNPAIRED:
         singles = [
             {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}

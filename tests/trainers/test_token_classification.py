@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertModel, pipeline
 
 from lowtide import TokenClassificationConfig
+from lowtide.methods.class_weights import class_weights
 from lowtide.methods.method import Labels
-from lowtide.methods.token_classification import class_weights
 from lowtide.objectives.entities import entity_scores
 from tests.support.marks import slow_but
 from tests.support.tagging import SIZES, TAGS, dataset, tagger, tokenizer, trainer, words_and_tags

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,10 +33,18 @@ class DescribedRun:
     def method(self) -> str:
         return self.run.method
 
-    @property
+    @functools.cached_property
     def model(self) -> str:
-        assert self.run.what.model is not None
-        return self.run.what.model
+        """Its name or folder; of one that begins with random weights a folder of the command's own."""
+        if self.run.what.model is not None:
+            return self.run.what.model
+        from lowtide.run.inputs.beginning import beginning_of
+
+        return beginning_of(self.run.config(output_dir=self._folder.name), self.rows())
+
+    @functools.cached_property
+    def _folder(self) -> tempfile.TemporaryDirectory:
+        return tempfile.TemporaryDirectory()
 
     def rows(self) -> Dataset | IterableDataset:
         """The rows to train on."""

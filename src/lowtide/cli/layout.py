@@ -3,6 +3,11 @@
 LAYOUT: dict[str, list[str]] = {
     "model and data": [
         "model",
+        "config_name",
+        "model_type",
+        "config_overrides",
+        "tokenizer_name",
+        "train_tokenizer",
         "dataset",
         "datasets",
         "test_split_size",
@@ -39,8 +44,11 @@ LAYOUT: dict[str, list[str]] = {
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "max_steps",
+        "max_tokens",
+        "tokens_per_step",
         "lr_scheduler_type",
         "warmup_steps",
+        "decay_steps",
         "weight_decay",
         "max_grad_norm",
         "optim",

@@ -84,13 +84,16 @@ class RunOptions:
         aliases=["dataset_test_split"],
     )
 
-    def check(self) -> None:
+    def check(self, *, begins_at_random: bool = False) -> None:
         """Refuses what cannot work.
+
+        Args:
+            begins_at_random: whether other options say which model there is.
 
         Raises:
             UsageError: an option is missing, or has no effect.
         """
-        for name, given in (("model", self.model), ("dataset", self.dataset or self.datasets)):
+        for name, given in (("model", self.model or begins_at_random), ("dataset", self.dataset or self.datasets)):
             if not given:
                 raise UsageError(f"--{name} is missing: give it, or `{name}:` in the file of --config")
         if self.test_split_size is not None and not self.datasets:
@@ -311,9 +314,9 @@ def read_run(arguments: argparse.Namespace, **changes: Any) -> TrainingCommand:
     values = read_run_file(arguments.config, options) if arguments.config else {}
     values |= read_options(arguments, options) | changes
     what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
-    what.check()
+    what.check(begins_at_random=bool(values.get("config_name") or values.get("model_type")))
     adapters.check()
-    values["output_dir"] = what.output_dir or f"{Path(what.model or '').name}-{arguments.method}"
+    values["output_dir"] = what.output_dir or f"{Path(what.model or 'model').name}-{arguments.method}"
     values.pop("resume_from_checkpoint", None)
     check_writable(Path(values["output_dir"]))
     return TrainingCommand(arguments.method, values, what, adapters)

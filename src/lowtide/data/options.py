@@ -165,3 +165,17 @@ class SourceTargetOptions(TokenOptions):
     def languages(self) -> tuple[str, str] | None:
         """Of sources and of targets, where they are named."""
         return None if self.source_lang is None or self.target_lang is None else (self.source_lang, self.target_lang)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelOptions(TokenOptions):
+    """The options of `prepare_labelled`."""
+
+    labels: tuple[str, ...] = ()
+    """All labels, in the order of the model's numbers."""
+    problem: str = ""
+    """Of which kind they are, as transformers' `problem_type` names it."""
+    text_column_names: tuple[str, ...] | None = None
+    """The column of the text, or the columns of two. None: as `lowtide.data.formats.labelled` finds them; likewise
+    `label_column_name`."""
+    label_column_name: str | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.demo.answers import answers
+from lowtide.demo.continuing import continued, save_beginning, sentence_rows
 from lowtide.demo.data import Question, dialogue_rows
 from lowtide.demo.hidden import filled, save_filler, sum_of_last_digits, text_rows
 from lowtide.demo.model import save
@@ -83,6 +84,11 @@ def _answered(folder: Path, questions: Sequence[Question], name: str, seed: int)
     return [Finding(text, text == each.answer) for text, each in zip(found, questions, strict=True)]
 
 
+def _continued(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
+    found = continued(folder, questions, seed)
+    return [Finding(text, text == each.answer) for text, each in zip(found, questions, strict=True)]
+
+
 def _preferred(folder: Path, questions: Sequence[Question], name: str, seed: int, *, head: type[Head]) -> list[Finding]:
     found = margins(folder, questions, head=head, seed=seed).tolist()
     return [Finding(f"{margin:+.2f}", margin > 0) for margin in found]
@@ -128,6 +134,24 @@ LESSONS: dict[str, Lesson] = {
         measure="exact_match",
         words="exact answers",
         asked=lambda question: question.text,
+    ),
+    "pretrain": Lesson(
+        steps=300,
+        settings={
+            "max_length": 128,
+            "per_device_train_batch_size": 32,
+            "learning_rate": 4e-3,
+            "lr_scheduler_type": "warmup_stable_decay",
+            "warmup_steps": 0.1,
+            "decay_steps": 0.3,
+        },
+        rows=sentence_rows,
+        examine=_continued,
+        measure="exact_match",
+        words="exact answers",
+        asked=lambda question: question.text,
+        note="how each question is continued; before: random weights",
+        base=save_beginning,
     ),
     "dpo": _preference(
         steps=300,

@@ -22,6 +22,7 @@ from lowtide.engine.convolution import install_convolution
 from lowtide.engine.dropout import install_dropout
 from lowtide.engine.embedding import install_embedding
 from lowtide.engine.encoder_decoder import install_pairs, padded_pairs, places_in_targets, share_embedding
+from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import ScoreOutput, Scores, body
 from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import NextToken
@@ -32,7 +33,7 @@ from lowtide.engine.virtual_tokens import leading_states
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.cached_attention import CachedPlan
-from lowtide.ragged import RaggedBatch, SegmentImage
+from lowtide.ragged import SECOND_TEXT, RaggedBatch, SegmentImage
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import whole_shape
@@ -42,6 +43,8 @@ COMPUTED_IN = "_lowtide_computed_in"
 """The attribute of a model that says in which dtype `score` has autocast take its products."""
 FIRST_POSITION = "_lowtide_first_position"
 """The attribute of a model that says which number it gives to the first position of a row."""
+READS_MEANS = "_lowtide_reads_means"
+"""The attribute of a model that says whether its head reads the mean of a segment's hidden states."""
 SPLIT_OVER = "_lowtide_split_over"
 """The attribute of a model that says which ranks `score` splits the tokens of a batch over."""
 TENSOR_PARALLEL = "_lowtide_tensor_parallel"
@@ -94,6 +97,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     install_head(inner)
     if inner.config.is_encoder_decoder:
         share_embedding(inner)
+    vars(inner)[READS_MEANS] = head_of(inner).means(inner)
     install_embedding(inner)
     install_dropout(inner)
     if padding_free:
@@ -175,16 +179,22 @@ def score(
         statistics in the order of the batch's scores.
     """
     scores = scores or Scores(batch.score_index, batch.score_target, **options)
+    inner = causal_model(model)
+    if vars(inner).get(READS_MEANS):
+        scores = replace(scores, lengths=batch.offsets.diff()[batch.score_segment])
+    types = batch.token_types if _tells_texts_apart(inner) else None
     with computing(model):
         if not padding_free:
-            pairs = causal_model(model).config.is_encoder_decoder
+            pairs = inner.config.is_encoder_decoder
             inputs, index = padded_pairs(batch) if pairs else pad(batch)
             images = shown_images(_padded_images(batch), batch.token_ids.device)
             virtual = leading_states(model)
             index = index + virtual * (index // inputs["input_ids"].shape[1] + 1) if virtual else index
-            with noisy_embeddings(causal_model(model), batch, inputs["attention_mask"]):
+            if types is None:
+                inputs.pop("token_type_ids", None)
+            with noisy_embeddings(inner, batch, inputs["attention_mask"]):
                 return model(**inputs, **images, scores=replace(scores, index=index))
-        sequence, inner = sequence_of(model), causal_model(model)
+        sequence = sequence_of(model)
         if inner.config.is_encoder_decoder:
             with pair_inputs(batch) as inputs:
                 return model(**inputs, scores=replace(scores, index=places_in_targets(batch, scores.index)))
@@ -196,9 +206,16 @@ def score(
             _own_random(sequence if stage is None else stage.pipeline, inner, batch.token_ids.device),
         ):
             inputs |= shown_images((image for part in batch.images for image in part), batch.token_ids.device)
+            if types is not None:
+                inputs["token_type_ids"] = types[None, own]
             if stage is None or stage.entered:
                 return model(**inputs, scores=scores)
             return stage.run_through(lambda: model(**inputs, scores=scores), batch.tokens, batch.token_ids.device)
+
+
+def _tells_texts_apart(model: PreTrainedModel) -> bool:
+    """Whether a model embeds which text of a pair a token is of."""
+    return getattr(model.config.get_text_config(), "type_vocab_size", 0) > 1
 
 
 def _own_random(group: RankGroup | None, model: nn.Module, device: torch.device) -> AbstractContextManager[None]:
@@ -236,8 +253,8 @@ def read_next(
 
 
 def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:
-    """The padded form: `input_ids` and `attention_mask` [rows, longest], and the scores' places in it, flattened; and
-    `position_ids` [axes, rows, longest] where positions have several axes."""
+    """The padded form: `input_ids` and `attention_mask` [rows, longest], and the scores' places in it, flattened;
+    `position_ids` [axes, rows, longest] where positions have several axes, `token_type_ids` of pairs of texts."""
     segments = batch.segments
     lines = padded_lines(batch)
     kept, whole = [line[-1] for line in lines], [[segments[n] for n in line] for line in lines]
@@ -264,6 +281,9 @@ def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:
         if part.prefix >= 0:
             own = torch.where(at >= part.start, own, at - segments[part.prefix].start)
         index[part.score_start : part.score_stop] = own + line * longest
+    if SECOND_TEXT in batch.row_values:
+        begins = batch.row_values[SECOND_TEXT][batch.row[kept]]
+        inputs["token_type_ids"] = (torch.arange(longest, device=device) >= begins[:, None]).long() * attention_mask
     return inputs, index
 
 

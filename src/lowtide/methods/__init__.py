@@ -56,6 +56,7 @@ class MethodTable(Mapping[str, "Method"]):
 METHODS = MethodTable(
     {
         "sft": MethodRow("SFT", "fine-tune a model on texts, conversations or prompts with completions"),
+        "pretrain": MethodRow("Pretrain", "train a language model on documents, from random weights or from a model"),
         "dpo": MethodRow(
             "DPO", "direct preference optimization: pairs of a chosen and a rejected answer, against a reference"
         ),
@@ -67,6 +68,11 @@ METHODS = MethodTable(
             "TokenClassification",
             "train an encoder to label words, such as names and places",
             f"{__name__}.token_classification",
+        ),
+        "sequence-classification": MethodRow(
+            "SequenceClassification",
+            "train a model to classify texts, or pairs of texts, or to predict numbers of them",
+            f"{__name__}.sequence_classification",
         ),
         "orpo": MethodRow("ORPO", "odds ratio preference optimization: pairs, without a reference"),
         "cpo": MethodRow("CPO", "contrastive preference optimization and SimPO: pairs, without a reference"),

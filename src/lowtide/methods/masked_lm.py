@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,11 @@ from lowtide.data.batches.masking import ONE_TOKEN, Masking, geometric, harmonic
 from lowtide.data.encode.masked import MaskedEncoder, MaskedOptions
 from lowtide.data.prepare import prepare
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
+from lowtide.methods.beginning import BeginningOptions
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.paper import Paper
+from lowtide.methods.perplexity import with_perplexity
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.objectives.sft import nll
 from lowtide.ops.linear_logprobs import Want
@@ -29,7 +30,7 @@ LONGEST = {"tokens": 1, "spans": 10, "ngrams": 3}
 
 
 @dataclass(kw_only=True)
-class MaskedLMOptions(TransformersDefaults):
+class MaskedLMOptions(BeginningOptions, TransformersDefaults):
     """The options of masked language modelling, under the names of transformers' collator and with its defaults."""
 
     # data
@@ -68,6 +69,7 @@ class MaskedLMOptions(TransformersDefaults):
         Raises:
             ValueError: an option has no such value, or two options exclude each other.
         """
+        self.check_beginning()
         if not self.mlm_probability:
             raise ValueError("mlm_probability=0.0 masks nothing, so there is nothing to learn: the usual share is 0.15")
         if self.mask_replace_prob + self.random_replace_prob > 1 + 1e-9:
@@ -176,11 +178,6 @@ def objective(options: MaskedLMOptions, *, aux_coefficient: float = 0.0) -> Toke
     """The negative log-likelihood of the masked tokens, and what the metrics need to know of each."""
     want = Want(entropies=options.token_metrics, top1=options.token_metrics)
     return TokenObjective(nll, want, aux_coefficient)
-
-
-def with_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The perplexity of the masked tokens, where their loss is known: in evaluation."""
-    return {"perplexity": math.exp(metrics["loss"])} if "loss" in metrics else {}
 
 
 PAPER = Paper(

@@ -98,6 +98,8 @@ class Labels:
     """In the order of their numbers."""
     scored: Mapping[str, int] | None = None
     """How many scores of the training rows have each; None where they were not counted, as those of a stream."""
+    problem: str | None = None
+    """What they are, as transformers' `problem_type` names it; None of the labels of tokens."""
 
 
 class Findings(Protocol):

@@ -10,14 +10,15 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.batches.collate import CompletionCollator, RaggedCollator, TagCollator
+from lowtide.data.batches.collate import CompletionCollator, LabelCollator, RaggedCollator, TagCollator
 from lowtide.data.batches.images import ImageReader
-from lowtide.data.batches.values import DOCUMENT, WORDS
+from lowtide.data.batches.values import DOCUMENT, LABEL, NUMBER, WORDS
+from lowtide.data.labelled import FoundLabels, LabelOptions, found_labels, prepare_labelled
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.tags import TagOptions, labels_of, prepare_tags
-from lowtide.ragged import RaggedBatch, ScoreRule
+from lowtide.ragged import SECOND_TEXT, RaggedBatch, ScoreRule
 
 Drawing = Callable[[RaggedBatch, int], RaggedBatch]
 """From a batch, and the epoch, to the batch with what is drawn of it; the epoch of evaluation is -1."""
@@ -38,6 +39,8 @@ class Preparation:
     """From a row to its text or its messages."""
     labels: Sequence[str] = ()
     """Of the model, for a method whose rows have labels."""
+    problem: str | None = None
+    """Of the model: what its labels are, as transformers' `problem_type` names it."""
     reader: ImageReader | None = None
     """Makes images ready for a vision-language model; None where text alone is read."""
 
@@ -62,6 +65,11 @@ class RowLayout(ABC):
     def labels(self, dataset: Any, options: Any) -> tuple[str, ...]:
         """The labels of the rows to train on, which the model needs to have; none where they are not known."""
         return ()
+
+    def problem(self, dataset: Any, options: Any) -> str | None:
+        """What the labels of the rows to train on are, as transformers' `problem_type` names it; None where it names
+        nothing of the kind."""
+        return None
 
     @abstractmethod
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
@@ -181,6 +189,52 @@ class Tags(RowLayout):
 
     def values(self) -> tuple[str, ...]:
         return (WORDS, DOCUMENT)
+
+
+class LabelledTexts(RowLayout):
+    """A text, or a pair of texts, with a label: one segment a row."""
+
+    completions, labelled = 0, True
+    collates_alone = "rows become a batch without padding, with the numbers of DataCollatorWithPadding: leave it out"
+
+    def _found(self, dataset: Any, options: Any) -> FoundLabels:
+        texts, names = options.text_column_names, options.class_names
+        return found_labels(
+            dataset,
+            tuple(texts) if texts else None,
+            options.label_column_name,
+            names=tuple(names) if names else None,
+            problem=options.problem_type,
+        )
+
+    def labels(self, dataset: Any, options: Any) -> tuple[str, ...]:
+        return self._found(dataset, options).names
+
+    def problem(self, dataset: Any, options: Any) -> str | None:
+        return self._found(dataset, options).problem
+
+    def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
+        options = how.options
+        texts = options.text_column_names
+        wanted = LabelOptions(
+            labels=tuple(how.labels),
+            problem=how.problem or "",
+            text_column_names=tuple(texts) if texts else None,
+            label_column_name=options.label_column_name,
+            max_length=options.max_length,
+            vocab_size=how.vocab_size,
+            num_proc=options.dataset_num_proc,
+        )
+        rows = options.per_device_train_batch_size if name == "train" else options.per_device_eval_batch_size
+        return prepare_labelled(dataset, how.tokenizer, wanted, batch_size=rows, name=name)
+
+    def collator(
+        self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
+    ) -> Callable:
+        return LabelCollator(score_rule)
+
+    def values(self) -> tuple[str, ...]:
+        return (LABEL, NUMBER, SECOND_TEXT)
 
 
 @dataclass(frozen=True)

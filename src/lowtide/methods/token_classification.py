@@ -6,22 +6,22 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowtide.data.batches.values import DOCUMENT, WORDS
 from lowtide.engine.heads.classes import ClassStats, TokenClasses
 from lowtide.engine.heads.head import ScoreOutput
+from lowtide.methods.class_weights import WeightedClasses, class_weights
 from lowtide.methods.method import Labels, Method, RowObjective
 from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.rows import Tags
+from lowtide.objectives.classes import label_nll
 from lowtide.objectives.entities import PREFIXES, entity_scores
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
-from lowtide.objectives.tags import label_nll
 from lowtide.option import COUNT, NOT_NEGATIVE, option
 from lowtide.ragged import RaggedBatch
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class TokenClassificationOptions(TransformersDefaults):
+class TokenClassificationOptions(WeightedClasses, TransformersDefaults):
     """The options of token classification, under the names of transformers' `run_ner.py` where it has them."""
 
     # data
@@ -53,11 +53,6 @@ class TokenClassificationOptions(TransformersDefaults):
         None, "Tokens that neighbouring windows of a long row share. None: a quarter of a window.", NOT_NEGATIVE
     )
     # objective
-    class_weights: list[float] | dict | Literal["balanced"] | None = option(
-        None,
-        "Weight of each label in the loss: a list in the order of the labels, a mapping by name (1 for the others), or "
-        "'balanced': scores / (labels x scores of the label).",
-    )
     label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
     return_entity_level_metrics: bool = option(
         False, "Also log precision, recall and F1 of each type of entity in evaluation."
@@ -81,10 +76,7 @@ class TokenClassificationOptions(TransformersDefaults):
             raise ValueError(f"stride={self.stride} is of windows, and {why} makes none: leave stride out")
         if self.tag_names is not None and len(set(self.tag_names)) < max(len(self.tag_names), 1):
             raise ValueError(f"tag_names={self.tag_names}: name each label once")
-        weights = self.class_weights if isinstance(self.class_weights, list | Mapping) else ()
-        for each in weights.values() if isinstance(weights, Mapping) else weights:
-            if isinstance(each, bool) or not isinstance(each, int | float) or not 0 <= each < float("inf"):
-                raise ValueError(f"class_weights has the weight {each!r}: weights are numbers, 0 or above")
+        self.check_weights()
 
 
 @dataclass(frozen=True)
@@ -127,37 +119,6 @@ def objective(
         aux_coefficient=aux_coefficient,
         mean_over="weights",
     )
-
-
-def class_weights(
-    given: Sequence[float] | Mapping[str, float] | str, labels: Labels
-) -> Float[Tensor, " labels"] | None:
-    """The weight of each label; None where "balanced" ones cannot be counted, of rows that are prepared already.
-
-    Raises:
-        ValueError: the weights are not those of the labels.
-    """
-    names = labels.names
-    if isinstance(given, str):
-        if labels.scored is None:
-            logger.warning(
-                "class_weights='balanced' counts the labels of the rows, which cannot be counted before they are read "
-                "(a stream, or rows that are prepared already): all labels weigh 1. Give their weights"
-            )
-            return None
-        found = np.array([labels.scored.get(name, 0) for name in names], dtype=np.float64)
-        return torch.tensor(found.sum() / (len(names) * np.maximum(found, 1)), dtype=torch.float32)
-    if isinstance(given, Mapping):
-        unknown = [name for name in given if name not in names]
-        if unknown:
-            raise ValueError(f"class_weights names {unknown[0]!r}, and the labels are {', '.join(names)}")
-        given = [given.get(name, 1.0) for name in names]
-    if len(given) != len(names):
-        raise ValueError(
-            f"class_weights has {len(given)} weights, and there are {len(names)} labels ({', '.join(names)}): give one "
-            "for each, or a mapping by label"
-        )
-    return torch.tensor(given, dtype=torch.float32)
 
 
 @dataclass

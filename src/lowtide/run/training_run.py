@@ -28,7 +28,8 @@ from lowtide.engine.heads.token_value import TokenValue
 from lowtide.engine.positions import position_table
 from lowtide.engine.stage import stage_of
 from lowtide.engine.vision import freeze_tower
-from lowtide.engine.weights.labels import names_of
+from lowtide.engine.weights.complete_weights import new_modules
+from lowtide.engine.weights.labels import names_of, set_problem
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
@@ -72,6 +73,8 @@ class Inputs:
     formatting_func: Callable | None = None
     labels: Sequence[str] = ()
     """Those of the rows, which a model that is given by name gets; none where they are not known."""
+    problem: str | None = None
+    """What the labels of the rows are, as transformers' `problem_type` names it; None where it does not."""
     needs_tokenizer: bool = True
     """False where the rows are token rows already."""
     adapts: bool = True
@@ -137,10 +140,12 @@ class TrainingRun:
         )
         if getattr(args, "freeze_vision_tower", False):
             freeze_tower(model)
+        if inputs.problem is not None:
+            set_problem(causal_model(model).config, inputs.problem, asked=args.problem_type is not None)
         if beside is None:
             self._attach_head(model)
         if inputs.peft_config is not None:
-            model = self._adapted(model, adapters_of(method, args, inputs.peft_config))
+            model = self._adapted(model, adapters_of(method, args, inputs.peft_config, new_modules(model)))
         if beside is not None:
             add_adapter_of(model, beside)
         if getattr(args, "disable_dropout", False):
@@ -186,7 +191,8 @@ class TrainingRun:
         """What is known of the labels that the method's head gives logits of; None where it gives none."""
         if not self.method.rows.labelled:
             return None
-        return Labels(names_of(self._config), None if self.ledger is None else self.ledger.scored_by_label)
+        scored = None if self.ledger is None else self.ledger.scored_by_label
+        return Labels(names_of(self._config), scored, self._config.problem_type)
 
     @property
     def score_rule(self) -> ScoreRule:
@@ -214,8 +220,13 @@ class TrainingRun:
             raise ValueError("a streamed train_dataset has no length: set `max_steps`")
         assert self.tokenizer is not None
         how = Preparation(
-            *(self.tokenizer, self.args, self.vocab_size, self.inputs.formatting_func, names_of(self._config)),
-            reader=self.reader,
+            self.tokenizer,
+            self.args,
+            self.vocab_size,
+            self.inputs.formatting_func,
+            names_of(self._config),
+            self._config.problem_type,
+            self.reader,
         )
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):
             rows, ledger = self.method.rows.prepare(dataset, how, name)
@@ -325,16 +336,19 @@ def head_with_adapter(args: Any) -> type[Head] | None:
     return TokenValue if getattr(args, "value_adapter", False) else None
 
 
-def adapters_of(method: Method, args: Any, peft_config: Any) -> Any:
+def adapters_of(method: Method, args: Any, peft_config: Any, new_modules: Sequence[str] = ()) -> Any:
     """The configuration of the policy's adapters as a method needs it: it says the task, and a new head that is read
-    through them is trained whole."""
+    through them is trained whole, with all `new_modules` that began with random values, which would be lost with the
+    base."""
     if head_with_adapter(args) is not None:
         return peft_config
     task = getattr(peft_config, "task_type", None)
     added, known = method.head.added_module, list(getattr(peft_config, "modules_to_save", None) or [])
-    if added is not None and added not in known:
+    wanted = [added, *new_modules] if method.rows.labelled else [added]
+    lacking = [name for name in wanted if name is not None and name not in known]
+    if lacking:
         peft_config = copy.copy(peft_config)
-        peft_config.modules_to_save = [*known, added]
+        peft_config.modules_to_save = [*known, *lacking]
     says_another = task not in (None, LanguageModel.task_type)
     if method.head is LanguageModel or says_another or method.head.new_module in known:
         return peft_config

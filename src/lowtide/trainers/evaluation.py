@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
+from lowtide.data.batches.values import LABEL, NUMBER
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.methods.method import Findings
 from lowtide.ragged import IGNORE, RaggedBatch
@@ -39,6 +40,8 @@ class Predictions:
         self.scored: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
         self.found: list[Mapping[str, np.ndarray]] = []
+        self.numbers: list[np.ndarray] = []
+        """The rows' numbers in their dataset, of rows with a label each."""
 
     def take_in(self, results: list[tuple[RaggedBatch, ScoreOutput]]) -> None:
         for batch, output in results:
@@ -46,7 +49,9 @@ class Predictions:
                 self.found.append(self.findings.keep(batch, output))
             if self.wanted:
                 self.scored.append(output.predictions.cpu().numpy())
-                self.targets.append(batch.score_target.cpu().numpy())
+                self.targets.append(batch.row_values.get(LABEL, batch.score_target).cpu().numpy())
+                if LABEL in batch.row_values:
+                    self.numbers.append(batch.row_values[NUMBER].cpu().numpy())
 
     def metrics(self) -> dict[str, float]:
         """The method's metrics that need all scores, those of all ranks."""
@@ -58,13 +63,17 @@ class Predictions:
         )
 
     def gathered(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Those of all ranks, or None where nothing was taken in."""
-        scored, targets = self.scored, self.targets
+        """Those of all ranks, or None where nothing was taken in; of rows with a label each in the dataset's order."""
+        parts = (self.scored, self.targets, self.numbers)
         if distributed():
-            scored, targets = gather_object(scored), gather_object(targets)
-        if not scored:
+            parts = tuple(map(gather_object, parts))
+        if not parts[0]:
             return None, None
-        return np.concatenate(scored), np.concatenate(targets)
+        scored, targets = (np.concatenate(each) for each in parts[:2])
+        if not parts[2]:
+            return scored, targets
+        order = np.argsort(np.concatenate(parts[2]), kind="stable")
+        return scored[order], targets[order]
 
 
 class PaddedPredictions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, ClassVar, cast
@@ -17,11 +17,12 @@ from lowtide.data.sources.titles import title_of
 from lowtide.engine.heads.head import Head
 from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import Findings, Method, Objective
-from lowtide.methods.rows import Prepared
-from lowtide.ragged import NEXT_TOKEN, OWN_TOKEN, RaggedBatch, ScoreRule
+from lowtide.methods.rows import Prepared, RowLayout
+from lowtide.ragged import NEXT_TOKEN, RaggedBatch, ScoreRule
 from lowtide.ranks.same_run import check_same_run
 from lowtide.run.edge import edge
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
+from lowtide.run.inputs.beginning import beginning_of
 from lowtide.run.inputs.loading import config_of
 from lowtide.run.inputs.row_checks import check_collator
 from lowtide.run.options.training import TrainingConfig
@@ -75,19 +76,27 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         if given["train_dataset"] is None:
             raise ValueError(f"{type(self).__name__} needs a `train_dataset`, and it is None")
         given["processing_class"] = take_tokenizer(older, given["processing_class"])
-        check_arguments(self.config.__name__, **{name: given[name] for name in ARGUMENTS if name in given})
+        begins = given["model"] is None and getattr(given["args"], "begins_at_random", False)
+        known = {name: given[name] for name in ARGUMENTS if name in given and not (begins and name == "model")}
+        check_arguments(self.config.__name__, **known)
         for name in ("model", "ref_model", "teacher_model"):
             if isinstance(given.get(name), os.PathLike):
                 given[name] = os.fspath(given[name])
         args = config_of(self.config, given["args"], given["model"], self.method.name.upper())
         self.args = args = with_older(args, older, type(self).__name__)
         check_same_run({each.name: getattr(args, each.name) for each in fields(args) if each.init})
+        if begins:
+            given["model"] = beginning_of(args, given["train_dataset"], given["processing_class"])
+        elif getattr(args, "begins_at_random", False):
+            raise ValueError(
+                "a model came with config_name or model_type, which are of one that begins with random weights: pass "
+                "model=None, or leave these out"
+            )
         self.planned = self._plan(given)
         set_seed(args.seed)
         if getattr(given.get("data_collator"), "is_default", False):
             given["data_collator"] = None
-        labels = self.method.rows.labels(given["train_dataset"], args)
-        inputs = _inputs(given, needs_tokenizer=self.needs_tokenizer, labels=labels)
+        inputs = _inputs(given, self.method.rows, args, needs_tokenizer=self.needs_tokenizer)
         self.training_run = run = TrainingRun(self.method, args, inputs)
         train_dataset, run.ledger = self.prepare(given["train_dataset"], "train")
         eval_dataset = None if given["eval_dataset"] is None else self._prepared(given["eval_dataset"])
@@ -200,7 +209,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
     @property
     def score_rule(self) -> ScoreRule:
         """Where the labels of a collator of another library are predicted."""
-        return OWN_TOKEN if self.method.rows.labelled else NEXT_TOKEN
+        return self.training_run.score_rule if self.method.rows.labelled else NEXT_TOKEN
 
     def findings(self) -> Findings | None:
         """The method's metrics of an evaluation that need all of its scores at once."""
@@ -298,11 +307,13 @@ OF_RUN = (
 """Arguments that a run is made of."""
 
 
-def _inputs(given: Mapping[str, Any], *, needs_tokenizer: bool, labels: Sequence[str]) -> Inputs:
+def _inputs(given: Mapping[str, Any], layout: RowLayout, args: Any, *, needs_tokenizer: bool) -> Inputs:
     named = {name: given[name] for name in OF_RUN if name in given}
     if "teacher_model" in given:
         named["ref_model"] = given["teacher_model"]
-    return Inputs(**named, needs_tokenizer=needs_tokenizer, labels=labels)
+    rows = given["train_dataset"]
+    of_rows = {"labels": layout.labels(rows, args), "problem": layout.problem(rows, args)}
+    return Inputs(**named, **of_rows, needs_tokenizer=needs_tokenizer)
 
 
 def by_name(dataset: Any) -> Mapping[str, Any]:

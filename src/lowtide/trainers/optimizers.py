@@ -24,6 +24,7 @@ from lowtide.run.optimizers import (
     own_optimizer,
     settle_optimizer,
 )
+from lowtide.run.options.schedule import schedule_arguments
 from lowtide.trainers.checkpoints.run_record import optimizer_layout
 
 
@@ -47,6 +48,15 @@ class OwnOptimizers(Trainer):
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         """As the Trainer's, and lowtide's own."""
         return own_optimizer(args) if args.optim in OPTIMIZERS else Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As the Trainer's, with the steps of a decay that is said as a share of all."""
+        given = self.args.lr_scheduler_kwargs
+        self.args.lr_scheduler_kwargs = schedule_arguments(self.args, num_training_steps) or None
+        try:
+            return super().create_scheduler(num_training_steps, optimizer)
+        finally:
+            self.args.lr_scheduler_kwargs = given
 
     def check_optimizer(self) -> None:
         """Makes the optimizer once, without states, so that one that cannot be made or used is refused now."""

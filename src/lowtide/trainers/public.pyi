@@ -20,9 +20,11 @@ from lowtide.methods.method import Method
 from lowtide.methods.online_dpo import OnlineDPOOptions
 from lowtide.methods.orpo import ORPOOptions
 from lowtide.methods.ppo import PPOOptions
+from lowtide.methods.pretrain import PretrainOptions
 from lowtide.methods.reward import RewardOptions
 from lowtide.methods.rloo import RLOOOptions
 from lowtide.methods.seq2seq import Seq2SeqOptions
+from lowtide.methods.sequence_classification import SequenceClassificationOptions
 from lowtide.methods.sft import SFTOptions
 from lowtide.methods.token_classification import TokenClassificationOptions
 from lowtide.run.options.training import TrainingConfig
@@ -52,6 +54,27 @@ class SFTTrainer(MethodTrainer):
         quantization_config: Any = ...,
         peft_config: Any = ...,
         formatting_func: Callable | None = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class PretrainConfig(PretrainOptions, TrainingConfig): ...
+
+class PretrainTrainer(MethodTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
         **older: Any,
     ) -> None: ...
 
@@ -124,6 +147,27 @@ class RewardTrainer(MethodTrainer):
 class TokenClassificationConfig(TokenClassificationOptions, TrainingConfig): ...
 
 class TokenClassificationTrainer(MethodTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class SequenceClassificationConfig(SequenceClassificationOptions, TrainingConfig): ...
+
+class SequenceClassificationTrainer(MethodTrainer):
     def __init__(
         self,
         model: str | os.PathLike | nn.Module,

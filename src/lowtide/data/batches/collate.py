@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.images import IMAGES, ImageReader
-from lowtide.data.batches.values import DOCUMENT, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
-from lowtide.ragged import IGNORE, NEXT_TOKEN, RaggedBatch, ScoreRule, ShiftedRight, Shown
+from lowtide.data.batches.values import DOCUMENT, LABEL, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
+from lowtide.ragged import IGNORE, NEXT_TOKEN, SECOND_TEXT, RaggedBatch, ScoreRule, ShiftedRight, Shown
 
 Row = Mapping[str, Any]
 REFERENCE_COLUMN = "ref_logprobs"
@@ -88,6 +88,17 @@ class TagCollator(RaggedCollator):
         words = torch.tensor([word for row in rows for word in row[WORDS]])
         documents = torch.tensor([row[DOCUMENT] for row in rows])
         return replace(batch, score_values={WORDS: words[batch.score_index]}, row_values={DOCUMENT: documents})
+
+
+@dataclass(frozen=True)
+class LabelCollator(RaggedCollator):
+    """Texts with a label each to a `RaggedBatch` that knows the labels, the rows' numbers, and where the second text of
+    a pair begins."""
+
+    def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
+        batch = super().__call__([{"input_ids": row["input_ids"]} for row in rows])
+        known = [name for name in (LABEL, SECOND_TEXT, NUMBER) if name in rows[0]]
+        return replace(batch, row_values={name: torch.tensor([row[name] for row in rows]) for name in known})
 
 
 @dataclass(frozen=True)

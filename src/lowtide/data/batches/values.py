@@ -5,6 +5,9 @@ They are the keys of `RaggedBatch.row_values` and `RaggedBatch.score_values`.
 
 LENGTHS = "lengths"
 """Row value, [rows, completions]: the tokens of each completion."""
+LABEL = "text_label"
+"""Row value: what a text is said to be: the number of its class, [rows]; or a number for each class or value,
+[rows, labels]."""
 DOCUMENT = "document"
 """Row value: the number of the dataset's row that a window is of."""
 WORDS = "words"

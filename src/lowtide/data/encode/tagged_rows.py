@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.batches.token_rows import IGNORED, TOKEN_FEATURES, flatten, list_column
 from lowtide.data.batches.values import DOCUMENT, WORDS
 from lowtide.data.formats.conversation import describe
+from lowtide.data.formats.labels import shown_labels
 from lowtide.data.formats.reading import RowPlace
 from lowtide.data.formats.tagged import IDS, TagFormat, label_numbers
 from lowtide.data.formats.token_columns import attended_range
@@ -133,10 +134,10 @@ class TagEncoder:
     def _unknown(self, labels: list) -> str:
         at = next(at for at, each in enumerate(labels) if not (isinstance(each, str | int) and each in self.numbers))
         known = self.options.labels
-        shown = ", ".join(known[:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
         return (
             f"{self.tags.labels}[{at}] is {labels[at]!r}, which is not among the model's {len(known)} labels "
-            f"({shown}): correct the row, name all labels in `tag_names`, or mark what is not scored by {IGNORED}."
+            f"({shown_labels(known)}): correct the row, name all labels in `tag_names`, or mark what is not "
+            f"scored by {IGNORED}."
         )
 
     # -- token ids -----------------------------------------------------------------------------------------------------

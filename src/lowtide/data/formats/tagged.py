@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 from datasets import ClassLabel, Dataset, IterableDataset
 
-from lowtide.data.formats.conversation import quoted
+from lowtide.data.formats.labels import column_of, distinct_labels, names_of_found, numbers_of
 
 TEXT_COLUMNS = ("tokens", "words")
 LABEL_COLUMNS = ("ner_tags", "tags", "labels")
 IDS = "input_ids"
-ROWS_AT_A_TIME = 10_000
 
 
 @dataclass(frozen=True)
@@ -53,24 +51,12 @@ def detect_tags(
     Raises:
         ValueError: there is no such column; names those that there are.
     """
-    found_text = _column(columns, text, "text_column_name", (*TEXT_COLUMNS, IDS), "words", source)
+    found_text = column_of(columns, text, "text_column_name", (*TEXT_COLUMNS, IDS), "words", source)
     wanted = ("labels",) if found_text == IDS else LABEL_COLUMNS
-    found_labels = _column(columns, labels, "label_column_name", wanted, "labels", source)
+    found_labels = column_of(columns, labels, "label_column_name", wanted, "labels", source)
     feature = (dataset.features or {}).get(found_labels)
     inner = getattr(feature, "feature", None)
     return TagFormat(found_text, found_labels, tuple(inner.names) if isinstance(inner, ClassLabel) else None)
-
-
-def _column(
-    columns: Sequence[str], asked: str | None, option: str, usual: Sequence[str], what: str, source: str
-) -> str:
-    for name in (asked,) if asked else usual:
-        if name in columns:
-            return name
-    there = f"its columns are {quoted(columns)}"
-    if asked:
-        raise ValueError(f"{source} has no column {asked!r}, which {option} names: {there}")
-    raise ValueError(f"{source} has no column of {what} ({quoted(usual)}): {there}; name it by {option}")
 
 
 def label_names(dataset: Dataset | IterableDataset, tags: TagFormat, source: str) -> tuple[str, ...]:
@@ -87,23 +73,10 @@ def label_names(dataset: Dataset | IterableDataset, tags: TagFormat, source: str
             f"{source} is a stream, whose labels are not known before its end: list them in `tag_names`, or give its "
             f"column {tags.labels!r} the feature List(ClassLabel(names=[...]))"
         )
-    found: set[Any] = set()
-    parts = dataset.with_format("arrow").select_columns([tags.labels]).iter(batch_size=ROWS_AT_A_TIME)
-    for part in parts:
-        column: Any = part[tags.labels].combine_chunks()  # type: ignore[index]
-        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-            found.update(column.flatten().unique().to_pylist())
-    named = {each for each in found if isinstance(each, str)}
-    if named:
-        return tuple(sorted(named))
-    largest = max((each for each in found if isinstance(each, int)), default=-1)
-    return tuple(f"LABEL_{number}" for number in range(largest + 1))
+    return names_of_found(distinct_labels(dataset, tags.labels))
 
 
 def label_numbers(tags: TagFormat, labels: Sequence[str], first_row: Mapping[str, Any]) -> dict[Any, int]:
     """From a label as the rows have it to its number in `labels`, the model's."""
-    known = {name: number for number, name in enumerate(labels)}
-    if tags.names is not None:
-        return {number: known[name] for number, name in enumerate(tags.names) if name in known}
-    first = next(iter(first_row[tags.labels] or []), None)
-    return known if isinstance(first, str) else {number: number for number in known.values()}
+    texts = isinstance(next(iter(first_row[tags.labels] or []), None), str)
+    return numbers_of(labels, tags.names, texts=texts)

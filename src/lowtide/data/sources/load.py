@@ -41,6 +41,7 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".csv": ("csv", {}),
     ".tsv": ("csv", {"sep": "\t"}),
     ".parquet": ("parquet", {}),
+    ".txt": ("text", {"sample_by": "document"}),
 }
 """Which reader of `datasets` reads which files, and its options."""
 FAILURES = (DatasetGenerationError, ValueError, StopIteration)
@@ -64,8 +65,9 @@ def load_rows(
     """Load the rows of a dataset.
 
     Args:
-        source: A JSONL, JSON, CSV, TSV or Parquet file, a folder of such files or one that `save_to_disk` wrote, a
-            dataset's name on the hub, a list of dicts, or an object of `datasets`, which is given back as it is.
+        source: A JSONL, JSON, CSV, TSV, Parquet or text file (one row `text`), a folder of such files or one that
+            `save_to_disk` wrote, a dataset's name on the hub, a list of dicts, or an object of `datasets`, which is
+            given back as it is.
         split: Which split, where there are several. A single file is all "train".
         name: Which configuration of a dataset on the hub.
         streaming: Read rows as they are asked for, in place of converting them first.

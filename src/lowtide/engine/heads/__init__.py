@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from lowtide.engine.heads.classes import TokenClasses
+from lowtide.engine.heads.classes import SequenceClasses, TokenClasses
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
 from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
 from lowtide.engine.heads.value import Value
 
-HEADS: tuple[type[Head], ...] = (LanguageModel, MaskedLanguageModel, SequenceToSequence, Value, TokenClasses)
+HEADS: tuple[type[Head], ...] = (
+    *(LanguageModel, MaskedLanguageModel, SequenceToSequence),
+    *(Value, TokenClasses, SequenceClasses),
+)
 """In the order in which a model is asked for them."""
 
 

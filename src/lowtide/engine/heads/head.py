@@ -53,6 +53,8 @@ class Scores:
     """The head's weight takes its gradient straight into `.grad` (see `ops.linear_logprobs`)."""
     aux_loss: bool = False
     """Also the load-balancing loss of a mixture of experts."""
+    lengths: Tensor | None = None
+    """[scores]: tokens of the segment that begins at `index`, for a head that reads the mean of its hidden states."""
     read: Callable[[Tensor, slice], Tensor] | None = None
     """What the head of next tokens reads off the logits (see `ops.linear_logprobs.read_logits`)."""
     teacher: TeacherStates | None = None
@@ -176,6 +178,11 @@ class Head(ABC):
     def distances(cls, found: Float[Tensor, " scores"], expected: Float[Tensor, " scores"]) -> Tensor:
         """[scores]: how far two passes over the same rows are apart, in the unit of their numbers."""
         return (found.to(torch.promote_types(found.dtype, torch.float32)) - expected).abs()
+
+    @classmethod
+    def means(cls, model: nn.Module) -> bool:
+        """Whether it reads the mean of a segment's hidden states in place of one of them."""
+        return False
 
     @classmethod
     def pad_id(cls, model: PreTrainedModel) -> int | None:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from lowtide.engine.weights.load_errors import arguments_named
@@ -24,6 +25,10 @@ from lowtide.engine.weights.weight_files import broken_files_named, read_json
 logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+NEW = "_lowtide_new_weights"
+"""The attribute of a model that names its weights that began with random values."""
+LAST_LAYER = re.compile(r"model\.(score|classifier|classifier\.out_proj)\.weight$")
+"""The names of the layer that gives logits of labels, in the files of adapters."""
 SHOWN = 4
 """Names in a message."""
 JOINED = re.compile(r"on tensors destined for (\S+)\. Ckpt contains")
@@ -58,7 +63,9 @@ def _check_found(name: str, model: Any, found: dict[str, Any], *, new_head: bool
     """Refuses weights that were drawn at random, but for those that are meant to be; says which these are."""
     body = f"{model.base_model_prefix}."
     of_body = new_head and not _is_saved_with_head(model)
-    new = sorted(key for key in found["missing_keys"] if of_body and not key.startswith(body))
+    pooler = f"{body}pooler."  # a part of the head, which language models do without
+    outside = (key for key in found["missing_keys"] if not key.startswith(body) or key.startswith(pooler))
+    new = sorted(outside if of_body else ())
     missing = sorted(set(found["missing_keys"]) - set(new))
     if missing:
         raise ValueError(
@@ -77,6 +84,7 @@ def _check_found(name: str, model: Any, found: dict[str, Any], *, new_head: bool
     if unused:
         logger.warning(f"model {name!r}: {type(model).__name__} has no place for {some_of(unused)}, which are not used")
     new += [key for key, _, _ in shapes]
+    vars(model)[NEW] = tuple(new)
     if new:
         logger.warning(f"model {name!r}: {some_of(new)} is new: it begins with random values")
 
@@ -84,6 +92,12 @@ def _check_found(name: str, model: Any, found: dict[str, Any], *, new_head: bool
 def _is_saved_with_head(model: Any) -> bool:
     """Whether the files are said to be of this very class, so that a head that they lack was lost."""
     return type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+
+
+def new_modules(model: Any) -> list[str]:
+    """The modules of a loaded model that began with random values, by their names in the model or in its body."""
+    names = (name.removeprefix(f"{model.base_model_prefix}.") for name in vars(model).get(NEW, ()))
+    return sorted({name.split(".")[0] for name in names})
 
 
 def some_of(names: Collection[str]) -> str:
@@ -130,6 +144,16 @@ def check_adapter_keys(name: str, missing: Collection[str], unexpected: Collecti
             f"the adapters in {name!r} do not belong to this model, which has no place for "
             f"{some_of(sorted(unexpected))}: name the model that they were trained on"
         )
+
+
+def labels_of_adapter(folder: Path) -> int | None:
+    """How many labels the head gives that was trained whole beside adapters; None where there is none."""
+    for path in sorted(folder.glob("adapter_model*.safetensors")):
+        with broken_files_named(str(folder)), safe_open(str(path), "pt") as file:  # type: ignore[no-untyped-call]
+            found = next((name for name in file.keys() if LAST_LAYER.search(name)), None)  # noqa: SIM118
+            if found is not None:
+                return file.get_slice(found).get_shape()[0]
+    return None
 
 
 def load_adapters(base: PreTrainedModel, folder: str) -> Any:

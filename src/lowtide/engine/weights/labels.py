@@ -23,7 +23,7 @@ def _has(config: PretrainedConfig, labels: Sequence[str]) -> bool:
     """Whether a config has all of some labels; of those without names, as many."""
     own = names_of(config)
     if all(name.startswith(UNNAMED) for name in labels):
-        return len(labels) <= len(own)
+        return len(labels) == len(own) or 1 < len(labels) < len(own)  # one alone is a value, and no class
     return {*labels} <= {*own}
 
 
@@ -62,3 +62,21 @@ def name_labels(model: Any, labels: Sequence[str]) -> None:
     if not all(name.startswith(UNNAMED) for name in own):
         logger.warning(f"the model's labels ({', '.join(own)}) become those of the rows ({', '.join(labels)})")
     set_labels(model.config, labels)
+
+
+def set_problem(config: Any, problem: str, *, asked: bool) -> None:
+    """Gives a config its `problem_type`, by which transformers chooses a classifier's loss and reads its logits.
+
+    Args:
+        asked: whether a user asked for it, so that it takes the place of another one.
+
+    Raises:
+        ValueError: the config has another one.
+    """
+    own = config.problem_type
+    if own not in (None, problem) and not asked:
+        raise ValueError(
+            f"the model's config says problem_type={own!r}, and the labels of the rows are of {problem}: convert the "
+            f"labels, or set problem_type={problem!r}"
+        )
+    config.problem_type = problem

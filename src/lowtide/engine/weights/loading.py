@@ -24,6 +24,7 @@ from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.labels import label_values
 from lowtide.engine.weights.model_init import CODE, config_init
+from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.quantized import check_torchao
 from lowtide.engine.weights.shard_files import shards_in
 
@@ -66,6 +67,8 @@ def load_model(
         saved = saved_config(name, {CODE: trust_remote_code, **init})
         values = label_values(saved, labels) if labels else {}
         init = {**head.config_values, **values, "dtype": dtype, "trust_remote_code": trust_remote_code, **init}
+        if begins_at_random(name):
+            return new_model(name, head, init)
         return load_complete(head.loader(saved), name, new_head=head.new_module is not None, **init)
     except OSError as error:
         raise ValueError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error

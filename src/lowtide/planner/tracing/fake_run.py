@@ -26,7 +26,7 @@ from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model
 from lowtide.engine.reference import AdapterOff
 from lowtide.engine.splitting import split_traced
-from lowtide.engine.weights.labels import set_labels
+from lowtide.engine.weights.labels import set_labels, set_problem
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.memory.activations import offloading
@@ -159,6 +159,8 @@ class FakeRun:
         labels = method.rows.labels(dataset, config)
         if labels:
             set_labels(self.described, labels)
+        if (problem := method.rows.problem(dataset, config)) is not None:
+            set_problem(self.described, problem, asked=True)
         self.processing_class, self.peft_config = inputs.get("processing_class"), inputs.get("peft_config")
         self.quantization_config = inputs.get("quantization_config")
         self.method, self.prepared, self.gathers = method, prepared, False

@@ -18,6 +18,7 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.labels import name_labels
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.engine.weights.new_model import begins_at_random
 from lowtide.engine.weights.widening import load_waiting, waits
 from lowtide.option_values import check_ranges
 from lowtide.run.optimizers import OPTIMIZERS
@@ -107,7 +108,7 @@ def load_inputs(
         tokenizer = load_tokenizer(name, **config_init(init))
     processing_class: Any = tokenizer
     if isinstance(model, str):
-        late = _may_wait(args, head) and not has_adapters and waits(model, init)
+        late = _may_wait(args, head) and not has_adapters and not begins_at_random(model) and waits(model, init)
         model = (load_waiting if late else load_model)(model, head=head, labels=labels, **init)
     elif labels:
         name_labels(causal_model(model), labels)
@@ -177,7 +178,7 @@ def set_padding(model: Any, tokenizer: PreTrainedTokenizerBase | None, args: Any
     """
     if tokenizer is None:
         return
-    token = args.pad_token or tokenizer.pad_token or args.eos_token or tokenizer.eos_token
+    token = args.pad_token or tokenizer.pad_token or getattr(args, "eos_token", None) or tokenizer.eos_token
     if token is None:
         return
     if token not in tokenizer.get_vocab():

@@ -15,6 +15,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
 
+from lowtide.run.options.schedule import schedule_arguments
 from lowtide.spelling import nearest
 
 PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "flyte": "flytekit", "kubeflow": "kubeflow-trainer"}
@@ -25,7 +26,8 @@ COUNTED = ("all", "non_padding", "no")
 FROM_TRAINER = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 WITHOUT_ARGUMENTS = {SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP}
 """Schedules to which transformers passes no `lr_scheduler_kwargs`."""
-TRIED_STEPS = 3
+TRIED_STEPS, TRIED_RUN = 3, 10**6
+"""Steps that a schedule is tried for, of a run of so many."""
 
 
 def check_inherited(args: Any) -> None:
@@ -38,7 +40,7 @@ def check_inherited(args: Any) -> None:
         ValueError: naming the option, the value and what to do.
     """
     check_trackers(args.report_to)
-    check_schedule(args.lr_scheduler_type, args.lr_scheduler_kwargs or {}, args.learning_rate)
+    check_schedule(args.lr_scheduler_type, schedule_arguments(args, TRIED_RUN), args.learning_rate)
     given = args.accelerator_config
     if isinstance(given, Mapping):
         _refuse_unknown("accelerator_config", given, [each.name for each in dataclasses.fields(AcceleratorConfig)])
@@ -85,7 +87,7 @@ def check_schedule(kind: str, given: Mapping[str, Any], learning_rate: float) ->
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = get_scheduler(schedule, optimizer, 2, 10**6, dict(given))
+            made = get_scheduler(schedule, optimizer, 2, TRIED_RUN, dict(given))
             for _ in range(TRIED_STEPS if isinstance(made, LambdaLR) else 0):
                 optimizer.step()
                 made.step()

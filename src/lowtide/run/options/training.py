@@ -212,6 +212,9 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     def check(self) -> None:
         """The method's own checks; its options class has them."""
 
+    def settle(self) -> None:
+        """Sets what follows from other options and the ranks; a method's options class may have such."""
+
     def respell(self) -> None:
         """Takes other spellings of values, before all are checked; a method's options class may have some."""
 
@@ -306,6 +309,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         with engines_hidden(self):
             super().__post_init__()
         self.optim = own or self.optim
+        self.settle()
         if self.n_gpu > 1:
             logger.warning(
                 f"this process sees {self.n_gpu} GPUs and trains on the first of them: start with "

@@ -1,0 +1,31 @@
+"""The schedule of the learning rate: what a config says of it, as transformers takes it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers.trainer_utils import SchedulerType
+
+STABLE_THEN_DECAY, FALLING = SchedulerType.WARMUP_STABLE_DECAY, "num_decay_steps"
+
+
+def schedule_arguments(args: Any, steps: int) -> dict[str, Any]:
+    """Further arguments of the schedule of a run of so many steps: `lr_scheduler_kwargs`, and the steps of the decay
+    where `decay_steps` says them, as a number or as a share.
+
+    Raises:
+        ValueError: warmup and decay together are longer than the run.
+    """
+    given = dict(args.lr_scheduler_kwargs or {})
+    wanted = getattr(args, "decay_steps", None)
+    if wanted is None or SchedulerType(args.lr_scheduler_type) != STABLE_THEN_DECAY or FALLING in given:
+        return given
+    falling = int(wanted) if wanted >= 1 else math.ceil(steps * wanted)
+    rising = args.get_warmup_steps(steps)
+    if falling + rising > steps:
+        raise ValueError(
+            f"decay_steps={wanted:g} and warmup_steps={args.warmup_steps:g} are {falling} and {rising} of the run's "
+            f"{steps} steps: lower one of them"
+        )
+    return given | {FALLING: falling}

@@ -1,0 +1,101 @@
+"""Sequence classification against transformers' own Trainer: padded batches, its collator, the models' own loss."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+
+from tests.support.classifying import classifier, dataset, tokenizer, trainer
+from tests.support.marks import slow_but
+
+STEPS = 20
+SAME: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "max_steps": STEPS,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 3,
+    "weight_decay": 0.01,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "optim": "adamw_torch",
+    "max_grad_norm": 1.0,
+    "seed": 7,
+}
+
+
+def encoded(rows: Dataset, pieces: Any) -> Dataset:
+    """As `run_classification.py` prepares them."""
+    texts = [name for name in rows.column_names if name != "label"]
+    columns = rows.map(lambda row: {**pieces(*(row[name] for name in texts), truncation=True, max_length=10)})
+    return columns.remove_columns(texts)
+
+
+def theirs(folder: Path, model: Any, rows: Dataset, pieces: Any, **options: Any) -> Trainer:
+    made = Trainer(
+        copy.deepcopy(model),
+        TrainingArguments(str(folder), **{**SAME, **options}),
+        train_dataset=rows,
+        data_collator=DataCollatorWithPadding(pieces),
+    )
+    made.train()
+    return made
+
+
+def losses(made: Any) -> np.ndarray:
+    return np.array([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+
+
+def check_alike(ours: Any, reference: Any) -> None:
+    assert len(losses(reference)) == STEPS
+    np.testing.assert_allclose(losses(ours), losses(reference), rtol=1e-4, atol=1e-4)
+    assert losses(ours)[-1] < losses(ours)[0]
+    for (name, mine), other in zip(ours.model.named_parameters(), reference.model.parameters(), strict=True):
+        if name.endswith(("key.bias", "k_lin.bias", "key_proj.bias")):
+            continue  # softmax does not see it: its gradient is rounding, which AdamW makes large
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    # DeBERTa does not write it down; and the Trainer's smoother takes the labels away from the model.
+    assert reference.model.config.problem_type in (None, ours.model.config.problem_type)
+
+
+CASES: dict[str, tuple[str, dict, dict]] = {
+    "bert": ("bert", {}, {}),
+    "roberta": ("roberta", {}, {}),
+    "modernbert": ("modernbert", {}, {}),
+    "distilbert": ("distilbert", {}, {}),
+    "electra": ("electra", {}, {}),
+    "deberta-v2": ("deberta-v2", {}, {"padding_free": False}),
+    "llama": ("llama", {}, {}),
+    "pairs": ("bert", {"pairs": True}, {}),
+    "several labels": ("bert", {"kind": "vector"}, {}),
+    "values": ("roberta", {"kind": "value"}, {}),
+    "values of a decoder": ("llama", {"kind": "value"}, {}),
+    "smoothed": ("bert", {}, {"label_smoothing_factor": 0.1}),
+    "accumulated": ("bert", {}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["roberta", "modernbert", "pairs"], CASES))
+def test_twenty_steps_are_those_of_transformers(case: str, tmp_path: Path):
+    family, data, options = CASES[case]
+    pieces = tokenizer(types=family == "bert")
+    model, rows = classifier(family, labels=1 if data.get("kind") == "value" else 3), dataset(64, **data)
+    # The Trainer would add up the means of micro-batches where gradients accumulate: these models' losses are means,
+    # and are not told the number of all labels.
+    shared = {name: options[name] for name in ("label_smoothing_factor",) if name in options}
+    reference = theirs(tmp_path, model, encoded(rows, pieces), pieces, **shared)
+    given = {"model": model, "processing_class": pieces}
+    ours = trainer(tmp_path, rows, given, **{**SAME, "max_length": 10, **options})
+    ours.train()
+    check_alike(ours, reference)

@@ -117,7 +117,7 @@ def test_the_probe_tells_who_can_run_without_padding(family: str, kind: str):
 
 
 def test_positions_that_are_counted_otherwise_are_found_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lowtide.engine.forward._first_position", lambda model: 0)
+    monkeypatch.setattr("lowtide.engine.forward.first_position", lambda model: 0)
     assert not probe(build("roberta", "tokens")).isolated
 
 

@@ -71,6 +71,7 @@ def losses(run: Any) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 def test_every_way_to_cut_a_batch_gives_the_same_losses(tmp_path: Path) -> None:
     made = conversations(8)
     ways: list[dict[str, Any]] = [

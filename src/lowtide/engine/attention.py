@@ -49,11 +49,11 @@ def ragged_inputs(
         sequence: the ranks that split the tokens; None where this one runs them all.
         first_position: the number that the model gives to the first position of a row.
     """
-    plan, tokens = AttentionPlan.build(batch), batch.token_ids
+    plan, tokens, axes = AttentionPlan.build(batch), batch.token_ids, batch.axis_positions
     if sequence is not None:
         plan = SplitPlan(plan, sequence)
-        tokens = tokens[plan.runs]
-    with planned_inputs(tokens, plan, first_position=first_position, axes=batch.axis_positions) as inputs:
+        tokens, axes = tokens[plan.runs], None if axes is None else axes[:, plan.runs]
+    with planned_inputs(tokens, plan, first_position=first_position, axes=axes) as inputs:
         yield inputs
 
 

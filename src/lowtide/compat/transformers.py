@@ -203,6 +203,12 @@ HOOKS = (
     Hook("create_accelerator_and_postprocess", (), "__init__", "accelerate wraps and moves less than usual"),
     Hook("create_optimizer", ("model",), "create_optimizer_and_scheduler", "optimizers of lowtide's own"),
     Hook("get_optimizer_cls_and_kwargs", ("args", "model"), "create_optimizer", "optimizers of lowtide's own"),
+    Hook(
+        "create_scheduler",
+        ("num_training_steps", "optimizer"),
+        "create_optimizer_and_scheduler",
+        "a decay may be a share of all steps",
+    ),
     Hook("compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch"), "prediction_step", "own losses"),
     Hook(
         "prediction_step",

@@ -179,14 +179,18 @@ class Run:
 # -- the parts ---------------------------------------------------------------------------------------------------
 
 
+NO_TEXT = "ÿ"
+"""The piece of a byte that no text of UTF-8 has."""
+
+
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte is a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({piece: n for n, piece in enumerate(["<eos>", *alphabet, "<mask>"])}, []))
+    made = Tokenizer(models.BPE({piece: n for n, piece in enumerate(["<eos>", *alphabet])}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", mask_token="<mask>")
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", mask_token=NO_TEXT)
 
 
 def build(kind: str, intermediate_size: int, seed: int = 0) -> PreTrainedModel:
@@ -276,8 +280,13 @@ def folder() -> Path:
     return Path(made.name)
 
 
-PARTS = {"llama": ("input_layernorm", "mlp.act_fn"), "bert": ("attention", "intermediate.intermediate_act_fn")}
-"""Of a layer: what its input passes first, and the activation function."""
+DECODER_PARTS = "input_layernorm", "mlp.act_fn"
+PARTS = {"bert": ("attention", "intermediate.intermediate_act_fn")}
+"""Of a layer: what its input passes first, and the activation function. Other families have `DECODER_PARTS`."""
+
+
+def parts(model: Any) -> tuple[str, str]:
+    return PARTS.get(model.config.model_type, DECODER_PARTS)
 
 
 class Watched:
@@ -302,7 +311,7 @@ class Watched:
             self.run.losses.append(loss.item())
             inner = causal_model(model)
             layers: Any = checkpointed_layers(inner)
-            first, _ = PARTS[inner.config.model_type]
+            first, _ = parts(inner)
             self.run.compiled = all(hasattr(layer, "compiled_here") for layer in layers)
             self.run.liger = all("liger" in layer.get_submodule(first).forward.__module__ for layer in layers)
         return loss
@@ -394,7 +403,7 @@ def watching(run: Run, model: Any) -> Iterator[None]:
         return chunks(self)
 
     layers: Any = checkpointed_layers(model)
-    first, activation = PARTS[model.config.model_type]
+    first, activation = parts(model)
     with contextlib.ExitStack() as stack:
         stack.callback(model.get_input_embeddings().register_forward_pre_hook(embedded).remove)
         stack.callback(layers[0].get_submodule(activation).register_forward_hook(activated).remove)

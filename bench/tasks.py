@@ -51,8 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         for turn in range(options.turns):
             for contestant in CONTESTANTS if turn % 2 == 0 else CONTESTANTS[::-1]:
                 console.print(f"{task}: {contestant}, turn {turn + 1}")
-                timed = GROUP - options.warmup if contestant == GROUPED else options.timed
-                spec = {"task": task, "contestant": contestant, "warmup": options.warmup, "timed": timed}
+                # A group begins with its longest rows, so all of one is timed, after a group that warms up.
+                warmup, timed = (GROUP, GROUP) if contestant == GROUPED else (options.warmup, options.timed)
+                spec = {"task": task, "contestant": contestant, "warmup": warmup, "timed": timed}
                 result = run_child(spec, lambda _: None, options.timeout, "bench.tasks_child")
                 runs.setdefault((task, contestant), []).append(result)
         found |= summarise(runs, rate)

@@ -140,6 +140,7 @@ def prepare_unpaired(
     batch_size: int,
     name: str = "train",
     kl_block: int | None = None,
+    reader: ImageReader | None = None,
 ) -> tuple[Dataset | IterableDataset, Ledger | None]:
     """Prepare completions that are labelled desirable or not; pairs are taken apart.
 
@@ -151,10 +152,11 @@ def prepare_unpaired(
         name: What the dataset is called in progress bars and in the ledger.
         kl_block: Each row also gets the completion of another row of its block of so many (see `kl_completions`; a
             block of one row takes it from the block before). None: no such column.
+        reader: Makes the images of rows ready, for a vision-language model.
 
     Returns:
-        A dataset with the columns `prompt_ids`, `completion_ids`, `label`, and `kl_completion_ids` where wanted; and
-        its ledger, or None for a stream.
+        A dataset with the columns `prompt_ids`, `completion_ids`, `label`, `kl_completion_ids` where wanted, and
+        `images` where prompts show images; and its ledger, or None for a stream.
 
     Raises:
         ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
@@ -163,16 +165,22 @@ def prepare_unpaired(
         raise ValueError(f"kl_block is {kl_block}; it must be at least 1, or None for no KL completions.")
     source = options.source or title_of(dataset, name)
     has_kl = kl_block is not None
+    dataset = dataset if reader is None else undecoded(dataset)
     with reading(dataset, source, "prompt_ids, completion_ids and label") as first_row:
+        images, shown, options, first_row = expander_of(reader, first_row, options, source, options.truncation)
         row_format = detect_unpaired(list(first_row), source, chats=_chats(tokenizer, options))
         check_columns(list(first_row), row_format, source)
         tokenizer = with_end_token(tokenizer, options.eos_token)
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source)
+        if images is not None:
+            images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
         more = {"label": Value("bool")} | ({WHOLE_COMPLETION: KL_FEATURE} if has_kl else {})
+        more = more if images is None else {**more, **IMAGE_FEATURES}
         features = noted_features(UNPAIRED_PARTS, **more)
         wanted = [*token_columns(UNPAIRED_PARTS), *more]
-        rows = dataset.with_format(None).select_columns(list(row_format.columns))
-        preparer = _Preparer(encoder, partial(unpaired_table, truncation=options.truncation, whole_completions=has_kl))
+        rows = dataset.with_format(None).select_columns([*row_format.columns, *shown])
+        tabulate = partial(unpaired_table, truncation=options.truncation, whole_completions=has_kl)
+        preparer = _Preparer(encoder, tabulate, images)
         if isinstance(rows, IterableDataset):
             ordered = _InRuns(preparer) if encoder.is_paired else preparer
             stream = map_stream(rows, ordered, _only(features, wanted))
@@ -208,7 +216,9 @@ class _Preparer:
         rest, shown = self.images.take(batch, numbers)
         encoded = self.encoder(rest, numbers)
         sides = self.images.expand(encoded.sides, shown, numbers)
-        return self.tabulate(replace(encoded, sides=sides)).append_column(IMAGES, images_column(shown))
+        table = self.tabulate(replace(encoded, sides=sides))
+        each = table.num_rows // max(len(shown), 1)  # 2 of a pair that is taken apart
+        return table.append_column(IMAGES, images_column([images for images in shown for _ in range(each)]))
 
 
 @dataclass(frozen=True)

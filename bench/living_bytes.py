@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from lowtide.compat.torch import storage_id
+from lowtide.compat.torch import TorchDispatchMode, storage_id
+from lowtide.planner.tracing.storage_watch import parts_of
 
 
 class LivingBytes(TorchDispatchMode):
@@ -28,12 +28,14 @@ class LivingBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._see, (args, kwargs, out))
+        for tensor in _tensors([*args, *(kwargs or {}).values(), out]):
+            for part in parts_of(tensor):
+                self._see(part)
         self.peak = max(self.peak, self._living())
         return out
 
     def _see(self, tensor: Tensor) -> None:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        storage = tensor.untyped_storage()
         known = self._storages.get(storage_id(storage))
         if storage.device.type == "cpu" and (known is None or known() is None):
             self._storages[storage_id(storage)] = weakref.ref(storage)
@@ -47,3 +49,12 @@ class LivingBytes(TorchDispatchMode):
             else:
                 total += storage.nbytes()
         return total
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values and the lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -163,8 +163,7 @@ def prepare_unpaired(
     """
     if kl_block is not None and kl_block < 1:
         raise ValueError(f"kl_block is {kl_block}; it must be at least 1, or None for no KL completions.")
-    source = options.source or title_of(dataset, name)
-    has_kl = kl_block is not None
+    source, has_kl = options.source or title_of(dataset, name), kl_block is not None
     dataset = dataset if reader is None else undecoded(dataset)
     with reading(dataset, source, "prompt_ids, completion_ids and label") as first_row:
         images, shown, options, first_row = expander_of(reader, first_row, options, source, options.truncation)
@@ -174,10 +173,8 @@ def prepare_unpaired(
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source)
         if images is not None:
             images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
-        more = {"label": Value("bool")} | ({WHOLE_COMPLETION: KL_FEATURE} if has_kl else {})
-        more = more if images is None else {**more, **IMAGE_FEATURES}
-        features = noted_features(UNPAIRED_PARTS, **more)
-        wanted = [*token_columns(UNPAIRED_PARTS), *more]
+        more = _unpaired_columns(has_kl, images)
+        features, wanted = noted_features(UNPAIRED_PARTS, **more), [*token_columns(UNPAIRED_PARTS), *more]
         rows = dataset.with_format(None).select_columns([*row_format.columns, *shown])
         tabulate = partial(unpaired_table, truncation=options.truncation, whole_completions=has_kl)
         preparer = _Preparer(encoder, tabulate, images)
@@ -187,18 +184,32 @@ def prepare_unpaired(
             return (stream if kl_block is None else add_kl_to_stream(stream, kl_block, options.max_length)), None
         prepared = _map(rows, preparer, options, features, name, kind=("unpaired", has_kl))
     statistics = _added_up(prepared, UNPAIRED_PARTS, options, source)
-    numbers, lengths = statistics.numbers, statistics.lengths
-    if encoder.is_paired:
-        numbers = np.arange(len(prepared)) if numbers is None else numbers
-        order = order_in_runs(numbers)
-        numbers, lengths = numbers[order], lengths[order]
+    numbers, lengths = _in_order(statistics, len(prepared), in_runs=encoder.is_paired)
     padding = padding_share(lengths, batch_size)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
-    fingerprint = combine(VERSION, fingerprint_of(prepared), "kl", kl_block)
     chosen = prepared if numbers is None else prepared.select(numbers)
     _warn_of_labels(chosen, source)
+    fingerprint = combine(VERSION, fingerprint_of(prepared), "kl", kl_block)
     chosen = chosen.select_columns(wanted)
     return chosen if kl_block is None else add_kl_completions(chosen, kl_block, options.max_length, fingerprint), ledger
+
+
+def _in_order(
+    statistics: Statistics, rows: int, *, in_runs: bool
+) -> tuple[Int[np.ndarray, " kept"] | None, Int[np.ndarray, " kept"]]:
+    """The numbers of the rows that are kept, None for all, and their lengths; those of pairs in runs."""
+    numbers, lengths = statistics.numbers, statistics.lengths
+    if not in_runs:
+        return numbers, lengths
+    numbers = np.arange(rows) if numbers is None else numbers
+    order = order_in_runs(numbers)
+    return numbers[order], lengths[order]
+
+
+def _unpaired_columns(has_kl: bool, images: ImageExpander | None) -> dict[str, Any]:
+    """The columns of rows of single completions beside their tokens."""
+    more: dict[str, Any] = {"label": Value("bool"), **({WHOLE_COMPLETION: KL_FEATURE} if has_kl else {})}
+    return more if images is None else {**more, **IMAGE_FEATURES}
 
 
 @dataclass(frozen=True)

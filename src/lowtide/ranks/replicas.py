@@ -218,7 +218,8 @@ class Averaging:
         there = torch.zeros(len(here), dtype=torch.uint8, device=here.device)
         if counts and parameter.grad is not None:
             there.copy_(torch.linalg.vector_norm(local_of(parameter.grad), torch.inf, dim=1) != 0)
-        dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group, async_op=True).wait()
+        work: Any = dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        work.wait()
         rows = there.nonzero().flatten()
         if len(rows) > MOST_ROWS * len(here):
             yield from _buckets([parameter])
@@ -234,8 +235,8 @@ class Averaging:
     def _send(self, bucket: Bucket, counts: bool) -> None:
         room, first = None, bucket[0].parameter.grad
         gradient = None if first is None else local_of(first)
-        lies = isinstance(bucket[0], Piece) and gradient is not None and gradient.is_contiguous()
-        if counts and len(bucket) == 1 and lies:
+        alone = counts and len(bucket) == 1 and isinstance(bucket[0], Piece)
+        if alone and gradient is not None and gradient.is_contiguous():
             flat = bucket[0].of(gradient)
         else:
             room = self._free_room()

@@ -15,7 +15,7 @@ RANKS_APART := tests/trainers/test_fully_shard.py tests/trainers/test_deepspeed.
 	tests/trainers/test_pipeline_parallel.py tests/trainers/test_tensor_parallel.py tests/trainers/test_vocabulary_in_rows.py \
 	tests/trainers/test_loading_by_shards.py tests/trainers/checkpoints/test_sharded_checkpoints.py \
 	tests/trainers/test_sharded_failures.py tests/trainers/online/test_two_ranks.py tests/methods/test_methods_on_two_ranks.py \
-	tests/exactness/test_matrix_ranks.py tests/planner/sharding tests/cli/test_launch.py tests/cli/test_clusters.py
+	tests/exactness/test_matrix_ranks.py tests/ranks tests/planner/sharding tests/cli/test_launch.py tests/cli/test_clusters.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-all test-ranks test-faults test-vllm check bench docs clean

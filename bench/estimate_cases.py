@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench import encoders
+from bench import encoders, pairs, vision_child
+from bench.estimate_tasks import VISION
 from bench.shapes import QWEN_05B
 
 VOCABULARY = 32_000
@@ -41,6 +42,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-59m": _sized("qwen2", 576, 12, tie_word_embeddings=True, num_attention_heads=9, num_key_value_heads=3),
     "llama-96m": _sized("llama", 640, 13, tie_word_embeddings=False),
     "bert-29m": {"model_type": "bert", "vocab_size": encoders.VOCABULARY, **encoders.SIZES},
+    "electra-29m": {
+        **{"model_type": "electra", "vocab_size": encoders.VOCABULARY, "embedding_size": 512, **encoders.SIZES},
+    },
+    "t5-60m": {
+        **{"model_type": "t5", "vocab_size": pairs.VOCABULARY, "decoder_start_token_id": 0},
+        **{"pad_token_id": 0, "eos_token_id": 1},
+    },
+    "qwen2.5-vl-38m": vision_child.described(),
     "qwen2.5-0.5b": {**QWEN_05B, "pad_token_id": 0},
 }
 
@@ -61,8 +70,10 @@ class EstimateCase:
     dtype: str = "float32"
     rows: int = 4
     """`per_device_train_batch_size`."""
-    max_length: int = 512
+    max_length: int | None = 512
     """Most tokens of a row; of a completion, where the policy writes it."""
+    teacher: str | None = None
+    """Of `MODELS`, of a method that has one."""
     reward_model: str | None = None
     """A classifier of `MODELS` that rewards completions, in place of a function."""
     needs: tuple[str, ...] = ()
@@ -84,13 +95,14 @@ class EstimateCase:
         adapters = ["QLoRA"] if self.four_bit else ["LoRA"] if self.lora else []
         dtype = [self.dtype] if self.dtype != "float32" else []
         rewarded = [] if self.reward_model is None else [f"reward model {self.reward_model}"]
-        size = f"{self.rows} x {self.max_length}"
+        rewarded += [] if self.teacher is None else [f"teacher {self.teacher}"]
+        size = f"{self.rows} rows" if self.max_length is None else f"{self.rows} x {self.max_length}"
         return ", ".join([f"{self.method} {self.model}", *adapters, *dtype, *options, *rewarded, size])
 
 
-def case_of(method: str, model: str, rows: int = 4, max_length: int = 512, **options: Any) -> EstimateCase:
+def case_of(method: str, model: str, rows: int = 4, max_length: int | None = 512, **options: Any) -> EstimateCase:
     """A run; `options` are those of the trainer and the fields of `EstimateCase` after them."""
-    names = ("lora", "four_bit", "dtype", "needs", "large", "ranks", "reward_model")
+    names = ("lora", "four_bit", "dtype", "needs", "large", "ranks", "reward_model", "teacher")
     own = {name: options.pop(name) for name in names if name in options}
     return EstimateCase(method, model, options, rows=rows, max_length=max_length, **own)
 
@@ -164,8 +176,14 @@ CASES: dict[str, EstimateCase] = {
         case_of("sft", "qwen3-56m", rows=2, packing=True),
         case_of("dpo", "llama-33m", rows=8, activation_offloading=True),
         # tasks of encoders
-        *(case_of(task, "bert-29m", rows=16) for task in encoders.NAMES),
+        *(case_of(task, "bert-29m", rows=16) for task in (*encoders.NAMES, "sequence-classification")),
         case_of("masked-lm", "bert-29m", rows=16, gradient_checkpointing=True),
+        case_of("replaced-token-detection", "electra-29m", rows=16),
+        # other tasks
+        case_of("seq2seq", "t5-60m", rows=16),
+        case_of("pretrain", "llama-22m", rows=8),
+        case_of("gkd", "llama-22m", lmbda=0.0, teacher="llama-96m"),
+        case_of(VISION, "qwen2.5-vl-38m", rows=8, max_length=None),
         # what the policy writes
         case_of("grpo", "llama-22m", rows=8, max_length=128),
         case_of("grpo", "llama-22m", rows=8, max_length=128, beta=0.04),

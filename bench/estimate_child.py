@@ -5,11 +5,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import encoders
 from bench.arguments import specification
 from bench.cases import longtail_rows
 from bench.child import say
 from bench.estimate_cases import CASES, MODELS, EstimateCase
+from bench.estimate_tasks import TASKS
 from bench.measure import PhasePeaks, reset_high_water_mark
 from bench.memory_child import four_bits, quantized
 from bench.online_cases import generated
@@ -20,8 +20,8 @@ from bench.tokenizer import load_tokenizer, tokenizer_for
 from lowtide.memory.allocators.host_heap import trim_heap
 
 STEPS = 2
-ROWS = {"kto": longtail_labelled, "bco": longtail_labelled, "sft": longtail_rows}
-NAMES = {"reward": "Reward", "online_dpo": "OnlineDPO", **encoders.NAMES}
+ROWS = {"kto": longtail_labelled, "bco": longtail_labelled, "sft": longtail_rows, "gkd": longtail_rows}
+NAMES = {"reward": "Reward", "online_dpo": "OnlineDPO", **{name: task.public for name, task in TASKS.items()}}
 """Of the methods whose classes are not their name in capitals."""
 
 
@@ -44,7 +44,7 @@ def measured(case: EstimateCase, device: str, weights: str) -> dict[str, Any]:
     trainer_class = getattr(lowtide, NAMES.get(case.method, case.method.upper()) + "Trainer")
     with tempfile.TemporaryDirectory() as folder:
         inputs = data(case)
-        rewarded = rewards(case, inputs["processing_class"])
+        rewarded = rewards(case, inputs["processing_class"]) | teacher(case)
         model = model_of(case, device, weights)
         args = config_of(case, device, folder)
         trainer = trainer_class(model, args=args, **inputs, **rewarded, peft_config=adapters(case))
@@ -83,14 +83,14 @@ def data(case: EstimateCase) -> dict[str, Any]:
             "train_dataset": Dataset.from_list(generated(60, 0.35, seed=38)[:64]),
             "processing_class": load_tokenizer(Path(tokenizer_for(longtail_rows()))),
         }
-    encodes = case.method in encoders.NAMES
-    rows = encoders.rows_of(case.method, 64) if encodes else ROWS.get(case.method, longtail_pairs)()[:64]
+    task = TASKS.get(case.method)
+    rows = task.rows(64) if task else ROWS.get(case.method, longtail_pairs)()[:64]
     if case.ranks > 1:  # ranks take the heaviest micro-batch in each step: not all engines rehearse it
         heaviest = sorted(rows, key=lambda row: len(json.dumps(row)))[-case.rows :]
         rows = heaviest * (len(rows) // case.rows)
     dataset = Dataset.from_list(rows)
     evaluated = {"eval_dataset": dataset} if "eval_strategy" in case.options else {}
-    tokenizer = encoders.words_tokenizer(rows) if encodes else load_tokenizer(Path(tokenizer_for(longtail_rows())))
+    tokenizer = task.tokenizer(rows) if task else load_tokenizer(Path(tokenizer_for(longtail_rows())))
     return {"train_dataset": dataset, "processing_class": tokenizer} | evaluated
 
 
@@ -116,9 +116,25 @@ def described_reward(case: EstimateCase) -> Any:
 def described(case: EstimateCase) -> Any:
     from transformers import AutoConfig
 
-    count = {"reward": 1, "token-classification": len(encoders.LABELS)}.get(case.method)
-    labels: dict[str, Any] = {} if count is None else {"num_labels": count}
-    return AutoConfig.for_model(**MODELS[case.model], **labels)
+    task = TASKS.get(case.method)
+    values = {"num_labels": 1} if case.method == "reward" else task.config_values if task else {}
+    return AutoConfig.for_model(**MODELS[case.model], **values)
+
+
+def teacher(case: EstimateCase) -> dict[str, Any]:
+    """Whom a student learns from."""
+    if case.teacher is None:
+        return {}
+    from transformers import AutoModelForCausalLM
+
+    return {"teacher_model": AutoModelForCausalLM.from_config(described_teacher(case))}
+
+
+def described_teacher(case: EstimateCase) -> Any:
+    from transformers import AutoConfig
+
+    assert case.teacher is not None
+    return AutoConfig.for_model(**MODELS[case.teacher])
 
 
 def model_of(case: EstimateCase, device: str, weights: str) -> Any:
@@ -134,7 +150,8 @@ def model_of(case: EstimateCase, device: str, weights: str) -> Any:
     import transformers
 
     torch.manual_seed(0)  # ranks make the same weights
-    head = {"reward": "SequenceClassification", **encoders.NAMES}.get(case.method, "CausalLM")
+    task = TASKS.get(case.method)
+    head = task.head if task else "SequenceClassification" if case.method == "reward" else "CausalLM"
     return getattr(transformers, f"AutoModelFor{head}").from_config(described(case), dtype=getattr(torch, case.dtype))
 
 
@@ -158,6 +175,7 @@ def predicted(case: EstimateCase, device: str) -> dict[str, Any]:
         options = config_of(case, device, folder)
         options.model_init_kwargs = {"dtype": case.dtype}
         rewarded = {} if case.reward_model is None else {"reward_funcs": described_reward(case)}
+        rewarded |= {} if case.teacher is None else {"teacher_model": described_teacher(case)}
         began = time.perf_counter()
         found = estimate(
             options,

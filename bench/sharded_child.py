@@ -1,7 +1,8 @@
 """One rank of one run of `bench.sharded` or `bench.exchange`: trains a few steps and prints what they took.
 
 A `gigabits` in what it is given slows the exchange of gradients down to a link of so many a second; without `overlap`
-it follows backward.
+it follows backward, and without `by_rows` all rows of the embedding's are exchanged. `counts_tensors` has the
+bytes of living tensors counted, and `options` are further ones of lowtide's config.
 """
 
 import contextlib
@@ -16,10 +17,11 @@ from typing import Any
 from bench.arguments import specification
 from bench.cases import CASES
 from bench.child import clock
+from bench.living_bytes import LivingBytes
 from bench.measure import PeakMeter
 from bench.methods import METHODS
 from bench.processes import MARK
-from bench.shapes import SHAPES, build_model
+from bench.shapes import OVER_RANKS, build_model
 from bench.tokenizer import load_tokenizer
 
 ZERO_3 = {
@@ -37,12 +39,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
     _meet(spec)
     if "gigabits" in spec:
-        _slow_down(spec["gigabits"], spec["overlap"])
+        _slow_down(spec["gigabits"], spec["overlap"], spec["by_rows"])
     package = importlib.import_module(spec["contestant"])
     method, folder = METHODS[spec["method"]], Path(spec["folder"])
     config_class, trainer_class = getattr(package, method.config), getattr(package, method.trainer)
     if dist.get_rank() == 0:
-        build_model(SHAPES[spec["shape"]]).save_pretrained(folder / "model")
+        build_model(OVER_RANKS[spec["shape"]]).save_pretrained(folder / "model")
     dist.barrier()
     gc.collect()
     dataset = Dataset.from_list(CASES[spec["method"]]["gsm8k"].rows())
@@ -60,10 +62,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     )
     loaded = loading.stop()["above_start_bytes"]
     training.start()
-    trainer.train()
+    with LivingBytes() if spec.get("counts_tensors") else contextlib.nullcontext() as living:
+        trainer.train()
     peak = training.stop()["peak_bytes"] - loading.start_bytes
     seconds = [after - before for before, after in pairwise(timer.ends)][-spec["timed"] :]
-    return {"step_seconds": seconds, "peak_above_start_bytes": peak, "loading_bytes": loaded}
+    tensors = {} if living is None else {"tensor_bytes": living.peak}
+    return {"step_seconds": seconds, "peak_above_start_bytes": peak, "loading_bytes": loaded, **tensors}
 
 
 def _meet(spec: dict[str, Any]) -> None:
@@ -94,7 +98,7 @@ class SlowWork:
         time.sleep(max(self.until - time.monotonic(), 0.0))
 
 
-def _slow_down(gigabits: float, overlap: bool) -> None:
+def _slow_down(gigabits: float, overlap: bool, by_rows: bool) -> None:
     import torch.distributed as dist
 
     from lowtide.ranks import replicas
@@ -109,6 +113,8 @@ def _slow_down(gigabits: float, overlap: bool) -> None:
     dist.all_reduce = slow
     if not overlap:
         replicas.Averaging.overlap = lambda self: contextlib.nullcontext()
+    if not by_rows:
+        replicas.MOST_ROWS = -1.0  # any are too many
 
 
 def _options(spec: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -129,6 +135,7 @@ def _options(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     elif spec["engine"] == "fsdp2" and spec["contestant"] == "lowtide":
         common["fsdp"] = True
     if spec["contestant"] == "lowtide":
+        common |= spec.get("options", {})
         common["rehearsal"] = False  # the heaviest rows of the whole dataset are no part of the steps
     return common
 

@@ -86,26 +86,30 @@ def model_of() -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(AutoConfig.for_model(**described()))
+
+
+def described() -> dict[str, Any]:
+    """Its configuration."""
     token = {name: len(SPECIAL) + number for number, name in enumerate(VISION)}
-    config = AutoConfig.for_model(
-        "qwen2_5_vl",
-        text_config={
+    return {
+        "model_type": "qwen2_5_vl",
+        "text_config": {
             **{"vocab_size": VOCABULARY, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6},
             **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096},
             **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3, "tie_word_embeddings": True},
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
         },
-        vision_config={
+        "vision_config": {
             **{"depth": 6, "hidden_size": 320, "intermediate_size": 864, "num_heads": 8, "out_hidden_size": 512},
             "fullatt_block_indexes": [2, 5],
         },
-        image_token_id=token["<|image_pad|>"],
-        video_token_id=token["<|video_pad|>"],
-        vision_start_token_id=token["<|vision_start|>"],
-        vision_end_token_id=token["<|vision_end|>"],
-        tie_word_embeddings=True,
-    )
-    return AutoModelForImageTextToText.from_config(config)
+        "image_token_id": token["<|image_pad|>"],
+        "video_token_id": token["<|video_pad|>"],
+        "vision_start_token_id": token["<|vision_start|>"],
+        "vision_end_token_id": token["<|vision_end|>"],
+        "tie_word_embeddings": True,
+    }
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ TRAINERS = (
     "rloo",
     "gkd",
     "masked-lm",
+    "replaced-token-detection",
     "seq2seq",
 )
 UNNAMED = {"step", "epoch"}

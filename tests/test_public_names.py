@@ -47,6 +47,8 @@ NAMES = [
     "RLOOTrainer",
     "RaggedBatch",
     "RandomPairwiseJudge",
+    "ReplacedTokenDetectionConfig",
+    "ReplacedTokenDetectionTrainer",
     "RewardConfig",
     "RewardTrainer",
     "RichProgressCallback",

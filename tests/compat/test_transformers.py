@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 import lowtide
@@ -210,3 +211,16 @@ def test_a_vision_tower_takes_what_is_worked_out_of_the_sizes_of_images():
     nowhere = torch.zeros_like(grid)  # all that is read of the sizes is given
     found = tower(pixels, grid_thw=nowhere, **layout).pooler_output
     torch.testing.assert_close(found, expected, msg=lambda text: f"the tower reads the sizes in another way: {text}")
+
+
+def test_a_weight_that_is_declared_tied_is_saved_once(model, tmp_path):
+    model.add_module("other", torch.nn.Embedding(16, 8))
+    model.other.weight = model.model.embed_tokens.weight
+    with pytest.raises(RuntimeError, match="shared tensors"):
+        model.save_pretrained(tmp_path)
+    inside.declare_tied(model, {"other.weight": "model.embed_tokens.weight"})
+    model.save_pretrained(tmp_path)
+    with safe_open(str(tmp_path / "model.safetensors"), "pt") as file:
+        names = {*file.keys()}
+    assert "model.embed_tokens.weight" in names, "save_pretrained leaves out the wrong one of two tied weights"
+    assert "other.weight" not in names

@@ -21,6 +21,7 @@ from lowtide import (
     SFTConfig,
     SFTTrainer,
 )
+from tests.support.marks import slow_but
 from tests.support.vision_models import (
     FAMILIES,
     conversations,
@@ -299,13 +300,52 @@ def test_a_processor_that_reads_rows_in_another_way_is_refused(tmp_path: Path) -
         trainer(tmp_path, conversations(2), given={"processing_class": own})
 
 
-def test_methods_of_text_alone_refuse_images(tmp_path: Path) -> None:
-    labelled = [
+def labelled(count: int) -> list[dict[str, Any]]:
+    return [
         {"images": row["images"], "prompt": row["prompt"], "completion": row["chosen"], "label": number % 2 == 0}
-        for number, row in enumerate(rows(4))
+        for number, row in enumerate(rows(count))
     ]
-    with pytest.raises(ValueError, match="has images, and Kahneman-Tversky optimization takes text alone"):
-        trainer(tmp_path, labelled, "KTO")
+
+
+def completion_logprobs(family: str, model: Any, made: list[dict[str, Any]], lengths: list[int]) -> torch.Tensor:
+    """[rows]: of each answer, of so many tokens at the end of its row, by the model's own padded forward."""
+    talks = [row["prompt"] + row["completion"] for row in made]
+    batch = padded(processor(family), talks, [row["images"] for row in made])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(**batch).logits[:, :-1].float(), -1)
+    own = logprobs.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    ends = batch["attention_mask"].sum(1).tolist()
+    spans = zip(own, ends, lengths, strict=True)
+    return torch.stack([row[end - 1 - length : end - 1].sum() for row, end, length in spans])
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], FAMILIES))
+def test_single_answers_to_images_are_scored_as_by_the_padded_forward(family: str, tmp_path: Path) -> None:
+    made, reference = labelled(4), vision_model(family, seed=1)
+    given = {"model": vision_model(family), "ref_model": reference, "processing_class": processor(family)}
+    options: dict[str, Any] = {"loss_type": "apo_zero_unpaired", "learning_rate": 0.0, "max_steps": 1}
+    run = trainer(tmp_path, made, "KTO", given, train_sampling_strategy="sequential", **options)
+    lengths = [len(ids) for ids in run.train_dataset["completion_ids"]]
+    policy, referred = (completion_logprobs(family, each.eval(), made, lengths) for each in (run.model, reference))
+    share = torch.sigmoid(0.1 * (policy - referred))
+    expected = torch.where(torch.tensor([row["label"] for row in made]), 1 - share, share).mean().item()
+    assert losses(run) == pytest.approx([expected], abs=1e-5)
+
+
+def test_pairs_taken_apart_keep_their_images_and_their_mismatched_answers(tmp_path: Path) -> None:
+    pairs = rows(4)
+    apart = [
+        {"images": row["images"], "prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+        for side in ("chosen", "rejected")
+        for row in pairs
+    ]
+    ways = [(pairs, {}), (apart, {}), (pairs, {"padding_free": False}), (pairs, {"tokens_per_microbatch": 120})]
+    found = [losses(trainer(tmp_path, made, "KTO", **options)) for made, options in ways]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_methods_of_text_alone_refuse_images(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has images, and odds ratio preference optimization takes text alone"):
         trainer(tmp_path, rows(4), "ORPO")
 

@@ -33,6 +33,17 @@ def set_attention(config: Any, name: str) -> None:
     config._attn_implementation_internal = name
 
 
+def declare_tied(model: nn.Module, tied: dict[str, str]) -> None:
+    """Tells `save_pretrained` of weights that are the same ones as others; it refuses those that it does not know of.
+
+    Args:
+        tied: by the name that is left out, the one that is saved.
+    """
+    whole: Any = model
+    whole._tied_weights_keys = {**(whole._tied_weights_keys or {}), **tied}
+    whole.all_tied_weights_keys = {**(getattr(whole, "all_tied_weights_keys", None) or {}), **tied}
+
+
 def names_not_saved(model: nn.Module) -> set[str]:
     """The names of a model's `state_dict` that `save_pretrained` leaves out."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())

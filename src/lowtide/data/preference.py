@@ -140,6 +140,7 @@ def prepare_unpaired(
     batch_size: int,
     name: str = "train",
     kl_block: int | None = None,
+    reader: ImageReader | None = None,
 ) -> tuple[Dataset | IterableDataset, Ledger | None]:
     """Prepare completions that are labelled desirable or not; pairs are taken apart.
 
@@ -151,46 +152,64 @@ def prepare_unpaired(
         name: What the dataset is called in progress bars and in the ledger.
         kl_block: Each row also gets the completion of another row of its block of so many (see `kl_completions`; a
             block of one row takes it from the block before). None: no such column.
+        reader: Makes the images of rows ready, for a vision-language model.
 
     Returns:
-        A dataset with the columns `prompt_ids`, `completion_ids`, `label`, and `kl_completion_ids` where wanted; and
-        its ledger, or None for a stream.
+        A dataset with the columns `prompt_ids`, `completion_ids`, `label`, `kl_completion_ids` where wanted, and
+        `images` where prompts show images; and its ledger, or None for a stream.
 
     Raises:
         ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
     """
     if kl_block is not None and kl_block < 1:
         raise ValueError(f"kl_block is {kl_block}; it must be at least 1, or None for no KL completions.")
-    source = options.source or title_of(dataset, name)
-    has_kl = kl_block is not None
+    source, has_kl = options.source or title_of(dataset, name), kl_block is not None
+    dataset = dataset if reader is None else undecoded(dataset)
     with reading(dataset, source, "prompt_ids, completion_ids and label") as first_row:
+        images, shown, options, first_row = expander_of(reader, first_row, options, source, options.truncation)
         row_format = detect_unpaired(list(first_row), source, chats=_chats(tokenizer, options))
         check_columns(list(first_row), row_format, source)
         tokenizer = with_end_token(tokenizer, options.eos_token)
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source)
-        more = {"label": Value("bool")} | ({WHOLE_COMPLETION: KL_FEATURE} if has_kl else {})
-        features = noted_features(UNPAIRED_PARTS, **more)
-        wanted = [*token_columns(UNPAIRED_PARTS), *more]
-        rows = dataset.with_format(None).select_columns(list(row_format.columns))
-        preparer = _Preparer(encoder, partial(unpaired_table, truncation=options.truncation, whole_completions=has_kl))
+        if images is not None:
+            images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
+        more = _unpaired_columns(has_kl, images)
+        features, wanted = noted_features(UNPAIRED_PARTS, **more), [*token_columns(UNPAIRED_PARTS), *more]
+        rows = dataset.with_format(None).select_columns([*row_format.columns, *shown])
+        tabulate = partial(unpaired_table, truncation=options.truncation, whole_completions=has_kl)
+        preparer = _Preparer(encoder, tabulate, images)
         if isinstance(rows, IterableDataset):
             ordered = _InRuns(preparer) if encoder.is_paired else preparer
             stream = map_stream(rows, ordered, _only(features, wanted))
             return (stream if kl_block is None else add_kl_to_stream(stream, kl_block, options.max_length)), None
         prepared = _map(rows, preparer, options, features, name, kind=("unpaired", has_kl))
     statistics = _added_up(prepared, UNPAIRED_PARTS, options, source)
-    numbers, lengths = statistics.numbers, statistics.lengths
-    if encoder.is_paired:
-        numbers = np.arange(len(prepared)) if numbers is None else numbers
-        order = order_in_runs(numbers)
-        numbers, lengths = numbers[order], lengths[order]
+    numbers, lengths = _in_order(statistics, len(prepared), in_runs=encoder.is_paired)
     padding = padding_share(lengths, batch_size)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
-    fingerprint = combine(VERSION, fingerprint_of(prepared), "kl", kl_block)
     chosen = prepared if numbers is None else prepared.select(numbers)
     _warn_of_labels(chosen, source)
+    fingerprint = combine(VERSION, fingerprint_of(prepared), "kl", kl_block)
     chosen = chosen.select_columns(wanted)
     return chosen if kl_block is None else add_kl_completions(chosen, kl_block, options.max_length, fingerprint), ledger
+
+
+def _in_order(
+    statistics: Statistics, rows: int, *, in_runs: bool
+) -> tuple[Int[np.ndarray, " kept"] | None, Int[np.ndarray, " kept"]]:
+    """The numbers of the rows that are kept, None for all, and their lengths; those of pairs in runs."""
+    numbers, lengths = statistics.numbers, statistics.lengths
+    if not in_runs:
+        return numbers, lengths
+    numbers = np.arange(rows) if numbers is None else numbers
+    order = order_in_runs(numbers)
+    return numbers[order], lengths[order]
+
+
+def _unpaired_columns(has_kl: bool, images: ImageExpander | None) -> dict[str, Any]:
+    """The columns of rows of single completions beside their tokens."""
+    more: dict[str, Any] = {"label": Value("bool"), **({WHOLE_COMPLETION: KL_FEATURE} if has_kl else {})}
+    return more if images is None else {**more, **IMAGE_FEATURES}
 
 
 @dataclass(frozen=True)
@@ -208,7 +227,9 @@ class _Preparer:
         rest, shown = self.images.take(batch, numbers)
         encoded = self.encoder(rest, numbers)
         sides = self.images.expand(encoded.sides, shown, numbers)
-        return self.tabulate(replace(encoded, sides=sides)).append_column(IMAGES, images_column(shown))
+        table = self.tabulate(replace(encoded, sides=sides))
+        each = table.num_rows // max(len(shown), 1)  # 2 of a pair that is taken apart
+        return table.append_column(IMAGES, images_column([images for images in shown for _ in range(each)]))
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,10 @@ def direct_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     weights = (getattr(each, "weight", None) for each in (inner.get_output_embeddings(), inner.get_input_embeddings()))
     head, embedding = (p if isinstance(p, nn.Parameter) and p.requires_grad else None for p in weights)
     first = [] if head is None or head is embedding else [head]
-    return first, [] if embedding is None else [embedding]
+    last = [] if embedding is None else [embedding]
+    if (other := head_of(inner).beside(inner)) is not None:  # its backward comes after that of the model's head
+        last += [p for part in direct_weights(other) for p in part if p is not embedding]
+    return first, last
 
 
 def vocabulary(model: nn.Module) -> int:
@@ -109,6 +112,8 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
         install_convolution(inner)
         if inner.config.is_encoder_decoder:
             install_pairs(inner)
+    if (other := head_of(inner).beside(inner)) is not None:
+        install(other, padding_free=padding_free)
 
 
 def first_position(model: nn.Module) -> int:

@@ -13,7 +13,7 @@ import functools
 import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,14 @@ class Probe:
     leak_tolerance: float
     error: Exception | None = None
     """What the model raised when it was given segments laid end to end; the three errors of segments are then inf."""
+
+    def joined(self, other: Probe | None) -> Probe:
+        """The worse of two models of which both run in a step."""
+        if other is None:
+            return self
+        names = ("head_error", "ragged_error", "leak", "prefix_error")
+        worse = {name: max(getattr(self, name), getattr(other, name)) for name in names}
+        return replace(self, **worse, error=self.error or other.error)
 
     @property
     def isolated(self) -> bool:
@@ -99,7 +107,8 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
             )
         leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16])
         if not ragged:
-            return Probe(head_error, math.inf, math.inf, math.inf, tolerance, leak_tolerance)
+            alone = Probe(head_error, math.inf, math.inf, math.inf, tolerance, leak_tolerance)
+            return alone.joined(_of_other(inner, ragged))
         install(model)
         failure: Exception | None = None
         try:
@@ -116,7 +125,14 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the forward
             ragged_error = leak = prefix_error = float("inf")
             failure = error
-    return Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, failure)
+    found = Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, failure)
+    return found.joined(_of_other(inner, ragged))
+
+
+def _of_other(model: nn.Module, ragged: bool) -> Probe | None:
+    """Of the model that is trained beside; None if there is none."""
+    other = head_of(causal_model(model)).beside(model)
+    return None if other is None else probe(other, ragged=ragged)
 
 
 def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, float, Mapping[int, int]]:

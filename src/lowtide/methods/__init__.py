@@ -102,5 +102,10 @@ METHODS = MethodTable(
             "masked language modelling: an encoder predicts hidden tokens",
             module="lowtide.methods.masked_lm",
         ),
+        "replaced-token-detection": MethodRow(
+            "ReplacedTokenDetection",
+            "replaced-token detection (ELECTRA): an encoder tells which tokens a generator wrote",
+            module="lowtide.methods.replaced_token_detection",
+        ),
     }
 )

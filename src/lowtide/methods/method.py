@@ -77,6 +77,8 @@ class RowObjective:
     observe: Callable[[Any], None] | None = None
     """Called before the loss of a training step, with the statistics of the whole batch, to carry them in `running`.
     Evaluation does not call it."""
+    beyond_scores: bool = False
+    """Rows in which nothing is scored have a loss too."""
     beside: RowObjective | None = None
     """A second loss, which is added to this one. Each goes forward and backward by itself, through the adapter of its
     head, so that no more is held than for one; its counts are this one's."""

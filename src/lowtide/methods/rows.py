@@ -312,6 +312,7 @@ class Singles(_Completions):
     """Whether, under some options, each prompt also comes with another row's completion."""
 
     completions = 1
+    takes_images = True
 
     def columns(self, options: Any) -> tuple[str, ...]:
         return ("completion_ids", "kl_completion_ids") if self.mismatched(options) else ("completion_ids",)
@@ -329,4 +330,5 @@ class Singles(_Completions):
             batch_size=rows,
             name=name,
             kl_block=rows if self.mismatched(options) else None,
+            reader=how.reader,
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.methods.completions import completion_segments, in_completion, segment_sums
 from lowtide.methods.method import RowObjective
-from lowtide.methods.options import CompletionOptions, ReferenceOptions
+from lowtide.methods.options import CompletionOptions, ReferenceOptions, VisionOptions
 from lowtide.objectives.kto import Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.ops.linear_logprobs import TokenStats, Want
@@ -25,7 +25,7 @@ LABEL = "label"
 
 
 @dataclass(kw_only=True)
-class UnpairedOptions(CompletionOptions, ReferenceOptions):
+class UnpairedOptions(CompletionOptions, ReferenceOptions, VisionOptions):
     """Of the methods over single completions, under TRL's names and with its defaults."""
 
     beta: float = option(0.1, "How closely the policy keeps to the reference.", NOT_NEGATIVE)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num
 from torch import Tensor
 
 from lowtide.ops.compared_rows import ComparedRows
@@ -178,11 +178,11 @@ def linear_loss(
 def read_logits(
     terms: Sequence[Term],
     index: Int[Tensor, " scores"],
-    read: Callable[[Float[Tensor, "rows vocab"], slice], Float[Tensor, "numbers rows"]],
+    read: Callable[[Float[Tensor, "rows vocab"], slice], Num[Tensor, "numbers rows"]],
     *,
     bias: Float[Tensor, " vocab"] | None = None,
     projection: Projection = PLAIN,
-) -> Float[Tensor, "numbers scores"]:
+) -> Num[Tensor, "numbers scores"]:
     """What a function reads off the logits, a chunk of scores at a time: for tokens that are drawn, not given.
 
     Args:

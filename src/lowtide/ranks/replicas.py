@@ -1,5 +1,8 @@
 """Ranks that hold the same weights: they start equal, and add up their gradients in and after their last backward.
 
+The gradient of an embedding is complete when backward is over, and is zero but for the rows of the tokens that came.
+So ranks tell each other which rows are not zero, a byte a row, and add up those alone, where these are at most half.
+
 DistributedDataParallel exchanges during the last backward too, to hide the time. There a rank that runs out of memory
 leaves the others waiting for ever. Here it takes part in the exchanges that are left, with zeros from memory that is
 set aside for it; then the ranks tell each other whether they all came through, and only then do gradients count.
@@ -22,6 +25,8 @@ from lowtide.ranks.shards import local_of
 
 BUCKET_BYTES = 16 << 20
 """Gradients exchanged at a time: enough to use the link well, small beside the gradients."""
+MOST_ROWS = 0.5
+"""Share of the rows of an embedding up to which these are exchanged by themselves."""
 ROOMS = 2
 """Buckets that are copied together for it at a time: while one is on its way, the next is filled."""
 
@@ -41,6 +46,11 @@ class Piece:
     start: int
     stop: int
 
+    @property
+    def count(self) -> int:
+        """How many numbers."""
+        return self.stop - self.start
+
     def of(self, gradient: Tensor) -> Tensor:
         """Its numbers: as they lie, or a copy of those that do not lie in one run."""
         return gradient.reshape(-1)[self.start : self.stop]
@@ -55,11 +65,38 @@ class Piece:
             gradient.copy_(numbers.view(gradient.shape))
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a parameter's gradient."""
+
+    parameter: nn.Parameter
+    rows: Tensor
+    """[rows]: their numbers."""
+
+    @property
+    def count(self) -> int:
+        """How many numbers."""
+        return len(self.rows) * local_of(self.parameter).shape[1]
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """A copy of its numbers."""
+        return gradient.index_select(0, self.rows).flatten()
+
+    def put(self, numbers: Tensor) -> None:
+        """Writes other ones in their place."""
+        assert self.parameter.grad is not None
+        local_of(self.parameter.grad).index_copy_(0, self.rows, numbers.view(len(self.rows), -1))
+
+
+Bucket = Sequence[Piece | Rows]
+"""What is exchanged at a time."""
+
+
 @dataclass
 class Flight:
     """A bucket on its way."""
 
-    bucket: Sequence[Piece]
+    bucket: Bucket
     flat: Tensor
     room: Tensor | None
     """The memory that it was copied to; None where it goes as it lies."""
@@ -80,7 +117,7 @@ class Averaging:
     first: Sequence[nn.Parameter] = ()
     """Whose gradients are complete before any that autograd accumulates: the head's, which is formed in place."""
     last: Sequence[nn.Parameter] = ()
-    """Whose gradients are complete when backward is over: the embedding's, likewise."""
+    """Whose gradients are complete when backward is over: the embedding's, likewise. They are exchanged by rows."""
     group: dist.ProcessGroup | None = None
     """The ranks that hold the same weights, or the same parts of them; None for all."""
     _flying: deque[Flight] = field(default_factory=deque)
@@ -90,12 +127,15 @@ class Averaging:
         apart = {*self.first, *self.last}
         self.watched = [p for p in reversed(trained) if p not in apart]
         self.parameters = [*self.first, *self.watched, *self.last]
-        self.buckets = [*_buckets(self.parameters)]
+        self.by_rows = [p for p in self.last if local_of(p).ndim == 2]
+        whole = [p for p in self.parameters if p not in {*self.by_rows}]
+        self.buckets: list[Bucket] = [*_buckets(whole)]
         self.places: dict[nn.Parameter, list[int]] = {p: [] for p in self.parameters}
         for number, bucket in enumerate(self.buckets):
             for piece in bucket:
                 self.places[piece.parameter].append(number)
-        largest = max((_bytes(bucket) for bucket in self.buckets), default=0)
+        row = [local_of(p).shape[1] * p.element_size() for p in self.by_rows]
+        largest = max(row + [_bytes(bucket) for bucket in (*self.buckets, *_buckets(self.by_rows))], default=0)
         self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self._rooms = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(ROOMS)]
         self._begin()
@@ -163,16 +203,40 @@ class Averaging:
     def _post_rest(self, counts: bool) -> None:
         while self._posted < len(self.buckets):
             self._post(counts)
+        for parameter in self.by_rows:
+            for bucket in self._buckets_of_rows(parameter, counts):
+                self._send(bucket, counts)
         while self._flying:
             self._land()
         self._begin()
 
     @torch.no_grad()
+    def _buckets_of_rows(self, parameter: nn.Parameter, counts: bool) -> Iterator[Bucket]:
+        """The rows of a gradient that are not zero on some rank; all of it where these are many. A rank that failed
+        has none, and learns those of the others."""
+        here = local_of(parameter)
+        there = torch.zeros(len(here), dtype=torch.uint8, device=here.device)
+        if counts and parameter.grad is not None:
+            there.copy_(torch.linalg.vector_norm(local_of(parameter.grad), torch.inf, dim=1) != 0)
+        work: Any = dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        work.wait()
+        rows = there.nonzero().flatten()
+        if len(rows) > MOST_ROWS * len(here):
+            yield from _buckets([parameter])
+            return
+        most = max(BUCKET_BYTES // (here.shape[1] * here.element_size()), 1)
+        yield from ([Rows(parameter, some)] for some in rows.split(most) if len(some))
+
     def _post(self, counts: bool) -> None:
-        bucket = self.buckets[self._posted]
+        self._send(self.buckets[self._posted], counts)
+        self._posted += 1
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket, counts: bool) -> None:
         room, first = None, bucket[0].parameter.grad
         gradient = None if first is None else local_of(first)
-        if counts and len(bucket) == 1 and gradient is not None and gradient.is_contiguous():
+        alone = counts and len(bucket) == 1 and isinstance(bucket[0], Piece)
+        if alone and gradient is not None and gradient.is_contiguous():
             flat = bucket[0].of(gradient)
         else:
             room = self._free_room()
@@ -184,7 +248,6 @@ class Averaging:
                     copy.zero_()
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         self._flying.append(Flight(bucket, flat, room, work, counts))
-        self._posted += 1
 
     def _free_room(self) -> Tensor:
         """A room that no bucket on its way is in; waits for one."""
@@ -209,13 +272,13 @@ class Averaging:
                 piece.put(copy)
 
 
-def _within(flat: Tensor, bucket: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor]]:
+def _within(flat: Tensor, bucket: Bucket) -> Iterator[tuple[Piece | Rows, Tensor]]:
     """Each piece of a bucket, with its place in the bucket's memory."""
-    return zip(bucket, flat.split([piece.stop - piece.start for piece in bucket]), strict=True)
+    return zip(bucket, flat.split([piece.count for piece in bucket]), strict=True)
 
 
-def _bytes(bucket: Sequence[Piece]) -> int:
-    return sum((piece.stop - piece.start) * piece.parameter.element_size() for piece in bucket)
+def _bytes(bucket: Bucket) -> int:
+    return sum(piece.count * piece.parameter.element_size() for piece in bucket)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[Piece]]:

@@ -233,6 +233,8 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
         raise found.error  # it says nothing of the model
     install(model, padding_free=False)
     inner.set_attn_implementation(implementation)
+    if (other := head_of(inner).beside(inner)) is not None:
+        other.set_attn_implementation(implementation)
     if not args.padding_free:
         return Engine(False, "padding_free=False", found)
     if prompt is not None:

@@ -105,6 +105,8 @@ class TrainingRun:
         self._references = None
         if inputs.data_collator is not None and method.rows.collates_alone:
             raise ValueError(f"data_collator has no use in {method.title}: {method.rows.collates_alone}")
+        if method.head.trains_beside is not None:
+            _check_beside(args, inputs, method)
         if method.writes:
             _check_whole(args, "yet, which would have to write the same completions")
         if method.taught:
@@ -166,7 +168,7 @@ class TrainingRun:
                 f"{self.method.title} adds a {added} to the model, and the adapters that came with it would be saved "
                 "without it: pass the model without adapters, and these as `peft_config`"
             )
-        self.method.head.attach(inner)
+        self.method.head.attach(inner, self.args)
 
     @out_of_memory_while("making the adapters")
     def _adapted(self, model: nn.Module, peft_config: Any) -> nn.Module:
@@ -321,6 +323,23 @@ def _check_whole(args: Any, why: str) -> None:
     }.items():
         if (ranks := getattr(args.sharding, size)) > 1:
             raise ValueError(f"{type(args).__name__}: {what.format(ranks)}")
+
+
+def _check_beside(args: Any, inputs: Inputs, method: Method) -> None:
+    """Refuses what is made for one model, where another is trained as a module of it.
+
+    Raises:
+        ValueError: names the option, and what to do.
+    """
+    what = method.head.trains_beside
+    _check_whole(args, f"yet beside {what}")
+    if args.sharding.cuts_weights or args.sharding.by_deepspeed:
+        raise ValueError(
+            f"{type(args).__name__}: weights cannot be sharded yet beside {what}: leave fsdp and deepspeed out, and "
+            "start several ranks with whole copies"
+        )
+    if inputs.peft_config is not None:
+        raise ValueError(f"{method.title} trains {what} and the model from their weights: leave peft_config out")
 
 
 def _check_whole_vocabulary(args: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.data.batches.values import REFERENCE
+from lowtide.data.batches.values import DRAW, REFERENCE
 from lowtide.engine.adapters import adapter_of
 from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
@@ -160,6 +160,8 @@ class RowRun(MicrobatchRun):
     """The loss is a sum over rows."""
 
     totals: Totals
+    own: int
+    """Micro-batches with rows of this rank; those after them are empty, so that all ranks run equally many."""
     referred: Tensor | None = None
     """The reference's log-probabilities of the micro-batch that runs."""
 
@@ -168,7 +170,7 @@ class RowRun(MicrobatchRun):
         return self.models.forward(part, scores_of(part, self.objective, self.accumulate))
 
     def loss_of(self, number: int, part: RaggedBatch, output: ScoreOutput) -> Tensor:
-        if part.scores == 0:  # an empty micro-batch, so that all ranks run equally many
+        if number >= self.own or (part.scores == 0 and not self.objective.beyond_scores):
             return output.scored.sum()
         outcome = self.outcome(self.objective.read(part, output.stats, self.referred))
         self.totals.take_outcome(outcome)
@@ -282,6 +284,7 @@ def scores_of(
         aux_loss=objective.aux_coefficient != 0,
         head=objective.head if isinstance(objective, RowObjective) else None,
         beta=objective.beta if isinstance(objective, TokenObjective) else 0.0,
+        draws=part.score_values.get(DRAW),
     )
 
 

@@ -143,7 +143,8 @@ def train_step(
     elif objective.whole and (len(parts) > 1 or ranks > 1):
         runs = [WholeRun(models, objective, *shared, totals, parts, sync)]
     else:
-        runs = [RowRun(models, term, *shared, totals) for term in objective.terms]
+        own = len(batch.plan_split(limits.tokens, limits.rows, pieces=pieces))
+        runs = [RowRun(models, term, *shared, totals, own) for term in objective.terms]
     runs[0].begin()
     loss = torch.zeros(())
     with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):

@@ -21,6 +21,7 @@ from lowtide.methods.online_dpo import OnlineDPOOptions
 from lowtide.methods.orpo import ORPOOptions
 from lowtide.methods.ppo import PPOOptions
 from lowtide.methods.pretrain import PretrainOptions
+from lowtide.methods.replaced_token_detection import ReplacedTokenDetectionOptions
 from lowtide.methods.reward import RewardOptions
 from lowtide.methods.rloo import RLOOOptions
 from lowtide.methods.seq2seq import Seq2SeqOptions
@@ -400,6 +401,27 @@ class Seq2SeqTrainer(MethodTrainer):
 class MaskedLMConfig(MaskedLMOptions, TrainingConfig): ...
 
 class MaskedLMTrainer(MethodTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        args: TrainingArguments | None = ...,
+        data_collator: Callable | None = ...,
+        train_dataset: Dataset | IterableDataset | None = ...,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
+        processing_class: PreTrainedTokenizerBase | None = ...,
+        compute_metrics: Callable | None = ...,
+        callbacks: list | None = ...,
+        optimizers: tuple = ...,
+        optimizer_cls_and_kwargs: tuple | None = ...,
+        quantization_config: Any = ...,
+        peft_config: Any = ...,
+        **older: Any,
+    ) -> None: ...
+
+@dataclass
+class ReplacedTokenDetectionConfig(ReplacedTokenDetectionOptions, TrainingConfig): ...
+
+class ReplacedTokenDetectionTrainer(MethodTrainer):
     def __init__(
         self,
         model: str | os.PathLike | nn.Module,

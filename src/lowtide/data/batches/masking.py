@@ -23,15 +23,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lowtide.data.batches.values import NUMBER, WORDS
+from lowtide.data.batches.values import DRAW, NUMBER, WORDS
 from lowtide.ops.counter_random import stream_key, uniforms
 from lowtide.ragged import RaggedBatch
 
 EVALUATION = -1
 """In place of an epoch: evaluation draws the same masks every time."""
-BEGINS, LENGTH, CARRIED, REPLACED, TOKEN = range(5)
+BEGINS, LENGTH, CARRIED, REPLACED, TOKEN, GENERATED = range(6)
 """What is drawn at a token: whether a run begins, its length, how far an earlier run reaches into the text, what stands
-in the token's place, and the random token."""
+in the token's place, the random token, and the number that a generator draws a token with."""
 DRAWS = 8
 """Counters of a token."""
 ONE_TOKEN = (1.0,)
@@ -72,6 +72,8 @@ class Masking:
     """The probabilities of the lengths of runs, in units, from 1 on."""
     as_one: bool = False
     """What stands in the place of a run is decided for the run, not for each token."""
+    generated: bool = False
+    """Whether a generator draws a token in the place of each masked one, with the score value `DRAW`."""
     seed: int = 0
 
     def __call__(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:
@@ -86,8 +88,10 @@ class Masking:
         units = _Units.of(batch)
         chosen = self._chosen(draws, units) & ~given
         token_ids = self._replaced(batch, draws, units, chosen)
-        drawn = replace(batch, token_ids=token_ids).select_scores(chosen | given)
-        return replace(drawn, score_values={n: v for n, v in drawn.score_values.items() if n != WORDS})
+        values = {name: value for name, value in batch.score_values.items() if name != WORDS}
+        if self.generated:
+            values[DRAW] = draws.at(GENERATED)
+        return replace(batch, token_ids=token_ids, score_values=values).select_scores(chosen | given)
 
     def _chosen(self, draws: _Draws, units: _Units) -> Bool[Tensor, " scores"]:
         """Which tokens are masked: those that a run which began at or before them reaches."""

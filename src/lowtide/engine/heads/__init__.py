@@ -8,12 +8,13 @@ from lowtide.engine.heads.classes import SequenceClasses, TokenClasses
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
+from lowtide.engine.heads.replaced_tokens import ReplacedTokens
 from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
 from lowtide.engine.heads.value import Value
 
 HEADS: tuple[type[Head], ...] = (
     *(LanguageModel, MaskedLanguageModel, SequenceToSequence),
-    *(Value, TokenClasses, SequenceClasses),
+    *(Value, TokenClasses, SequenceClasses, ReplacedTokens),
 )
 """In the order in which a model is asked for them."""
 

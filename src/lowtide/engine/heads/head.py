@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -30,6 +30,18 @@ class TeacherStates:
     states: Float[Tensor, "scores hidden"]
     parts: HeadParts
     projection: Projection
+
+
+@dataclass(frozen=True)
+class Replacements:
+    """What a generator makes of a batch with masked tokens; a position is one of the flattened batch."""
+
+    logprobs: Float[Tensor, " scores"]
+    """Of the tokens that are masked, with gradient."""
+    replaced: Bool[Tensor, " positions"]
+    """Where another token stands than in the text."""
+    present: Bool[Tensor, " positions"]
+    """Where a token stands, and no padding."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,10 @@ class Scores:
     """[scores]: tokens of the segment that begins at `index`, for a head that reads the mean of its hidden states."""
     read: Callable[[Tensor, slice], Tensor] | None = None
     """What the head of next tokens reads off the logits (see `ops.linear_logprobs.read_logits`)."""
+    draws: Float[Tensor, " scores"] | None = None
+    """Uniform numbers with which a generator draws a token in each score's place (`engine.heads.replaced_tokens`)."""
+    replacements: Replacements | None = None
+    """What it drew."""
     teacher: TeacherStates | None = None
     """Whom the `divergences` of `want` are from; their loss is formed in forward."""
     beta: float = 0.5
@@ -121,6 +137,10 @@ class Head(ABC):
     """What `usage` takes from transformers."""
     virtual_tokens: ClassVar[bool] = True
     """Whether adapters may put virtual tokens before each row."""
+    hides_tokens: ClassVar[bool] = False
+    """Whether tokens of its rows are hidden, for which a tokenizer needs a mask token."""
+    trains_beside: ClassVar[str | None] = None
+    """What the other model is called that is trained with a model (see `beside`); None if there is none."""
 
     @classmethod
     def loader(cls, config: PretrainedConfig | None) -> Any:
@@ -142,9 +162,27 @@ class Head(ABC):
         """
 
     @classmethod
-    def attach(cls, model: PreTrainedModel) -> None:
-        """Adds to a model that was loaded what this head needs beyond it; by default nothing."""
+    def attach(cls, model: PreTrainedModel, options: Any = None) -> None:
+        """Adds to a model that was loaded what this head needs beyond it; by default nothing.
+
+        Args:
+            options: the method's; None for their defaults.
+        """
         return
+
+    @classmethod
+    def beside(cls, model: nn.Module) -> PreTrainedModel | None:
+        """Another model that is a module of a model, and trained with it; None if there is none."""
+        return None
+
+    @classmethod
+    def run_first(cls, model: PreTrainedModel, scores: Scores, inputs: dict[str, Any]) -> tuple[Scores, dict[str, Any]]:
+        """What runs before the model's body, and may change its inputs; by default nothing.
+
+        Args:
+            inputs: of the model's forward, by name.
+        """
+        return scores, inputs
 
     @classmethod
     @abstractmethod

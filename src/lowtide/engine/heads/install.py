@@ -56,6 +56,7 @@ def _forward_scores(
     kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
     if (images := kwargs.pop(IMAGES, None)) is not None:
         kwargs["mm_encoder_outputs"] = encoded_images(body(model), images)
+    scores, kwargs = head.run_first(model, scores, kwargs)
     outputs = _run_body(model, args, kwargs)
     if (stage := stage_of(model)) is not None and not stage.pipeline.is_last:
         return HiddenOutput(outputs[0])

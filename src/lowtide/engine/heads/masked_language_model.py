@@ -6,6 +6,7 @@ and meet the vocabulary as those of any language model do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ class MaskedLanguageModel(LanguageModel):
     task_type = "FEATURE_EXTRACTION"
     pipeline = "fill-mask"
     virtual_tokens = False
+    hides_tokens = True
 
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:
@@ -38,18 +40,8 @@ class MaskedLanguageModel(LanguageModel):
 
     @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> TokenOutput:
-        states = hidden.index_select(0, scores.index)
-        scores = replace(scores, index=torch.arange(len(states), device=states.device))
-        parts = head_parts(model)
-        names, fused = reading(model, parts, scores)
-        first, *rest = parts.modules
-
-        def decoded(x: Tensor) -> tuple[Tensor, ...]:
-            return within(rest, fused, x.flatten(0, -2))
-
-        with acting_as(first, decoded):
-            found = own_head(model, states[:, None])
-        return TokenOutput(**dict(zip(names, found, strict=True)))
+        names, fused = reading(model, head_parts(model), scores_alone(scores))
+        return TokenOutput(**dict(zip(names, decoded(model, hidden, scores, fused), strict=True)))
 
     @classmethod
     def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
@@ -61,3 +53,21 @@ class MaskedLanguageModel(LanguageModel):
             f'filler = pipeline("{cls.pipeline}", model="{where}")',
             'print(filler(f"Paris is the {filler.tokenizer.mask_token} of France."))',
         ]
+
+
+def scores_alone(scores: Scores) -> Scores:
+    """The same scores among hidden states of theirs alone, in their order."""
+    return replace(scores, index=torch.arange(len(scores.index), device=scores.index.device))
+
+
+def decoded(
+    model: PreTrainedModel, hidden: Tensor, scores: Scores, function: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """What a function gives of that which meets the vocabulary, [scores, hidden], within the head's own calls."""
+    first, *rest = head_parts(model).modules
+
+    def met(x: Tensor) -> tuple[Tensor, ...]:
+        return within(rest, function, x.flatten(0, -2))
+
+    with acting_as(first, met):
+        return own_head(model, hidden.index_select(0, scores.index)[:, None])

@@ -58,7 +58,7 @@ class WithValues(LanguageModel):
     added_module = VALUE_HEAD
 
     @classmethod
-    def attach(cls, model: PreTrainedModel) -> None:
+    def attach(cls, model: PreTrainedModel, options: Any = None) -> None:
         """Adds the value head: that of the folder which the model came from, or a new one of small random weights."""
         if hasattr(model, VALUE_HEAD):
             return

@@ -271,12 +271,13 @@ class FakeRun:
         if groups <= TRACED_LAYERS:
             return self.traced_layers(layers, device)
         try:
-            if layers % together or not model.layers_alike():
+            if layers % together or self.method.head.trains_beside is not None or not model.layers_alike():
                 raise UnlikeLayers
             few = self.traced_layers(TRACED_LAYERS * together, device, together)
             events = unrolled(few.events, groups)
         except UnlikeLayers:
             whose = "the adapters" if self.peft_config is not None else f"model type {self.described.model_type}"
+            whose = self.method.head.trains_beside or whose
             note = f"the layers of {whose} are not alike: all {layers} were traced"
             return replace(self.traced_layers(layers, device), notes=(note,))
         return replace(few, events=events, costs={name: each.unrolled(groups) for name, each in few.costs.items()})

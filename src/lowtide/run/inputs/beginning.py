@@ -20,7 +20,6 @@ from lowtide.data.byte_pairs import learn_tokenizer
 from lowtide.data.cache.fingerprint import tokenizer_fingerprint
 from lowtide.data.documents import documents_of, texts_of
 from lowtide.engine.heads.head import Head
-from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.new_model import BEGINNING, described_config
 
@@ -87,7 +86,7 @@ def _check_kind(config: PretrainedConfig, head: type[Head]) -> None:
     kind = config.model_type
     masked = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not masked  # encoders are listed there too, as decoders
-    if masked if head is MaskedLanguageModel else causal:
+    if masked if head.hides_tokens else causal:
         return
     way = "`lowtide masked-lm` does" if masked else "`lowtide pretrain` does" if causal else "take another type"
     raise ValueError(f"model type {kind} does not begin with random weights as one of the {head.models} here: {way}")
@@ -98,7 +97,7 @@ def _tokenizer(args: Any, rows: Any) -> PreTrainedTokenizerBase:
         field = args.dataset_text_field
         apart = documents_of(rows, field, getattr(args, "document_separator", None))
         texts = texts_of(apart, field, LEARNED_FROM)
-        return learn_tokenizer(texts, args.train_tokenizer, masks=args.method.head is MaskedLanguageModel)
+        return learn_tokenizer(texts, args.train_tokenizer, masks=args.method.head.hides_tokens)
     name = args.tokenizer_name or args.config_name
     if name is None or Path(name).is_file():
         raise ValueError(

@@ -1,0 +1,293 @@
+"""The head that tells which tokens of a text were replaced (ELECTRA, arXiv 2003.10555), and the generator before it.
+
+The generator is a small masked language model. It is a module of the discriminator, `generator`, which `attach` adds,
+so that one optimizer, one norm and one checkpoint are of both. In a forward of the discriminator it runs first: it
+predicts the masked tokens, and draws one in the place of each, without gradient. Then the discriminator's body runs on
+the text so made, and its head gives a logit for each token. The generator may share the discriminator's embeddings.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PretrainedConfig, PreTrainedModel
+
+from lowtide.compat.transformers import declare_tied
+from lowtide.engine.heads.head import Head, Replacements, ScoreOutput, Scores, is_one_of
+from lowtide.engine.heads.head_parts import head_parts, head_terms, projection_of
+from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, reading
+from lowtide.engine.heads.masked_language_model import MaskedLanguageModel, decoded, scores_alone
+from lowtide.engine.heads.own_head import own_head
+from lowtide.ops.drawing import draw
+from lowtide.ops.linear_logprobs import NOTHING_MORE, Want, read_logits
+from lowtide.ragged import OWN_TOKEN, ScoreRule
+
+GENERATOR = "generator"
+"""The module's name in the discriminator."""
+GENERATOR_CONFIG = "generator_config"
+"""The value of the discriminator's config that is the generator's."""
+GENERATOR_SIZE = 0.25
+"""Of the discriminator's width, where nothing else is asked for: as in the paper's smaller models."""
+DISCRIMINATORS = frozenset({"ElectraForPreTraining"})
+
+
+@dataclass(frozen=True)
+class ReplacedStats:
+    """What generator and discriminator say; a position is one of the flattened batch."""
+
+    logprobs: Float[Tensor, " scores"]
+    """The generator's, of the masked tokens."""
+    logits: Float[Tensor, " positions"]
+    """The discriminator's, that a token was replaced; at least in float32."""
+    replaced: Bool[Tensor, " positions"]
+    present: Bool[Tensor, " positions"]
+
+
+@dataclass
+class ReplacedOutput(ScoreOutput):
+    """What both give."""
+
+    logits: Tensor
+    """[scores]: that the token at a score was replaced."""
+    logprobs: Tensor | None = None
+    """[scores], and the others [positions]: see `ReplacedStats`."""
+    all_logits: Tensor | None = None
+    replaced: Tensor | None = None
+    present: Tensor | None = None
+    loss: Tensor | None = None
+    entropies: Tensor | None = None
+    top1: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+    @property
+    def scored(self) -> Tensor:
+        return self.logits
+
+    @property
+    def stats(self) -> ReplacedStats:
+        found = (self.logprobs, self.all_logits, self.replaced, self.present)
+        assert self.logprobs is not None, "tokens are told apart where a generator drew some"
+        return ReplacedStats(*cast(Any, found))
+
+
+class ReplacedTokens(Head):
+    """A logit for each token: that it was replaced."""
+
+    numbers = "logits"
+    number = "logit"
+    models = "discriminators"
+    auto_class = AutoModelForPreTraining
+    added_module = GENERATOR
+    task_type = "FEATURE_EXTRACTION"
+    pipeline = "feature-extraction"
+    virtual_tokens = False
+    hides_tokens = True
+    trains_beside = "a generator"
+
+    @classmethod
+    def why_not(cls, model: nn.Module) -> str | None:
+        return None if is_one_of(model, DISCRIMINATORS) else "has no head that tells which tokens were replaced"
+
+    @classmethod
+    def check(cls, model: PreTrainedModel) -> None:
+        """All can be run: the head is called as it is."""
+
+    @classmethod
+    def beside(cls, model: nn.Module) -> PreTrainedModel | None:
+        return getattr(model, GENERATOR, None)
+
+    @classmethod
+    def attach(cls, model: PreTrainedModel, options: Any = None) -> None:
+        """Adds the generator: that of the folder which the model came from, one that is named, or a new one.
+
+        Raises:
+            ValueError: it is no masked language model with the same tokens, or its embeddings cannot be shared.
+        """
+        if cls.beside(model) is not None:
+            return
+        generator = _generator(model, options)
+        if getattr(options, "share_embeddings", True):
+            _share_embeddings(model, generator)
+        setattr(model.config, GENERATOR_CONFIG, generator.config.to_diff_dict())
+        model.add_module(GENERATOR, generator)
+
+    @classmethod
+    def run_first(cls, model: PreTrainedModel, scores: Scores, inputs: dict[str, Any]) -> tuple[Scores, dict[str, Any]]:
+        """The generator: it draws a token in the place of each score."""
+        if scores.draws is None:
+            return scores, inputs
+        token_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        flat = token_ids.flatten()
+        replaced = torch.zeros_like(flat, dtype=torch.bool)
+        logprobs = scores.draws.new_zeros(0, dtype=torch.float32)
+        if len(scores.index):
+            logprobs, drawn = _generated(cast(Any, cls.beside(model)), scores, inputs)
+            flat = flat.index_copy(0, scores.index, drawn)
+            replaced = replaced.index_copy(0, scores.index, drawn != scores.target)
+        present = torch.ones_like(replaced) if mask is None else mask.flatten().bool()
+        found = Replacements(logprobs, replaced, present)
+        return replace(scores, replacements=found), {**inputs, "input_ids": flat.view_as(token_ids)}
+
+    @classmethod
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ReplacedOutput:
+        logits = own_head(model, hidden[:, None]).flatten()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        at_scores = logits.index_select(0, scores.index)
+        if scores.replacements is None:
+            return ReplacedOutput(at_scores)
+        found = scores.replacements
+        return ReplacedOutput(at_scores, found.logprobs, logits, found.replaced, found.present)
+
+    @classmethod
+    def dense_stats(
+        cls,
+        logits: Float[Tensor, "lines longest"],
+        index: Int[Tensor, " scores"],
+        target: Int[Tensor, " scores"],
+        longest: int,
+        want: Want = NOTHING_MORE,
+    ) -> Tensor:
+        return logits.flatten()[index].float()
+
+    @classmethod
+    def output_of(cls, stats: Tensor, **more: Tensor | None) -> ReplacedOutput:
+        return ReplacedOutput(stats, **more)
+
+    @classmethod
+    def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
+        return OWN_TOKEN
+
+    @classmethod
+    def chunk_rows(cls, config: PretrainedConfig, dtype: torch.dtype, device: str) -> int:
+        return LanguageModel.chunk_rows(config, dtype, device)
+
+    @classmethod
+    def packed_elements(cls, config: PretrainedConfig) -> int:
+        """Of the generator's head."""
+        return config.vocab_size * config.embedding_size
+
+    @classmethod
+    def usage(cls, where: str) -> list[str]:
+        return [
+            f'reader = pipeline("{cls.pipeline}", model="{where}")',
+            'print(reader("The tide comes in.")[0][0][:4])',
+        ]
+
+
+@dataclass
+class DrawnOutput(TokenOutput):
+    """What a generator gives."""
+
+    drawn: Tensor | None = None
+    """[scores]: a token in each score's place."""
+
+
+class DrawnTokens(MaskedLanguageModel):
+    """Log-probabilities of the masked tokens, and tokens that are drawn in their places, from the same forward."""
+
+    @classmethod
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> DrawnOutput:
+        alone, parts = scores_alone(scores), head_parts(model)
+        names, fused = reading(model, parts, alone)
+        projection, draws = projection_of(model.config), scores.draws
+        assert draws is not None, "a generator draws with numbers that it is given"
+
+        def read(logits: Float[Tensor, "rows vocab"], span: slice) -> Int[Tensor, "1 rows"]:
+            return draw(torch.softmax(logits, -1), draws[span])[None]
+
+        def both(x: Tensor) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                terms, bias = head_terms(parts, x)
+                drawn = read_logits(terms, alone.index, read, bias=bias, projection=projection)[0]
+            return (*fused(x), drawn)
+
+        return DrawnOutput(**dict(zip((*names, "drawn"), decoded(model, hidden, scores, both), strict=True)))
+
+
+def _generated(generator: PreTrainedModel, scores: Scores, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of the masked tokens, and what is drawn in their places."""
+    asked = Scores(scores.index, scores.target, draws=scores.draws, accumulate=scores.accumulate, head=DrawnTokens)
+    found = generator(**inputs, scores=asked)
+    return found.logprobs, found.drawn
+
+
+# -- making it ---------------------------------------------------------------------------------------------------------
+
+
+def _generator(model: PreTrainedModel, options: Any) -> PreTrainedModel:
+    """The generator of a discriminator, in the dtype of its weights and where they are."""
+    like = cast(nn.Embedding, model.get_input_embeddings()).weight
+    named, size = (getattr(options, name, None) for name in ("generator_model_name_or_path", "generator_size"))
+    known = getattr(model.config, GENERATOR_CONFIG, None)
+    if named is not None:
+        generator = AutoModelForMaskedLM.from_pretrained(named, dtype=like.dtype)
+        _check_tokens(model, generator, named)
+        return generator.to(like.device)
+    if known is not None and size is not None:
+        raise ValueError(
+            f"generator_size={size} is of a new generator, and the model has one already: leave generator_size out"
+        )
+    config = smaller(model.config, GENERATOR_SIZE if size is None else size) if known is None else _like(model, known)
+    with torch.device(like.device):
+        generator = AutoModelForMaskedLM.from_config(config, dtype=like.dtype)
+    saved = {} if known is None else _saved(model.config.name_or_path or "")
+    if saved:
+        generator.load_state_dict(saved, strict=False)
+    return generator
+
+
+def smaller(config: PretrainedConfig, share: float) -> PretrainedConfig:
+    """The config of a generator so much narrower than a discriminator; as deep, with the same embeddings."""
+    made = copy.deepcopy(config)
+    made.num_attention_heads = heads = max(1, round(config.num_attention_heads * share))
+    made.hidden_size = heads * max(1, round(config.hidden_size * share / heads))
+    made.intermediate_size = max(1, round(config.intermediate_size * share))
+    made.name_or_path = ""
+    return made
+
+
+def _like(model: PreTrainedModel, known: dict[str, Any]) -> PretrainedConfig:
+    return type(model.config).from_dict({**known})
+
+
+def _check_tokens(model: PreTrainedModel, generator: PreTrainedModel, name: str) -> None:
+    if generator.config.model_type != model.config.model_type or generator.config.vocab_size != model.config.vocab_size:
+        kind, count = generator.config.model_type, generator.config.vocab_size
+        raise ValueError(
+            f"generator_model_name_or_path={name!r} is a {kind} of {count:,} tokens, and the discriminator an "
+            f"{model.config.model_type} of {model.config.vocab_size:,}: the generator's tokens are what the "
+            "discriminator reads. Name one of the same type and tokens, or leave it out for a new one"
+        )
+
+
+def _share_embeddings(model: PreTrainedModel, generator: PreTrainedModel) -> None:
+    """The generator embeds tokens, positions and types as the discriminator does, by the same weights."""
+    ours, theirs = cast(Any, model.base_model), cast(Any, generator.base_model)
+    if ours.config.embedding_size != theirs.config.embedding_size:
+        raise ValueError(
+            f"share_embeddings=True: the generator's embeddings have {theirs.config.embedding_size} numbers a token, "
+            f"and the discriminator's {ours.config.embedding_size}: set share_embeddings=False, or name another one"
+        )
+    theirs.embeddings = ours.embeddings
+    generator.tie_weights()
+    prefix = f"{model.base_model_prefix}.embeddings."
+    names = [f"{prefix}{name}" for name, _ in ours.embeddings.named_parameters()]
+    declare_tied(model, {f"{GENERATOR}.{name}": name for name in names})
+
+
+def _saved(folder: str) -> dict[str, Tensor]:
+    """The generator's weights in a discriminator's folder; empty where there are none."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(Path(folder).glob("model*.safetensors")) if folder else ():
+        with safe_open(str(path), "pt") as file:  # type: ignore[no-untyped-call]
+            for key in file.keys():  # noqa: SIM118
+                if key.startswith(f"{GENERATOR}."):
+                    found[key.removeprefix(f"{GENERATOR}.")] = file.get_tensor(key)
+    return found

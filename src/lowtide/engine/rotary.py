@@ -144,6 +144,8 @@ def _joined(parts: Sequence[Tensor], rows: int) -> Tensor:
 
 def _of_length(module: Any, length: int, x: Tensor, position_ids: Tensor, layers: str | None) -> Any:
     """As `rotary_of_length`. The last position of the row comes last, for families that look for it themselves."""
+    if length <= rotary_limit(module, layers):  # padding behind a short row has positions of a long one
+        position_ids = position_ids.clamp(max=length - 1)
     last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
     found = rotary_of_length(module, length, x, torch.cat([position_ids, last], -1), layers)
     return found[..., :-1, :] if isinstance(found, Tensor) else tuple(each[..., :-1, :] for each in found)

@@ -21,6 +21,7 @@ PAGES = {
     "activation offloading": "memory/activation-offloading.md",
     "fused head": "memory/fused-head.md",
     "tiled MLP": "memory/tiled-mlp.md",
+    "attention heads in turn": "memory/attention-heads.md",
     "optimizer in backward": "memory/optimizer-in-backward.md",
     "optimizer in backward, two passes": "memory/optimizer-in-backward.md",
     "bfloat16 mixed precision": "memory/precision.md",

@@ -47,8 +47,30 @@ def dropping():
     return model
 
 
+def longrope():
+    """Rows above 12 tokens have other rotary embeddings."""
+    factors = {"short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor": [1.5, 2.0, 3.0, 4.0]}
+    rotary = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    return build(
+        "phi3",
+        torch.float64,
+        num_key_value_heads=4,
+        original_max_position_embeddings=12,
+        max_position_embeddings=64,
+        rope_parameters=rotary,
+    )
+
+
+def growing():
+    """Rows above 8 tokens have rotary embeddings of their length."""
+    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    return llama(rope_parameters=rotary, max_position_embeddings=8)
+
+
 MODELS = {
     "llama": llama,
+    "longrope": longrope,
+    "growing": growing,
     "one key head": functools.partial(llama, num_key_value_heads=1),
     "tied": functools.partial(llama, tie_word_embeddings=True),
     "checkpointed": lambda: checkpointed(llama()),
@@ -88,7 +110,8 @@ BATCHES = {
 }
 CASES = [
     *(("llama", name) for name in BATCHES),
-    *((name, "prefixes") for name in MODELS if name != "llama"),
+    *((name, "prefixes") for name in MODELS if name not in ("llama", "growing")),
+    ("growing", "separate"),
     ("mistral", "packed"),
     ("gemma3", "separate"),
     ("adapters, checkpointed", "scored at the end"),
@@ -275,7 +298,6 @@ def refusals(rank: int, rendezvous: str) -> None:
     assert sequence_of(copied) is sequence_of(copy.deepcopy(copied)) is together
     assert split_over(copied, None) == ""
     assert sequence_of(copied) is None
-    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for model, padding_free, reason in (
         (
             build(hidden_size=24, num_attention_heads=3, num_key_value_heads=3),
@@ -284,7 +306,6 @@ def refusals(rank: int, rendezvous: str) -> None:
         ),
         (architectures.build("lfm2"), True, "model type lfm2 cannot split .* short convolutions need the tokens"),
         (build(), False, "model type llama cannot split sequences over ranks, since it runs padded"),
-        (build(rope_parameters=rotary), True, r"its rotary embeddings \(dynamic\) depend on the longest row"),
     ):
         install(model, padding_free=padding_free)
         with pytest.raises(ValueError, match=reason):

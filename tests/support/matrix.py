@@ -143,7 +143,7 @@ BITWISE = {
 """The techniques that change no bit; the other exact ones add up in another order."""
 CHANGES = {("MaskedLM", "packing"): "masks are drawn of bins, with the same probabilities"}
 """What a technique changes in one trainer, where it does not in others."""
-EXCLUDED = [{"tiled MLP", "compiled layers"}]
+EXCLUDED = [{"tiled MLP", "compiled layers"}, {"attention heads in turn", "compiled layers"}]
 """Pairs that are refused, with the reason."""
 BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.3
 """How far the last loss may be from the plain run's, as a share of the fall from its first to its last: where numbers
@@ -164,6 +164,8 @@ class Run:
     """Passages of each layer's first module; recomputation passes again."""
     activations: int = 0
     """Passages of the first layer's activation function."""
+    projections: int = 0
+    """Passages of the projection to keys of the first layer, where that has one."""
     dtypes: set[torch.dtype] = field(default_factory=set)
     """Of what comes out of it."""
     heads: int = 0
@@ -395,6 +397,9 @@ def watching(run: Run, model: Any) -> Iterator[None]:
         run.activations += 1
         run.dtypes.add(output.dtype)
 
+    def projected(_module: nn.Module, _inputs: Any) -> None:
+        run.projections += 1
+
     chunks = linear_logprobs.ChunkedHead.chunks
 
     def counted(self: Any) -> Any:
@@ -406,6 +411,8 @@ def watching(run: Run, model: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(model.get_input_embeddings().register_forward_pre_hook(embedded).remove)
         stack.callback(layers[0].get_submodule(activation).register_forward_hook(activated).remove)
+        if hasattr(layers[0], "self_attn"):
+            stack.callback(layers[0].self_attn.k_proj.register_forward_pre_hook(projected).remove)
         for number, layer in enumerate(layers):
             stack.callback(layer.get_submodule(first).register_forward_pre_hook(passed(number)).remove)
         stack.enter_context(mock.patch.object(linear_logprobs.ChunkedHead, "chunks", counted))
@@ -646,6 +653,7 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "activation offloading": _offloaded,
     "fused head": lambda run, plain: run.heads > 0 == plain.heads,
     "tiled MLP": lambda run, plain: run.activations > 2 * plain.activations,
+    "attention heads in turn": lambda run, plain: run.projections > 2 * plain.projections,
     "optimizer in backward": _in_backward,
     "optimizer in backward, two passes": lambda run, plain: _in_backward(run, plain) and run.graphs >= 2 * plain.graphs,
     "compressed AdamW": _compressed("exact"),

@@ -7,9 +7,11 @@ Overridden methods stay with the subclasses of `Trainer`; `HOOKS` and `USED` lis
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import HfArgumentParser
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 # -- models and their configs -------------------------------------------------------------------------------------
@@ -68,6 +71,109 @@ def load_balancing_loss(model: nn.Module, router_logits: Any, experts: int, chos
     ]  # a sharded model's class is torch's
     file = next(each for each in files if hasattr(each, "load_balancing_loss_func"))
     return file.load_balancing_loss_func(router_logits, experts, chosen, mask)
+
+
+# -- rotary embeddings that depend on the length of the row -------------------------------------------------------
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies are others for longer rows. A decorator of transformers takes the length
+of a row from the longest position of a forward, and sets the module's frequencies for all of its rows."""
+
+
+def rotary_kinds(module: nn.Module) -> dict[str | None, str]:
+    """The kinds of `BY_LENGTH` among what a module makes, by kind of layer (None: of all); empty for other modules."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds if isinstance(kinds, dict) else {None: kinds}
+    return {layers: kind for layers, kind in kinds.items() if kind in BY_LENGTH}
+
+
+def rotary_limit(module: Any, layers: str | None) -> int:
+    """The longest row that has the frequencies of short ones."""
+    if rotary_kinds(module)[layers] == "dynamic":
+        return int(module.original_max_seq_len)
+    return int(_rotary_options(module, layers)["original_max_position_embeddings"])
+
+
+def rotary_table(module: nn.Module, length: int, layers: str | None) -> int:
+    """Tells rows that have other frequencies apart: the same for rows of equal ones."""
+    limit = rotary_limit(module, layers)
+    by_factor = rotary_kinds(module)[layers] == "dynamic"
+    return max(length, limit) if by_factor else limit + (length > limit)
+
+
+def rotary_of_length(
+    module: Any, length: int, x: Tensor, position_ids: Int[Tensor, "... tokens"], layers: str | None
+) -> Any:
+    """What a module makes for rows of a length, by its class's forward without the decorator.
+
+    Args:
+        module: one that `rotary_kinds` has kinds of.
+        x: its dtype and device are those of what is made.
+        position_ids: those that are wanted, of rows of this length.
+    """
+    name = "inv_freq" if layers is None else f"{layers}_inv_freq"
+    before = getattr(module, name)
+    with torch.no_grad():
+        setattr(module, name, _rotary_frequencies(module, length, x.device, layers).to(x.device))
+        try:
+            return inspect.unwrap(type(module).forward)(module, x, position_ids, *([] if layers is None else [layers]))
+        finally:
+            setattr(module, name, before)
+
+
+def _rotary_options(module: Any, layers: str | None) -> dict[str, Any]:
+    options = module.config.rope_parameters
+    return options if layers is None else options[layers]
+
+
+def _rotary_frequencies(module: Any, length: int, device: torch.device, layers: str | None) -> Tensor:
+    """[frequencies] of rows of a length; the module's own, of a new one, for short ones."""
+    kind, limit = rotary_kinds(module)[layers], rotary_limit(module, layers)
+    usual: Tensor = getattr(module, "original_inv_freq" if layers is None else f"{layers}_original_inv_freq")
+    if length <= limit:
+        return usual
+    given = {} if layers is None else {"layer_type": layers}
+    if kind == "dynamic":  # a tensor, as the decorator has it: a number would be computed with in float64
+        return ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=torch.tensor(length), **given)[0]
+    return ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=limit + 1, **given)[0].to(usual.dtype)
+
+
+@contextlib.contextmanager
+def rotary_limits_lowered(model: nn.Module, limit: int) -> Iterator[None]:
+    """While it lasts, rows above a limit have the frequencies of long ones, in the model's own forward too: so a proof
+    needs no row of thousands of tokens."""
+    found = [(module, layers, kind) for module in model.modules() for layers, kind in rotary_kinds(module).items()]
+    changed: list[tuple[Any, str, Any]] = []
+
+    def lower(owner: Any, name: str) -> None:
+        held = owner if isinstance(owner, dict) else vars(owner)
+        if name in held:
+            changed.append((held, name, held[name]))
+            held[name] = limit
+
+    for module, layers, kind in found:
+        if kind == "longrope":
+            lower(module.config, "original_max_position_embeddings")  # some configs write it over the other again
+            lower(_rotary_options(module, layers), "original_max_position_embeddings")
+        else:
+            for owner, name in ((module, "original_max_seq_len"), (module.config, "max_position_embeddings")):
+                lower(owner, name)
+            _forget_rows(module, layers)
+    try:
+        yield
+    finally:
+        for held, name, before in reversed(changed):
+            held[name] = before
+        for module, layers, kind in found:
+            if kind == "dynamic":
+                _forget_rows(module, layers)
+
+
+def _forget_rows(module: Any, layers: str | None) -> None:
+    """Sets a module back to what it was before it saw a row: the decorator keeps the longest of them."""
+    prefix = "" if layers is None else f"{layers}_"
+    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+    setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
 
 
 # -- vision towers ------------------------------------------------------------------------------------------------

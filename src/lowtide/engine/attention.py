@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowtide.engine.encoder_decoder import PLAN, PairPlan, running
+from lowtide.engine.rotary import Run, rows_of, runs_of
 from lowtide.engine.split_plan import SplitPlan
 from lowtide.ops.cached_attention import CachedPlan
 from lowtide.ops.varlen_attention import AttentionPlan, AttentionRules, varlen_attention
@@ -75,9 +76,17 @@ def planned_inputs(
     setattr(position_ids, PLAN, plan)
     token = _masks_wanted.set(False)
     try:
-        yield {"input_ids": token_ids[None], "position_ids": position_ids, PLAN: plan}
+        with rows_of(_runs(plan)):
+            yield {"input_ids": token_ids[None], "position_ids": position_ids, PLAN: plan}
     finally:
         _masks_wanted.reset(token)
+
+
+def _runs(plan: Plan) -> list[Run] | None:
+    """The rows of a plan's tokens; None while lowtide generates, which no model does whose tables depend on them."""
+    if isinstance(plan, CachedPlan):
+        return None
+    return runs_of(plan.whole, plan.runs) if isinstance(plan, SplitPlan) else runs_of(plan)
 
 
 @contextlib.contextmanager

@@ -28,8 +28,9 @@ from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import NextToken
 from lowtide.engine.images import shown_images
 from lowtide.engine.noise import noisy_embeddings
+from lowtide.engine.rotary import Run, install_rotary, rows_of
 from lowtide.engine.stage import stage_of
-from lowtide.engine.virtual_tokens import leading_states
+from lowtide.engine.virtual_tokens import leading_states, prompt_config
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.cached_attention import CachedPlan
@@ -103,6 +104,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     vars(inner)[READS_MEANS] = head_of(inner).means(inner)
     install_embedding(inner)
     install_dropout(inner)
+    install_rotary(inner)
     if padding_free:
         inner.set_attn_implementation(NAME)
         tower: Any = getattr(body(inner), "visual", None)
@@ -197,7 +199,7 @@ def score(
             index = index + virtual * (index // inputs["input_ids"].shape[1] + 1) if virtual else index
             if types is None:
                 inputs.pop("token_type_ids", None)
-            with noisy_embeddings(inner, batch, inputs["attention_mask"]):
+            with noisy_embeddings(inner, batch, inputs["attention_mask"]), rows_of(_padded_runs(model, batch)):
                 return model(**inputs, **images, scores=replace(scores, index=index))
         sequence = sequence_of(model)
         if inner.config.is_encoder_decoder:
@@ -216,6 +218,14 @@ def score(
             if stage is None or stage.entered:
                 return model(**inputs, scores=scores)
             return stage.run_through(lambda: model(**inputs, scores=scores), batch.tokens, batch.token_ids.device)
+
+
+def _padded_runs(model: nn.Module, batch: RaggedBatch) -> list[Run]:
+    """The rows of a batch's padded form, each with the virtual tokens before it."""
+    prompt = prompt_config(model)
+    states, virtual = leading_states(model), 0 if prompt is None else prompt.num_virtual_tokens
+    lengths = [sum(batch.segments[number].length for number in line) for line in padded_lines(batch)]
+    return [Run(states + max(lengths), (virtual + length,)) for length in lengths]
 
 
 def _tells_texts_apart(model: PreTrainedModel) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lowtide.compat.transformers import rotary_limits_lowered
 from lowtide.engine.attention import PLAN, ragged_inputs
 from lowtide.engine.forward import causal_model, computing, embedding_weight, install, score, vocabulary
 from lowtide.engine.heads import head_of
@@ -31,6 +32,10 @@ from lowtide.ranks.sequence import SequenceParallel
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Largest mean difference of log-probs (nats) that rounding explains, by the dtype of the weights."""
+LONG = 9
+"""Tokens above which the probe's rows count as long for rotary embeddings that depend on it: some of them are."""
+SHORT = 7
+"""The same where ranks split two rows."""
 LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The same where only a neighbour's tokens differ: shapes and kernels are equal, so next to nothing is rounding."""
 
@@ -93,7 +98,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         second, more = [*second, padding], [*more, padding]
     batches = _batches(head.score_rule(inner), first, second, more)
     plain, shared, changed = (batch.to(weight.device) for batch in batches)
-    with inference(model):
+    with inference(model), rotary_limits_lowered(inner, LONG):
         with whole_vocabulary(model):
             expected = _dense(model, head, plain)
         install(model, padding_free=False)
@@ -150,7 +155,7 @@ def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, fl
     """
     weight, batch = embedding_weight(model), tiny_batch(model)
     scores, found, split = Scores(batch.score_index, batch.score_target), [], None
-    with inference(model):
+    with inference(model), rotary_limits_lowered(causal_model(model), SHORT):
         for ranks in (None, sequence):
             with computing(model), ragged_inputs(batch, ranks) as inputs:
                 found.append(model(**inputs, scores=scores).scored)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,9 +11,6 @@ from lowtide.engine.convolution import FAMILIES
 from lowtide.engine.forward import SPLIT_OVER, causal_model
 from lowtide.engine.probe import probe_split
 from lowtide.ranks.sequence import SequenceParallel
-
-BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embeddings that depend on the longest row of a forward, which a rank's slice does not show."""
 
 
 def split_over(model: nn.Module, sequence: SequenceParallel | None) -> str:
@@ -68,9 +62,6 @@ def why_not_split(model: PreTrainedModel) -> str | None:
         return "it runs padded, and sequences are split in the attention that runs without padding"
     if config.model_type in FAMILIES:
         return "its short convolutions need the tokens before each, which may be another rank's"
-    kinds = sorted(set(_rope_kinds(getattr(config, "rope_parameters", None))).intersection(BY_LENGTH))
-    if kinds:
-        return f"its rotary embeddings ({kinds[0]}) depend on the longest row, which may be another rank's"
     return None
 
 
@@ -79,11 +70,3 @@ def _refused(model: PreTrainedModel, reason: str) -> str:
         f"model type {model.config.model_type} cannot split sequences over ranks, since {reason}: train it with each "
         "sequence on one rank"
     )
-
-
-def _rope_kinds(parameters: Any) -> Iterator[str]:
-    """The kinds of rotary embeddings; some models have one for each kind of layer."""
-    if isinstance(parameters, dict):
-        yield str(parameters.get("rope_type", ""))
-        for each in parameters.values():
-            yield from _rope_kinds(each)

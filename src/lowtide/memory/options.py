@@ -35,6 +35,9 @@ class MemoryOptions:
         None, "The most that is away at a time. None: no limit.", COUNT
     )
     mlp_tile_tokens: int | None = option(None, "Tokens that an MLP sees at a time, for long rows. None: all.", COUNT)
+    attention_head_chunks: int | None = option(
+        None, "Groups of heads that attention computes one after the other, for long rows. None: all at once.", COUNT
+    )
     optimizer_in_backward: bool | str = option(
         False,
         "Step each parameter as its gradient arrives, and free that. 'two_pass' clips exactly, at twice the time.",

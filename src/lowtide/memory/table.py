@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from importlib.util import find_spec
 from typing import Any
 
+from lowtide.memory.activations.attention_heads import install_attention_heads, why_not_over_ranks
 from lowtide.memory.activations.checkpointing import set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.spill_file import folder_on_a_disk
@@ -83,6 +84,15 @@ def _compiled_or_tiled(name: str) -> Callable[[Site], str | None]:
         return f"it replaces what {found[0]} replaces too: switch one of them off" if found else None
 
     return others
+
+
+def _heads_refused(site: Site) -> str | None:
+    options = site.options
+    if options.torch_compile:
+        return "it replaces what torch_compile replaces too: switch one of them off"
+    if options.sharding.tensor_parallel > 1:
+        return "ranks that layers are split between have some heads each already: raise tp_size in its place"
+    return why_not_over_ranks(site.model, options.attention_head_chunks, options.sharding.sequence_parallel)
 
 
 def _compile_refused(site: Site) -> str | None:
@@ -195,6 +205,15 @@ TECHNIQUES: dict[str, Technique] = {
             lowers=("activations",),
             refused=_compiled_or_tiled("mlp_tile_tokens"),
             prepare=lambda site: install_tiled_mlp(site.model, site.options.mlp_tile_tokens),
+        ),
+        Technique(
+            "attention heads in turn",
+            "queries, keys, values and outputs of attention: those of a few heads at a time, for long rows",
+            {"attention_head_chunks": 2},
+            option_is("attention_head_chunks"),
+            lowers=("activations",),
+            refused=_heads_refused,
+            prepare=lambda site: install_attention_heads(site.model, site.options.attention_head_chunks),
         ),
         Technique(
             "optimizer in backward",

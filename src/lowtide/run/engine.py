@@ -16,6 +16,7 @@ from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install
 from lowtide.engine.heads import head_of
 from lowtide.engine.probe import Probe, attention_backends, probe
+from lowtide.engine.rotary import kinds_by_length, rows_alike
 from lowtide.engine.splitting import split_over
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
 from lowtide.engine.weights.fully_shard import shard_model
@@ -303,19 +304,36 @@ def zero_config(model: nn.Module, args: TrainingConfig) -> dict[str, Any]:
     return sized(args.zero_config, causal_model(model).config.get_text_config().hidden_size)
 
 
-def check_prefixes(engine: Engine, wanted: bool) -> bool:
+def check_prefixes(engine: Engine, model: nn.Module, args: TrainingConfig) -> bool:
     """Whether prompts are computed once: where it is wanted, and the model was proved to be able to.
 
     On the padded path rows are repeated whole in any case.
     """
+    wanted = bool(getattr(args, "prefix_sharing", False))
     if not wanted or not engine.padding_free:
         return wanted
+    alike, longest = rows_alike(causal_model(model)), _longest_row(args)
+    if alike is not None and (longest is None or longest > alike):
+        kind = kinds_by_length(causal_model(model))[0]
+        logger.warning(
+            f"prompts are repeated: this model's rotary embeddings ({kind}) are others for rows above {alike:,} "
+            "tokens, and a prompt may have completions of both kinds; if options cut rows to as many (max_length, or "
+            "max_prompt_length and max_completion_length), prompts are computed once"
+        )
+        return False
     if not engine.found.shares_prefixes:
         logger.warning(
             f"prompts are repeated: this model's log-probs after a shared prompt differ by "
             f"{engine.found.prefix_error:.2g} nats from those after its own"
         )
     return engine.found.shares_prefixes
+
+
+def _longest_row(args: Any) -> int | None:
+    """The most tokens of a row, where options limit them."""
+    limit = getattr(args, "max_length", None)
+    parts = [getattr(args, name, None) for name in ("max_prompt_length", "max_completion_length")]
+    return sum(parts) if limit is None and None not in parts else limit
 
 
 def router_coefficient(model: PreTrainedModel, wanted: float | None) -> float:

@@ -265,7 +265,7 @@ class TrainingRun:
         if args.sharding.cuts_weights and self._references is not None:
             self._references.set_aside(self.model)
         self.engine = install_engine(self.model, args)
-        sharing = check_prefixes(self.engine, bool(getattr(args, "prefix_sharing", False)))
+        sharing = check_prefixes(self.engine, self.model, args)
         self.own_collator = self.method.rows.collator(
             args, sharing=sharing, score_rule=self.score_rule, reader=self.reader
         )

@@ -7,13 +7,28 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.engine.forward import causal_model
+from lowtide.engine.forward import causal_model, score
+from lowtide.engine.heads.head import Scores
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp, remove_tiled_mlp
+from lowtide.ragged import RaggedBatch
+from tests.support import architectures
+from tests.support.live_bytes import LivingBytes
 from tests.support.marks import slow_but
-from tests.support.tiny_models import assert_close, build, gradients, loss_of, prepared, separate, shared, with_adapters
+from tests.support.tiny_models import (
+    assert_close,
+    build,
+    gradients,
+    loss_of,
+    prepared,
+    separate,
+    shared,
+    tokens,
+    with_adapters,
+)
 
 PHI3 = {"num_key_value_heads": 4}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
@@ -209,13 +224,95 @@ def test_a_weight_changed_before_backward_is_an_error_as_ever():
         loss.backward()
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+MIXTURES = {"mixtral": 2, "qwen3_moe": 2, "qwen2_moe": 3, "gpt_oss": 2, "glm4_moe": 3, "gemma4_moe": 4}
+"""Modules that run over tiles: experts of each layer, experts that see every token, and MLPs of layers without."""
+ROUNDED = {"gpt_oss": 1e-6, "gemma4_moe": 1e-5}
+"""Where something is computed in float32, whatever the weights are in."""
+
+
+def mixture(name, dtype, implementation):
+    model = architectures.build(name).to(dtype)
+    model.set_experts_implementation(implementation)
+    return prepared(model)
+
+
+def run_with_router(model, batch):
+    """As `run`, with the auxiliary loss of the router where the family has one."""
+    has_loss = model.config.model_type not in ("glm4_moe", "gemma4_text")
+    output = score(model, batch, Scores(batch.score_index, batch.score_target, aux_loss=has_loss))
+    loss = -output.logprobs.mean() + (3 * output.aux_loss if has_loss else 0)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("checkpointing", slow_but([None], CHECKPOINTING), ids=str)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_run_over_tiles(name, checkpointing):
+    model = mixture(name, torch.float64, "eager")
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+    loss, wanted = run_with_router(model, shared())
+    tolerance = ROUNDED.get(name, 1e-12)
+    for tile in (1, 7, 100):
+        assert install_tiled_mlp(model, tile) == MIXTURES[name]
+        tiled_loss, got = run_with_router(model, shared())
+        torch.testing.assert_close(tiled_loss, loss, rtol=tolerance, atol=0)
+        assert_close(got, wanted, tolerance)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_other_implementations_of_experts_run_over_tiles(name, implementation):
+    model = mixture(name, torch.float32, implementation)
+    loss, wanted = run_with_router(model, shared())
+    install_tiled_mlp(model, 7)
+    tiled_loss, got = run_with_router(model, shared())
+    torch.testing.assert_close(tiled_loss, loss, rtol=1e-5, atol=0)
+    assert_close(got, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_frozen_experts_pass_gradients_on(adapted):
+    """To what is before them, and by the weights of experts to the router."""
+    model = mixture("mixtral", torch.float64, "eager")
+    if adapted:
+        model = prepared(get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"])).double())
+    else:
+        for layer in model.model.layers:
+            layer.mlp.experts.requires_grad_(False)
+    loss, wanted = run(model, shared())
+    install_tiled_mlp(model, 7)
+    tiled_loss, got = run(model, shared())
+    torch.testing.assert_close(tiled_loss, loss, rtol=1e-12, atol=0)
+    assert_close(got, wanted, 1e-12)
+    assert not any("experts.down_proj" in name for name in got)
+
+
+def test_adapted_experts_are_refused():
+    with pytest.raises(ValueError, match="a mixture whose experts, a ParamWrapper, are not transformers' own"):
+        install_tiled_mlp(with_adapters(mixture("mixtral", torch.float32, "eager")), 7)
+
+
+def test_tiles_of_experts_hold_fewer_bytes():
+    def most(tile):
+        model = mixture("mixtral", torch.float32, "grouped_mm")
+        if tile is not None:
+            install_tiled_mlp(model, tile)
+        batch = RaggedBatch.from_segments([tokens(400)])
+        with LivingBytes() as living, living.during("layers"):
+            loss_of(model, batch)
+        return living.peaks["layers"]
+
+    assert most(16) < 0.8 * most(None)
+
+
+LLAMA4 = {"intermediate_size_mlp": 48, "moe_layers": [0], "num_local_experts": 4, "num_experts_per_tok": 1}
 
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("qwen3_moe", EXPERTS, r"model\.layers\.0\.mlp, a Qwen3MoeSparseMoeBlock"),
+        ("llama4_text", LLAMA4, r"model\.layers\.0\.feed_forward, a Llama4TextMoe"),
         ("bloom", {"n_head": 4}, r"transformer\.h\.0\.mlp, a BloomMLP"),
         ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "model type opt"),
         ("mamba", {"state_size": 4}, "model type mamba"),
@@ -282,7 +379,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 from lowtide.memory.allocators.host_heap import trim_heap
 from lowtide.memory.allocators.measure import peak_resident_bytes
-from lowtide.engine.forward import causal_model
+from lowtide.engine.forward import causal_model, score
+from lowtide.engine.heads.head import Scores
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp, remove_tiled_mlp
 
 model = torch.nn.ModuleDict({"mlp": LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=1024))})

@@ -34,8 +34,8 @@ from lowtide.compat.torch import (
     tree_unflatten,
 )
 from lowtide.compat.transformers import checkpoint_by, checkpointed_layers
+from lowtide.memory.activations.computed_again import are_parts
 from lowtide.memory.activations.offloading import Held, hold
-from lowtide.memory.activations.tiled_mlp import computing_tiles
 
 ATTENTION = FUSED_ATTENTION | frozenset(
     {
@@ -123,8 +123,9 @@ class _Watching(LayerMode):
         self.kept, self.results = kept, results
 
     def _is_kept(self, operation: Any) -> bool:
-        # Tiles are computed again by their own backward, which asks for none of their products.
-        return operation.name() in self.kept and not computing_tiles.get()
+        # A backward of their own computes parts again, and asks for none of their products; what attention gives in
+        # parts, the layer's recomputation asks for.
+        return operation.name() in self.kept and (operation.name() in ATTENTION or not are_parts())
 
 
 class _Keeping(_Watching):

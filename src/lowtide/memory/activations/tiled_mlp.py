@@ -18,24 +18,24 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.compat.torch import FakeTensor, gathered
+from lowtide.memory.activations.computed_again import Surroundings, computing_parts, sum_wide
 
 NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "DenseReluDense")
 """What transformers' models call the MLP of a layer."""
+EXPERTS = ("num_experts", "is_transposed", "has_gate", "down_proj")
+"""The attributes that tell them."""
+SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+"""What they call the experts of a mixture that see every token."""
 PACKAGES = ("torch.nn.modules.activation", "torch.nn.modules.dropout", "transformers.activations", "peft.")
 """Where modules without children come from that treat each token by itself, besides linear ones."""
-
-computing_tiles: ContextVar[bool] = ContextVar("computing_tiles", default=False)
-"""Whether tiles are being computed in the forward of a step, whose inner results nobody needs to keep."""
 
 
 def install_tiled_mlp(model: nn.Module, tile_tokens: int) -> int:
@@ -49,8 +49,8 @@ def install_tiled_mlp(model: nn.Module, tile_tokens: int) -> int:
         How many MLPs run over tiles.
 
     Raises:
-        ValueError: the model has no MLP that is known as one, or has one that is more than that (a mixture of experts,
-            a recurrence, an MLP that takes a second tensor); names the module.
+        ValueError: the model has no MLP that is known as one, or has one that is more than that (a recurrence, experts
+            that are called otherwise than transformers' own, an MLP that takes a second tensor); names the module.
     """
     if tile_tokens < 1:
         raise ValueError(f"an MLP cannot run over tiles of {tile_tokens} tokens: give 1 or more")
@@ -72,7 +72,8 @@ def install_tiled_mlp(model: nn.Module, tile_tokens: int) -> int:
         if hasattr(module, "tiling"):
             module.tiling.tokens = tile_tokens  # type: ignore[union-attr]
         else:
-            module.tiling = _Tiling(_plain(module), module.__dict__.get("forward"), tile_tokens)  # type: ignore[assignment]
+            before = module.__dict__.get("forward")
+            module.tiling = _Tiling(_plain(module), before, tile_tokens, _are_experts(module))  # type: ignore[assignment]
             module.forward = types.MethodType(_forward, module)
     return len(found)
 
@@ -91,15 +92,32 @@ def remove_tiled_mlp(model: nn.Module) -> None:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    inside = ()
+    inside: tuple[str, ...] = ()
+    mixtures: set[str] = set()
     for path, module in model.named_modules():
-        if path.rpartition(".")[2] in NAMES and not (inside and path.startswith(inside)):
+        name = path.rpartition(".")[2]
+        if inside and path.startswith(inside):
+            continue
+        is_mlp = name in NAMES and not _are_experts(getattr(module, "experts", None))
+        if is_mlp or _are_experts(module) or (name in SHARED and path.rpartition(".")[0] in mixtures):
             inside = (*inside, path + ".")
             yield path, module
+        elif name in NAMES:
+            mixtures.add(path)
+
+
+def _are_experts(module: Any) -> bool:
+    """Whether a module is the experts of a mixture that transformers calls through its interface: they are given the
+    tokens, which of them see each, and with which weight."""
+    return isinstance(module, nn.Module) and all(hasattr(module, name) for name in EXPERTS)
 
 
 def _why_not(module: nn.Module) -> str | None:
     """What keeps a module from being a token-wise MLP; None if nothing does."""
+    if _are_experts(module):
+        return _experts_differ(module)
+    if isinstance(experts := getattr(module, "experts", None), nn.Module):
+        return f"is a mixture whose experts, a {type(experts).__name__}, are not transformers' own"
     leaves = [(name, part) for name, part in module.named_modules() if not any(part.children())]
     for name, part in leaves:
         known = isinstance(part, (nn.Identity, nn.ModuleDict, nn.ParameterDict))
@@ -118,6 +136,25 @@ def _width(part: nn.Module) -> int | None:
     """Of the input of a linear layer, GPT-2's `Conv1D` or an adapted or quantized one; None for other modules."""
     width = getattr(part, "in_features", getattr(part, "nx", None))
     return width if isinstance(width, int) else None
+
+
+@torch.no_grad()
+def _experts_differ(module: Any) -> str | None:
+    """The same proof of experts, for five tokens of which each sees two of them."""
+    weight = module.down_proj
+    if not isinstance(weight, Tensor) or weight.ndim != 3:
+        return "has experts whose weights are not one tensor"
+    if weight.is_meta or isinstance(weight, FakeTensor):
+        return None  # nothing to compute with
+    generator = torch.Generator().manual_seed(0)
+    width = weight.shape[2 if module.is_transposed else 1]
+    x = torch.randn(5, width, generator=generator).to(weight)
+    chosen = torch.stack([torch.randperm(module.num_experts, generator=generator)[:2] for _ in range(5)])
+    given = x, chosen.to(weight.device), torch.rand(chosen.shape, generator=generator).to(weight)
+    whole = _plain(module)(module, *given)
+    tiles = torch.cat([_plain(module)(module, *pieces) for pieces in zip(*(t.split(2) for t in given), strict=True)])
+    far = (whole - tiles).abs().max() > torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().max()
+    return "gives other values for tiles than for all tokens" if far else None
 
 
 @torch.no_grad()
@@ -161,6 +198,8 @@ class _Tiling:
     before: Callable[..., Tensor] | None
     """A forward that the module had instead of its class's."""
     tokens: int
+    experts: bool
+    """Whether it is given the experts of each token, and their weights, beside [tokens, hidden]."""
 
 
 def _plain(module: nn.Module) -> Callable[..., Tensor]:
@@ -169,24 +208,31 @@ def _plain(module: nn.Module) -> Callable[..., Tensor]:
 
 
 def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    (x,) = (*args, *kwargs.values())
+    given = (*args, *kwargs.values())
     trainable = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
-    if not torch.is_grad_enabled() or not (x.requires_grad or trainable):
-        return _tile_by_tile(self, x)
-    return _Output.apply(self, _Input.apply(self, tuple(trainable), x, *trainable.values()))
+    if not torch.is_grad_enabled() or not (trainable or any(each.requires_grad for each in given)):
+        return _tile_by_tile(self, given)
+    x = _Input.apply(self, tuple(trainable), len(given), *given, *trainable.values())
+    return _Output.apply(self, x, *(each.detach() for each in given[1:]))
 
 
-def _tile_by_tile(module: Any, x: Tensor) -> Tensor:
-    flat = x.reshape(1, -1, x.shape[-1])
-    pieces = flat.split(module.tiling.tokens, dim=1)
+def _pieces(module: Any, given: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Each tile of what a module is given; an MLP takes [1, tokens, hidden], experts [tokens, ..]."""
+    before = () if module.tiling.experts else (1,)
+    flat = (each.reshape(*before, -1, each.shape[-1]) for each in given)
+    return zip(*(each.split(module.tiling.tokens, dim=-2) for each in flat), strict=True)
+
+
+def _tile_by_tile(module: Any, given: Sequence[Tensor]) -> Tensor:
+    x, pieces = given[0], list(_pieces(module, given))
     with _casts_kept():
-        first = module.tiling.plain(module, pieces[0])
+        first = module.tiling.plain(module, *pieces[0])
         if len(pieces) == 1:
             return first.view(x.shape)
-        out = first.new_empty(flat.shape)
-        for into, piece in zip(out.split(module.tiling.tokens, dim=1), pieces, strict=True):
-            into.copy_(first if piece is pieces[0] else module.tiling.plain(module, piece))
-    return out.view(x.shape)
+        out = first.new_empty(x.shape)
+        for number, (piece, (into,)) in enumerate(zip(pieces, _pieces(module, (out,)), strict=True)):
+            into.copy_(module.tiling.plain(module, *piece) if number else first)
+    return out
 
 
 @contextlib.contextmanager
@@ -206,81 +252,78 @@ class _Input(torch.autograd.Function):
     """The identity. Its backward is that of the whole MLP: the gradient at the output comes in through `_Output`."""
 
     @staticmethod
-    def forward(ctx, module: nn.Module, names: tuple[str, ...], x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.module, ctx.names = module, names
-        ctx.surroundings = _Surroundings(x, module.training)
-        ctx.save_for_backward(x, *parameters)
-        return x.view_as(x)
+    def forward(ctx, module: nn.Module, names: tuple[str, ...], count: int, *tensors: Tensor) -> Tensor:
+        ctx.module, ctx.names, ctx.count = module, names, count
+        ctx.surroundings = Surroundings(tensors[0], module.training)
+        ctx.save_for_backward(*tensors)
+        return tensors[0].view_as(tensors[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *parameters = ctx.saved_tensors
+        tensors = ctx.saved_tensors  # a checkpoint gives them once
+        given, parameters = tensors[: ctx.count], tensors[ctx.count :]
         aliases = {name: p.detach().requires_grad_() for name, p in zip(ctx.names, parameters, strict=True)}
+        wanted = ctx.needs_input_grad[3 : 3 + ctx.count]
         with ctx.surroundings.restored():
-            return None, None, *_backward_by_tile(ctx.module, aliases, x, grads[0], ctx.needs_input_grad[2])
+            return None, None, None, *_backward_by_tile(ctx.module, aliases, given, grads[0], wanted)
 
 
 class _Output(torch.autograd.Function):
     """The MLP's values. Keeps nothing, and hands the gradient at the output on to `_Input`."""
 
     @staticmethod
-    def forward(ctx, module: nn.Module, x: Tensor) -> Tensor:
-        token = computing_tiles.set(True)
-        try:
-            out = _tile_by_tile(module, x)
-        finally:
-            computing_tiles.reset(token)
+    def forward(ctx, module: nn.Module, *given: Tensor) -> Tensor:
+        with computing_parts():
+            out = _tile_by_tile(module, given)
         # What comes back from here passes `_Input` in the input's dtype, which must lose nothing of it.
-        assert torch.promote_types(out.dtype, x.dtype) == x.dtype, "the output of an MLP is no wider than its input"
+        widest = torch.promote_types(out.dtype, given[0].dtype)
+        assert widest == given[0].dtype, "the output of an MLP is no wider than its input"
+        ctx.beside = len(given) - 1
         return out
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, grads[0]
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grads[0], *([None] * ctx.beside)
 
 
 def _backward_by_tile(
-    module: Any, aliases: dict[str, Tensor], x: Tensor, grad: Tensor, needs_x: bool
+    module: Any, aliases: dict[str, Tensor], given: Sequence[Tensor], grad: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the input and of the parameters.
+    """Gradients of what the module is given, and of the parameters.
 
     Args:
         aliases: leaves that stand for the parameters, so that no hook on a parameter sees the gradient of one tile.
         grad: at the output.
+        wanted: of which tensors that are given a gradient is wanted.
     """
     shell, named = _Shell(module), {f"module.{name}": alias for name, alias in aliases.items()}
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+    found = [
+        torch.empty_like(each, memory_format=torch.contiguous_format) if want else None
+        for each, want in zip(given, wanted, strict=True)
+    ]
+    whole = [each for each in found if each is not None]
     totals: dict[Tensor, Tensor] = {}
 
     def add(alias: Tensor) -> None:
         """One tile's gradient, as soon as it is there, so that no two of them are."""
         assert alias.grad is not None
-        totals[alias], alias.grad = _sum(totals.get(alias), alias.grad), None
+        totals[alias], alias.grad = sum_wide(totals.get(alias), alias.grad), None
 
-    tile = module.tiling.tokens
-    pieces, grad_pieces = (each.reshape(1, -1, each.shape[-1]).split(tile, dim=1) for each in (x, grad))
     with contextlib.ExitStack() as stack:  # a leaf and the totals that its hook knows would keep each other
         for alias in aliases.values():
             stack.callback(alias.register_post_accumulate_grad_hook(add).remove)
-        for number, (piece, grad_piece) in enumerate(zip(pieces, grad_pieces, strict=True)):
-            piece = piece.detach().requires_grad_(needs_x)
+        for every in _pieces(module, (*given, grad, *whole)):
+            grad_piece, into = every[len(given)], every[len(given) + 1 :]
+            pieces = [p.detach().requires_grad_(w) for p, w in zip(every, wanted, strict=False)]
             with torch.enable_grad():
-                out = torch.func.functional_call(shell, named, (piece,))
-            wanted = [piece, *aliases.values()] if needs_x else list(aliases.values())
-            torch.autograd.backward(out, grad_piece.to(out.dtype), inputs=wanted)
-            if grad_x is not None:
-                assert piece.grad is not None
-                grad_x.view(1, -1, x.shape[-1])[:, number * tile : (number + 1) * tile] = piece.grad
-    return grad_x, *(totals[alias].to(alias.dtype) if alias in totals else None for alias in aliases.values())
-
-
-def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    """Adds in float32 at least: a lower dtype would round once a tile."""
-    if total is None:
-        return part
-    wide = torch.promote_types(total.dtype, torch.float32)
-    return total.add_(part) if total.dtype == wide else total.to(wide).add_(part)
+                out = torch.func.functional_call(shell, named, tuple(pieces))
+            leaves = [piece for piece, want in zip(pieces, wanted, strict=True) if want]
+            torch.autograd.backward(out, grad_piece.to(out.dtype), inputs=[*leaves, *aliases.values()])
+            for place, leaf in zip(into, leaves, strict=True):
+                assert leaf.grad is not None
+                place.copy_(leaf.grad)
+    return *found, *(totals[alias].to(alias.dtype) if alias in totals else None for alias in aliases.values())
 
 
 class _Shell(nn.Module):
@@ -290,28 +333,6 @@ class _Shell(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *given: Tensor) -> Tensor:
         module: Any = self.module
-        return module.tiling.plain(module, x)
-
-
-class _Surroundings:
-    """Autocast and random numbers as they are in forward, for backward."""
-
-    def __init__(self, x: Tensor, random: bool) -> None:
-        kind = x.device.type
-        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self.host_state = torch.get_rng_state() if random else None
-        started = kind != "cpu" and getattr(torch.get_device_module(x.device), "is_initialized", lambda: False)()
-        self.devices, self.states = get_device_states(x) if random and started else ([], [])
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        kind, dtype, enabled = self.autocast
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.autocast(kind, dtype, enabled))
-            if self.host_state is not None:
-                stack.enter_context(torch.random.fork_rng(self.devices, device_type=kind))
-                torch.set_rng_state(self.host_state)
-                set_device_states(self.devices, self.states, device_type=kind)
-            yield
+        return module.tiling.plain(module, *given)

@@ -15,6 +15,7 @@ from lowtide.engine.forward import COMPUTED_IN, causal_model, embedding_weight, 
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.probe import TOLERANCE
+from lowtide.engine.rotary import kinds_by_length
 from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ragged import RaggedBatch
@@ -24,8 +25,6 @@ from lowtide.rollout.generators.policy import writing
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers whose only reach across tokens is attention."""
-GROWING = {"dynamic", "longrope"}
-"""Rotary embeddings that are others for longer rows, so that keys held from before would be those of another table."""
 ROWS = ((7, 6), (5, 6))
 """Tokens of the proof's prompts, and of what follows."""
 
@@ -62,18 +61,9 @@ def why_not_described(model: nn.Module) -> str | None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
     if others:
         return f"has layers of another kind than attention: {', '.join(others)}"
-    growing = sorted(_rope_types(getattr(config, "rope_parameters", None)) & GROWING)
-    if growing:
+    if growing := kinds_by_length(inner):  # keys held from before would be those of another table
         return f"has rotary embeddings that depend on the length of the row: {', '.join(growing)}"
     return None
-
-
-def _rope_types(parameters: Any) -> set[str]:
-    """All kinds of rotary embeddings; models have one, or one for each kind of layer."""
-    if not isinstance(parameters, dict):
-        return set()
-    nested = [each for each in parameters.values() if isinstance(each, dict)]
-    return {str(each.get("rope_type")) for each in (parameters, *nested)}
 
 
 def _disproof(model: nn.Module) -> str | None:

@@ -25,6 +25,7 @@ from lowtide.engine.forward import causal_model, compute_in, embedding_weight, i
 from lowtide.engine.heads.head import Scores
 from lowtide.engine.heads.value import Value
 from lowtide.engine.probe import Probe, probe
+from lowtide.engine.rotary import kinds_by_length
 from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.loading import check_tokenizer, load_tokenizer, saved_config
@@ -250,6 +251,7 @@ class ModelReward:
         """The completions, micro-batch by micro-batch."""
         assert self._inner is not None
         shares = self.options.prefix_sharing and cast(Probe, self._proved).shares_prefixes
+        shares = shares and not kinds_by_length(self._inner)  # prompts of rows that need different tables
         whole = group_by_prompt(completed.prompts, token_ids, shares)
         device = embedding_weight(self.model).device
         for groups, part in microbatches(whole, self._cap, Value.pad_id(self._inner)) if whole else ():

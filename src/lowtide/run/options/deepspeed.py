@@ -164,6 +164,11 @@ def _check_stage_3(config: Any) -> None:
             f"mlp_tile_tokens={config.mlp_tile_tokens} would gather an MLP's weights for each tile, and ranks have "
             "other numbers of tiles: take ZeRO-2 or FSDP2 (fsdp=True), or a smaller tokens_per_microbatch"
         )
+    if config.attention_head_chunks is not None:
+        raise ValueError(
+            f"attention_head_chunks={config.attention_head_chunks} cuts weights that ZeRO-3 gathers whole: take ZeRO-2 "
+            "or FSDP2 (fsdp=True)"
+        )
     if getattr(config, "sync_ref_model", False):
         raise ValueError(
             "sync_ref_model=True moves whole weights, and ZeRO-3 cuts those of model and reference: take ZeRO-2"

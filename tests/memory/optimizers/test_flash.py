@@ -150,6 +150,18 @@ def test_zeros_stay_zeros():
         assert torch.equal(moment.read(), torch.zeros(GROUPED))
 
 
+def test_moments_decay_where_no_gradients_come():
+    weight = weight_of()
+    optimizer = flash(weight, betas=(0.9, 0.999))
+    take_steps(optimizer, [weight], 0, 1)
+    state = optimizer.state[weight]
+    before = state["exp_avg_sq_scale"].clone()
+    for _ in range(200):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    torch.testing.assert_close(state["exp_avg_sq_scale"], before * 0.999**100, rtol=1e-4, atol=0)
+
+
 def test_no_weight_leaps_where_the_second_moment_is_far_below_its_groups_largest():
     weight = nn.Parameter(torch.ones(COUNT, dtype=torch.bfloat16))
     optimizer = flash(weight, weight_decay=0.0)

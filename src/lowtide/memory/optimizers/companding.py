@@ -11,8 +11,8 @@ where it is below a level.
 It differs from the paper in two things, both of which cost nothing:
 
 - Scales are float32 and groups have 64 numbers, where the paper has 32 with a float16 scale: the same bytes. Below
-  6e-8 a float16 is zero, and with it the moments of rare tokens; and it cannot follow a second moment's decay by 0.999,
-  of which the root's change of 2^-11 is its own precision.
+  6e-8 a float16 is zero, and with it the moments of rare tokens; and it hardly follows a second moment's decay by
+  0.999, by which a root changes 2^-11, the precision of float16.
 - The root of a second moment is rounded to 1 of 255 at least, not to 0: a step divides by it, and a first moment above
   a second one that was rounded away would move its weight by as much as 1 / eps.
 """

@@ -521,7 +521,7 @@ def compiler_options(options: dict[str, Any]) -> contextlib.AbstractContextManag
     return torch._dynamo.config.patch(options)
 
 
-PARTITIONED = ("inductor", "aot_eager_decomp_partition")
+PARTITIONED = ("inductor", "aot_eager")
 """Backends of the compiler that choose what a graph keeps for backward, and so can follow a budget."""
 
 

@@ -92,7 +92,7 @@ def test_a_budget_keeps_less_and_changes_no_gradient():
     for budget in (None, 0.1):
         torch._dynamo.reset()
         model = prepared(build())
-        compile_layers(model, backend="aot_eager_decomp_partition", budget=budget)
+        compile_layers(model, backend="aot_eager", budget=budget)
         sizes: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:

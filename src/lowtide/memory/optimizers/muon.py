@@ -34,8 +34,8 @@ class MuonWithAdamW(Optimizer):
         matrices: what Muon steps, with two dimensions each.
         lr, weight_decay: of both.
         betas, eps: of AdamW.
-        momentum, nesterov, ns_steps: of Muon.
-        adjust_lr_fn: one of `ADJUSTMENTS`.
+        of_muon: `momentum`, `nesterov`, `ns_steps`, and `adjust_lr_fn`, which is one of `ADJUSTMENTS`, by default the
+            first; as `torch.optim.Muon` has them.
 
     Raises:
         ValueError: none of the parameters is among the matrices, or what torch's two refuse.
@@ -50,15 +50,10 @@ class MuonWithAdamW(Optimizer):
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr_fn: str = ADJUSTMENTS[0],
+        **of_muon: Any,
     ):
         self._matrices = {id(matrix) for matrix in matrices}
-        self._of_muon = {
-            "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn
-        }  # fmt: skip
+        self._of_muon = {"adjust_lr_fn": ADJUSTMENTS[0], **of_muon}
         self._of_adamw = {"betas": betas, "eps": eps, "fused": True}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         if not any(group["muon"] for group in self.param_groups):

@@ -3,12 +3,17 @@
 Storages are counted, not estimated: those that a forward has made and that are still there when it is over. Half of
 the difference between models of four and of two layers is a layer's; from 256 tokens and 128, what of that grows with
 the tokens and what does not (under autocast, the weights cast to bfloat16). The vocabulary is small, as the head is
-not what is measured. Half a minute on a CPU; recorded nowhere.
+not what is measured. Half a minute on a CPU; recorded nowhere. `--lora` measures adapters of rank 16 on all linear
+layers of a bfloat16 base, trained whole and as LoRA-FA. `--budgets` measures compiled layers without checkpointing by
+the share that they may keep, which takes a compiler and minutes.
 """
 
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,6 +27,28 @@ TOKENS = (128, 256)
 TILE, VOCABULARY = 64, 64
 CASES = [("none", None), ("none", TILE), ("matmul", None), ("matmul", TILE), ("attention", None), ("full", None)]
 """Policies, "none" being without checkpointing, and the tokens of a tile of the MLP."""
+PLAIN, LORA, LORA_FA = "all weights", "LoRA", "LoRA-FA"
+RANK = 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one forward runs under."""
+
+    shape: str
+    policy: str = "none"
+    tile: int | None = None
+    bf16: bool = False
+    trained: str = PLAIN
+    budget: float | None = None
+    """Of compiled layers; None where they are not compiled."""
+
+    @property
+    def name(self) -> str:
+        if self.budget is not None:
+            return f"compiled, budget {self.budget:g}"
+        tiles = "" if self.tile is None else f", MLP in tiles of {self.tile}"
+        return self.policy + tiles + ("" if self.trained == PLAIN else f", {self.trained}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,24 +56,35 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.activations", description="What a layer keeps.")
     parser.add_argument("--shape", choices=[*SHAPES], default="qwen2.5-0.5b")
     parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
+    parser.add_argument("--lora", action="store_true", help="adapters over a bfloat16 base")
+    parser.add_argument("--budgets", type=float, nargs="+", help="compiled layers, by the share that they may keep")
     options, console = parser.parse_args(argv), Console()
     hidden = SHAPES[options.shape].config["hidden_size"]
-    for policy, tile in CASES:
-        fewer, more = (layer_bytes(options.shape, tokens, policy, tile, options.bf16) for tokens in TOKENS)
+    for setting in settings(options):
+        fewer, more = (layer_bytes(setting, tokens) for tokens in TOKENS)
         slope = (more - fewer) / (TOKENS[1] - TOKENS[0])
         beside = more - slope * TOKENS[1]
-        name = policy if tile is None else f"{policy}, MLP in tiles of {tile}"
         console.print(
-            f"{name}: {slope:,.0f} bytes a token and layer, {slope / hidden / 4:.1f} hidden in float32; "
+            f"{setting.name}: {slope:,.0f} bytes a token and layer, {slope / hidden / 4:.1f} hidden in float32; "
             f"beside them {beside / 1e6:,.1f} MB a layer",
             soft_wrap=True,
         )
     return 0
 
 
-def layer_bytes(shape: str, tokens: int, policy: str, tile: int | None, bf16: bool) -> float:
+def settings(options: argparse.Namespace) -> list[Setting]:
+    """What is measured."""
+    if options.budgets:
+        return [Setting(options.shape, bf16=options.bf16, budget=budget) for budget in options.budgets]
+    if options.lora:
+        ways = [(policy, trained) for policy in ("none", "full") for trained in (LORA, LORA_FA)]
+        return [Setting(options.shape, policy, bf16=options.bf16, trained=trained) for policy, trained in ways]
+    return [Setting(options.shape, policy, tile, options.bf16) for policy, tile in CASES]
+
+
+def layer_bytes(setting: Setting, tokens: int) -> float:
     """Bytes that one layer keeps."""
-    fewer, more = (kept(shape, layers, tokens, policy, tile, bf16) for layers in LAYERS)
+    fewer, more = (kept(setting, layers, tokens) for layers in LAYERS)
     return (more - fewer) / (LAYERS[1] - LAYERS[0])
 
 
@@ -71,33 +109,80 @@ class Storages(TorchDispatchMode):
         return sum(size for storage, size in self.sizes.items() if storage not in own and not storage.expired())
 
 
-def kept(shape: str, layers: int, tokens: int, policy: str, tile: int | None, bf16: bool) -> int:
+def kept(setting: Setting, layers: int, tokens: int) -> int:
     """Bytes that one forward leaves for its backward."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from lowtide.engine.forward import install, score
+    from lowtide.engine.forward import score
     from lowtide.engine.heads.head import Scores
-    from lowtide.memory.activations.checkpointing import set_checkpointing
-    from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
     from lowtide.ragged import RaggedBatch
 
-    sizes = {**SHAPES[shape].config, "vocab_size": VOCABULARY, "num_hidden_layers": layers}
+    model = made(setting, layers)
+    batch = RaggedBatch.from_rows([{"input_ids": [number % VOCABULARY for number in range(tokens)]}])
+    scores = Scores(batch.score_index, batch.score_target)
+    with torch.autocast("cpu", torch.bfloat16) if setting.bf16 else contextlib.nullcontext():
+        if setting.budget is not None:  # no mode may be there where something is compiled
+            return saved_bytes(model, lambda: loss_of(score(model, batch, scores)))
+        with Storages() as storages:
+            output = score(model, batch, scores)
+        assert loss_of(output).requires_grad  # and so the graph is still there
+        return storages.live(model)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return output.logprobs.sum()
+
+
+def made(setting: Setting, layers: int) -> Any:
+    """The model, ready to be trained."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lowtide.engine.forward import install
+    from lowtide.memory.activations.checkpointing import set_checkpointing
+    from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
+    from lowtide.memory.kernels.compiling import compile_layers
+
+    sizes = {**SHAPES[setting.shape].config, "vocab_size": VOCABULARY, "num_hidden_layers": layers}
     config = AutoConfig.for_model(**sizes)
     config.layer_types = None if getattr(config, "layer_types", None) is None else config.layer_types[:layers]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).train()
+    dtype = torch.float32 if setting.trained == PLAIN else torch.bfloat16
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    if setting.trained != PLAIN:
+        model = adapted(model, setting.trained)
     install(model)
-    if policy != "none":
+    if setting.policy != "none":
         model.activation_checkpointing_enable({"use_reentrant": False})
-        set_checkpointing(model, policy)
-    if tile is not None:
-        install_tiled_mlp(model, tile)
-    batch = RaggedBatch.from_rows([{"input_ids": [number % VOCABULARY for number in range(tokens)]}])
-    with torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext():
-        with Storages() as storages:
-            output = score(model, batch, Scores(batch.score_index, batch.score_target))
-        assert output.logprobs.requires_grad  # and so the graph is still there
-        return storages.live(model)
+        set_checkpointing(model, setting.policy)
+    if setting.tile is not None:
+        install_tiled_mlp(model, setting.tile)
+    if setting.budget is not None:
+        compile_layers(model, budget=setting.budget)
+    return model
+
+
+def adapted(model: Any, trained: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    from lowtide.memory.optimizers.lora_fa import freeze_down_projections
+
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules="all-linear"))
+    if trained == LORA_FA:
+        freeze_down_projections(model)
+    return model
+
+
+def saved_bytes(model: Any, forward: Callable[[], torch.Tensor]) -> int:
+    """Bytes of the storages that a forward saves for backward, without the model's."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        assert forward().requires_grad
+    return sum(storage.nbytes() for storage in held.values())
 
 
 if __name__ == "__main__":

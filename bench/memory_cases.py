@@ -63,6 +63,7 @@ def _alone(technique: Technique) -> MemoryCase:
         {**technique.options, **MORE.get(technique.name, {})},
         exact=technique.changes is None,
         target_gb=TARGETS_GB.get(technique.name),
+        lora=technique.name == "LoRA-FA",
         needs=technique.needs,
     )
 
@@ -74,6 +75,7 @@ def _is_measured(technique: Technique) -> bool:
     return bool(names) and names <= known and not names <= DEFAULTS
 
 
+FLASH = {"optim": "adamw_flash"}
 STOCHASTIC_8BIT = {"optim": "adamw_stochastic_8bit"}
 COMBINATIONS = (
     MemoryCase("AdamW, offloaded and tiled", LEAN, target_gb=8.2),
@@ -83,6 +85,8 @@ COMBINATIONS = (
         {**IN_BACKWARD, **LEAN, "optim": "adamw_compressed"},
         exact=False,
     ),
+    MemoryCase("FlashAdamW, in backward", {**IN_BACKWARD, **FLASH}, exact=False),
+    MemoryCase("FlashAdamW, in backward, offloaded and tiled", {**IN_BACKWARD, **LEAN, **FLASH}, exact=False),
     MemoryCase(
         "best lossy: bfloat16, 8-bit moments, in backward, offloaded and tiled",
         {**IN_BACKWARD, **LEAN, **STOCHASTIC_8BIT},

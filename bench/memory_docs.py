@@ -27,6 +27,8 @@ PAGES = {
     "bfloat16 mixed precision": "memory/precision.md",
     "liger kernels": "memory/liger.md",
     "compiled layers": "memory/compile.md",
+    "compiled layers within an activation budget": "memory/compile.md",
+    "LoRA-FA": "memory/adapters.md",
     "padding-free batches": "padding-free.md",
     "packing": "packing.md",
     "prefix sharing": "prefix-sharing.md",

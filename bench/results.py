@@ -30,6 +30,7 @@ VISION = "vision"
 SHARDED_ESTIMATE = "sharded estimate"
 DEVICES = "devices"
 HEADS = "attention heads"
+LOSSES = "losses"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
 

@@ -326,3 +326,15 @@ def test_a_strided_shard_cuts_each_part():
     cut = inside.strided_shard(1, 2)
     assert (cut.dim, cut.split_factor) == (1, 2), "torch's _StridedShard takes other arguments"
     assert not cut.is_replicate()
+
+
+def test_the_partitioner_of_graphs_reads_a_budget():
+    import torch._functorch.partitioners
+
+    config = torch._functorch.config
+    assert config.activation_memory_budget == 1.0, "torch._functorch.config has another budget by default"
+    with inside.activation_budget(0.5):
+        assert config.activation_memory_budget == 0.5, "torch._functorch.config.patch no longer sets the budget"
+    assert config.activation_memory_budget == 1.0, "the budget is still there after it was put back"
+    source = inspect.getsource(torch._functorch.partitioners)
+    assert "config.activation_memory_budget" in source, "torch's partitioner no longer reads activation_memory_budget"

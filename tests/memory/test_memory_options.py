@@ -37,6 +37,19 @@ def test_two_words_that_disagree_are_refused(options, why, tmp_path):
         classes("SFT")[1](str(tmp_path), use_cpu=True, **options)
 
 
+def test_an_activation_budget_needs_a_compiler_that_chooses(tmp_path):
+    config = classes("SFT")[1]
+    with pytest.raises(
+        ValueError, match=r"activation_memory_budget=0.5 .* torch_compile is off: set torch_compile=True"
+    ):
+        config(str(tmp_path), use_cpu=True, activation_memory_budget=0.5)
+    for share in (0, 1.5):
+        with pytest.raises(ValueError, match="activation_memory_budget"):
+            config(str(tmp_path), use_cpu=True, torch_compile=True, activation_memory_budget=share)
+    with pytest.raises(ValueError, match=r"torch_compile_backend='eager' does not choose what is kept"):
+        make("SFT", torch_compile=True, torch_compile_backend="eager", activation_memory_budget=0.5)
+
+
 def test_a_runs_seed_is_that_of_stochastic_rounding():
     weights = []
     for seed, drawn in ((3, 0), (3, 1), (4, 0)):

@@ -23,6 +23,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -109,17 +110,29 @@ FIRST: dict[str, dict[str, Any]] = {
     "checkpointing of every k-th layer": {"gradient_checkpointing": True},
     "packing": {"max_length": 52},
     "compiled layers": {"torch_compile_backend": "eager"},  # the graphs, without the time of a compiler
+    "compiled layers within an activation budget": {"torch_compile_backend": "aot_eager"},
     "GaLore": LOW_RANK,
     "APOLLO": LOW_RANK,
 }
 """What a technique needs beside its own options; its plain run does without."""
 
 WIDE = {"intermediate_size": 160}
+
+
+class Adapters(LoraConfig):
+    """Those of all linear layers; a known run is told from others by the object."""
+
+    __hash__ = object.__hash__
+
+
+ADAPTERS = {"peft_config": Adapters(r=8, lora_alpha=16, target_modules="all-linear")}
 PLAIN: dict[str, dict[str, Any]] = {
     # moments of fewer than 4,096 elements stay in 32 bits
     "8-bit AdamW (torchao)": WIDE,
     "4-bit AdamW (torchao)": WIDE,
     "8-bit AdamW (bitsandbytes)": WIDE,
+    "FlashAdamW": WIDE,
+    "LoRA-FA": ADAPTERS,
     "optimizer in backward": {"max_grad_norm": 0.0},
     "padding-free batches": {"padding_free": False},
     "prefix sharing": {"prefix_sharing": False},
@@ -143,11 +156,18 @@ BITWISE = {
 """The techniques that change no bit; the other exact ones add up in another order."""
 CHANGES = {("MaskedLM", "packing"): "masks are drawn of bins, with the same probabilities"}
 """What a technique changes in one trainer, where it does not in others."""
-EXCLUDED = [{"tiled MLP", "compiled layers"}, {"attention heads in turn", "compiled layers"}]
+EXCLUDED = [
+    {"tiled MLP", "compiled layers"},
+    {"attention heads in turn", "compiled layers"},
+    {"tiled MLP", "compiled layers within an activation budget"},
+    {"attention heads in turn", "compiled layers within an activation budget"},
+]
 """Pairs that are refused, with the reason."""
 BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.3
 """How far the last loss may be from the plain run's, as a share of the fall from its first to its last: where numbers
 are rounded, where they are to 4 bits, and with another optimizer."""
+BANDS = {"Muon": 0.6}
+"""The same for one whose first steps are a fifth as long as AdamW's."""
 
 
 @dataclass
@@ -558,7 +578,8 @@ def distance(run: Run, other: Run) -> tuple[float, float]:
     if min(other.losses) <= 0:
         sizes = [max(sizes)] * len(sizes)
     losses = max(abs(a - b) / size for a, b, size in zip(run.losses, other.losses, sizes, strict=True))
-    compared = {name: w for name, w in other.weights.items() if not name.endswith("key.bias")}
+    both = {name: w for name, w in other.weights.items() if name in run.weights}  # some techniques freeze others
+    compared = {name: w for name, w in both.items() if not name.endswith("key.bias")}
     weights = max(float((run.weights[n].float() - w.float()).norm() / w.norm()) for n, w in compared.items())
     return losses, weights
 
@@ -573,7 +594,7 @@ def check_equal(run: Run, other: Run, *, bits: bool, within: float = ROUNDING) -
 
 def check_near(run: Run, plain: Run, *techniques: Technique) -> None:
     """The last loss lies near that of the plain run, and weights are other ones."""
-    band = sum(_band(each.changes or "") for each in techniques)
+    band = sum(BANDS.get(each.name) or _band(each.changes or "") for each in techniques)
     apart, fall = abs(run.losses[-1] - plain.losses[-1]), plain.losses[0] - plain.losses[-1]
     check(fall > 0, "the plain run learns nothing")
     check(apart <= band * fall, f"last losses {apart / fall:.1%} of the fall apart: {run.losses}, {plain.losses}")
@@ -643,6 +664,10 @@ def _keeps(wanted: Callable[[Any], bool]) -> Callable[[Run, Run], bool]:
     return lambda run, plain: any(wanted(state) for state in run.trainer.optimizer.optimizer.state.values())
 
 
+def _is_companded(state: Mapping[str, Any]) -> bool:
+    return state["exp_avg"].dtype == torch.int8
+
+
 ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "gradient checkpointing": _recomputed,
     "checkpointing that keeps attention": _policy("attention"),
@@ -659,6 +684,10 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "compressed AdamW": _compressed("exact"),
     "bfloat16 AdamW with stochastic rounding": _compressed("stochastic"),
     "bfloat16 AdamW with stochastic rounding and 8-bit moments": _compressed("stochastic", 8),
+    "FlashAdamW": lambda run, plain: _compressed("8bit", 8)(run, plain) and _keeps(_is_companded)(run, plain),
+    "Muon": _keeps(lambda state: "momentum_buffer" in state),
+    "LoRA-FA": lambda run, plain: {name for name in plain.weights if "lora_A" not in name} == run.weights.keys(),
+    "compiled layers within an activation budget": _compiled_layers,
     "compiled layers": _compiled_layers,
     "Adafactor": lambda run, plain: type(run.trainer.optimizer.optimizer).__name__ == "Adafactor",
     "8-bit AdamW (torchao)": _keeps(lambda state: type(state["exp_avg"]).__name__ == "OptimState8bit"),

@@ -148,7 +148,7 @@ def trained(
         config = SFTConfig(**{**matrix.COMMON, **options}, dataset_kwargs={"skip_prepare_dataset": True})
         trainer = SFTTrainer(matrix.build(kind, 64), config, train_dataset=unscored_half(matrix.ROWS))
     else:
-        trainer = matrix.make(kind, model=given, peft_config=adapters, **options)
+        trainer = matrix.make(kind, model=given, **{"peft_config": adapters, **options})
     if evaluated:
         trainer.compute_metrics = scored
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -133,7 +133,9 @@ def test_a_compressed_optimizer_sends_each_state_to_the_host_before_it_makes_the
     assert there == list(range(1, len(list(model.parameters())) + 1))
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_stochastic", "adamw_stochastic_8bit"])
+@pytest.mark.parametrize(
+    "optim", ["adamw_torch_fused", "adamw_stochastic", "adamw_stochastic_8bit", "adamw_flash", "muon"]
+)
 def test_a_rehearsal_holds_room_for_states_that_are_not_there_yet(optim):
     run = make("SFT", optim=optim)
     run.create_optimizer()

@@ -521,6 +521,18 @@ def compiler_options(options: dict[str, Any]) -> contextlib.AbstractContextManag
     return torch._dynamo.config.patch(options)
 
 
+PARTITIONED = ("inductor", "aot_eager")
+"""Backends of the compiler that choose what a graph keeps for backward, and so can follow a budget."""
+
+
+def activation_budget(share: float) -> contextlib.AbstractContextManager:
+    """While it lasts, graphs that are compiled keep at most a share of what they would for backward, and compute the
+    rest again. torch has the setting in a private module, and no argument of `torch.compile` for it."""
+    import torch._functorch.config
+
+    return torch._functorch.config.patch(activation_memory_budget=share)
+
+
 def watch_compilations(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> Callable[[], None]:
     """Has functions called as each compilation begins and ends; gives what ends the watch."""
     from torch._dynamo.callback import callback_handler

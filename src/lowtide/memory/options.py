@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.memory.activations.checkpointing import POLICIES
-from lowtide.option import COUNT, option
+from lowtide.option import COUNT, Range, option
 
 TWO_PASS = "two_pass"
 """The value of `optimizer_in_backward` that clips exactly."""
@@ -34,6 +34,11 @@ class MemoryOptions:
     activation_offloading_max_bytes: int | None = option(
         None, "The most that is away at a time. None: no limit.", COUNT
     )
+    activation_memory_budget: float | None = option(
+        None,
+        "With torch_compile: share of a layer's activations that compiled graphs keep; the rest is computed again.",
+        Range(above=0, most=1),
+    )
     mlp_tile_tokens: int | None = option(None, "Tokens that an MLP sees at a time, for long rows. None: all.", COUNT)
     attention_head_chunks: int | None = option(
         None, "Groups of heads that attention computes one after the other, for long rows. None: all at once.", COUNT
@@ -58,6 +63,11 @@ class MemoryOptions:
         for name in ("activation_offloading_dir", "activation_offloading_max_bytes"):
             if getattr(self, name) is not None and not self.activation_offloading:
                 raise ValueError(f"{name} requires activation_offloading=True: set that, or leave this out")
+        if self.activation_memory_budget is not None and not getattr(self, "torch_compile", False):
+            raise ValueError(
+                f"activation_memory_budget={self.activation_memory_budget:g} is a share of what compiled graphs keep, "
+                "and torch_compile is off: set torch_compile=True, or leave it out"
+            )
         if self.optimizer_in_backward not in (False, True, TWO_PASS):
             raise ValueError(
                 f"optimizer_in_backward={self.optimizer_in_backward!r} must be true, false or {TWO_PASS!r}"

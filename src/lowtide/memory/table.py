@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from importlib.util import find_spec
 from typing import Any
 
+from lowtide.compat.torch import PARTITIONED
 from lowtide.memory.activations.attention_heads import install_attention_heads, why_not_over_ranks
 from lowtide.memory.activations.checkpointing import set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
@@ -15,6 +16,7 @@ from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
 from lowtide.memory.kernels.compilation_log import watched
 from lowtide.memory.kernels.compiling import compile_layers, remove_compilation
 from lowtide.memory.kernels.liger import liger_kernels, why_no_kernels
+from lowtide.memory.optimizers.lora_fa import freeze_down_projections, why_no_projections
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.technique import Site, Technique
 from lowtide.ops.target import kind_of
@@ -105,7 +107,9 @@ def _compile_refused(site: Site) -> str | None:
 
 def _compiled(site: Site) -> Callable[[], None]:
     options, backend = site.options, site.options.torch_compile_backend
-    layers = compile_layers(site.model, backend=backend, mode=options.torch_compile_mode)
+    layers = compile_layers(
+        site.model, backend=backend, mode=options.torch_compile_mode, budget=options.activation_memory_budget
+    )
     unwatch = watched(site.model, f"{layers} layers with {backend}", quiet=options.disable_tqdm)
 
     def undo() -> None:
@@ -113,6 +117,16 @@ def _compiled(site: Site) -> Callable[[], None]:
         remove_compilation(site.model)
 
     return undo
+
+
+def _no_partition(site: Site) -> str | None:
+    backend = site.options.torch_compile_backend
+    if backend in PARTITIONED:
+        return None
+    return (
+        f"torch_compile_backend={backend!r} does not choose what is kept for backward: take 'inductor', or leave "
+        "activation_memory_budget out"
+    )
 
 
 def _states_at_home(site: Site) -> str | None:
@@ -257,8 +271,29 @@ TECHNIQUES: dict[str, Technique] = {
             lowers=("weights", "gradients", "optimizer"),
             changes=f"as with stochastic rounding alone, and {EIGHT}",
         ),
+        Technique(
+            "FlashAdamW",
+            "float32 masters and three quarters of the moments: 5 bytes a parameter and its gradient remain",
+            {"optim": "adamw_flash"},
+            option_is("optim", "adamw_flash"),
+            lowers=("weights", "gradients", "optimizer"),
+            changes="forward and backward run in bfloat16, masters have 24 bits, and moments are rounded to 8 bits by "
+            "companding (arXiv 2602.23349)",
+        ),
         _optimizer(
             "Adafactor", "both moments, except a row and a column of the second", "arXiv 1804.04235", "adafactor"
+        ),
+        _optimizer("Muon", "one of the two moments of the matrices in layers", "arXiv 2502.16982", "muon"),
+        Technique(
+            "LoRA-FA",
+            "activations: a LoRA layer keeps `rank` numbers a token in place of its input; half of the states",
+            {"optim": "adamw_lora_fa"},
+            option_is("optim", "adamw_lora_fa"),
+            lowers=("activations", "gradients", "optimizer"),
+            changes="down projections stay as they began, and gradients of the others are projected: another optimizer "
+            "(arXiv 2308.03303)",
+            refused=lambda site: why_no_projections(site.model),
+            prepare=lambda site: freeze_down_projections(site.model),
         ),
         _optimizer(
             "8-bit AdamW (torchao)", "three quarters of the moments", EIGHT, "adamw_torch_8bit", needs=("torchao",)
@@ -321,6 +356,14 @@ TECHNIQUES: dict[str, Technique] = {
             lowers=("activations",),
             refused=_compile_refused,
             begin=_compiled,
+        ),
+        Technique(
+            "compiled layers within an activation budget",
+            "activations of compiled graphs beyond a share, which are computed again in backward",
+            {"torch_compile": True, "activation_memory_budget": 0.5},
+            option_is("activation_memory_budget"),
+            lowers=("activations",),
+            refused=_no_partition,
         ),
         Technique(
             "padding-free batches",

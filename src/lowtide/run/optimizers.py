@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from lowtide.compat.trainer_optimizers import trainer_optimizer
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.host_states import HostStates, check_host_states
+from lowtide.memory.optimizers.lora_fa import LoraFA, projections_of
+from lowtide.memory.optimizers.muon import ADJUSTMENTS, MuonWithAdamW, matrices_of
 from lowtide.memory.optimizers.narrow_step import check_separable
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.ops.target import kind_of
@@ -18,10 +21,21 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw_compressed": {"remainder": "exact"},
     "adamw_stochastic": {"remainder": "stochastic"},
     "adamw_stochastic_8bit": {"remainder": "stochastic", "moment_bits": 8},
+    "adamw_flash": {"remainder": "8bit", "moment_bits": 8},
 }
 """By name, what `CompressedAdamW` does with the bits that bfloat16 has no room for, and with the moments."""
 
-OF_MATRICES = ("adafactor", "galore", "apollo", "stable_adamw")
+MUON, LORA_FA = "muon", "adamw_lora_fa"
+NAMES = (*OPTIMIZERS, MUON, LORA_FA)
+"""All of lowtide's own."""
+OF_MUON: dict[str, Callable[[str], Any]] = {
+    "momentum": float,
+    "nesterov": {"true": True, "false": False}.__getitem__,
+    "ns_steps": int,
+    "adjust_lr_fn": {name: name for name in ADJUSTMENTS}.__getitem__,
+}
+"""What `optim_args` may hold for Muon, and what makes it a value."""
+OF_MATRICES = ("adafactor", "galore", "apollo", "stable_adamw", MUON, LORA_FA)
 """How the names of those begin that look at more of a weight than one number at a time."""
 BY_NUMBER = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
@@ -32,20 +46,41 @@ KNOWN: dict[type, str] = {torch.optim.AdamW: "adamw_torch", torch.optim.Adam: "a
 """Optimizers that are passed, by the name of one with the same states."""
 
 
-def own_optimizer(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Class and arguments of one of `OPTIMIZERS`.
+def own_optimizer(args: Any, model: nn.Module) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Class and arguments of one of `NAMES`, for a model.
 
     Raises:
-        ValueError: there are `optim_args`, of which it has none.
+        ValueError: there are `optim_args` that it does not have, or this torch lacks it.
     """
+    betas = (args.adam_beta1, args.adam_beta2)
+    options = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+    if args.optim == MUON:
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"optim={MUON!r} is torch's, and torch {torch.__version__} has none: update torch")
+        return MuonWithAdamW, {**options, "matrices": matrices_of(model), **_muon_arguments(args.optim_args)}
     if args.optim_args:
         raise ValueError(
             f"optim_args={args.optim_args!r}: {args.optim} takes none beyond learning_rate, adam_beta1, adam_beta2, "
             "adam_epsilon and weight_decay; leave it out"
         )
-    betas = (args.adam_beta1, args.adam_beta2)
-    options = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+    if args.optim == LORA_FA:
+        return LoraFA, {**options, "projections": projections_of(model), "fused": True}
     return CompressedAdamW, {**options, **OPTIMIZERS[args.optim], "seed": args.seed}
+
+
+def _muon_arguments(given: str | None) -> dict[str, Any]:
+    """`optim_args` of Muon, as transformers writes them: `name=value,name=value`."""
+    found: dict[str, Any] = {}
+    for part in filter(None, (given or "").replace(" ", "").split(",")):
+        name, _, value = part.partition("=")
+        try:
+            found[name] = OF_MUON[name](value.lower())
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"optim_args={given!r}: {part!r} is none of what optim={MUON!r} takes there: momentum=0.95, "
+                f"nesterov=true, ns_steps=5, adjust_lr_fn={' or '.join(ADJUSTMENTS)}"
+            ) from None
+    return found
 
 
 def check_optimizer_name(name: str) -> None:
@@ -164,7 +199,7 @@ def wants_host_states(args: Any) -> bool:
 
 def make_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
     """The optimizer that `optim` names, as a trainer makes it, with its states where they belong."""
-    optimizer = trainer_optimizer(model, args, own_optimizer(args) if args.optim in OPTIMIZERS else None)
+    optimizer = trainer_optimizer(model, args, own_optimizer(args, model) if args.optim in NAMES else None)
     settle_optimizer(optimizer, args)
     return optimizer
 

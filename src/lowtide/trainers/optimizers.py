@@ -16,7 +16,7 @@ from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.ranks.shards import step_local_shards
 from lowtide.run.optimizers import (
     KNOWN,
-    OPTIMIZERS,
+    NAMES,
     check_flat,
     check_given,
     check_one_by_one,
@@ -47,7 +47,7 @@ class OwnOptimizers(Trainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         """As the Trainer's, and lowtide's own."""
-        return own_optimizer(args) if args.optim in OPTIMIZERS else Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return own_optimizer(args, model) if args.optim in NAMES else Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As the Trainer's, with the steps of a decay that is said as a share of all."""

@@ -83,3 +83,26 @@ def test_it_can_be_undone():
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ValueError, match="no layers of this model"):
         compile_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.slow
+def test_a_budget_keeps_less_and_changes_no_gradient():
+    batch = next(batches())
+    kept, found = {}, {}
+    for budget in (None, 0.1):
+        torch._dynamo.reset()
+        model = prepared(build())
+        compile_layers(model, backend="aot_eager", budget=budget)
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(model, batch)
+        loss.backward()
+        kept[budget], found[budget] = sum(sizes.values()), gradients(model)
+    assert kept[0.1] < 0.9 * kept[None]
+    assert_close(found[0.1], found[None], 1e-5)
+    assert torch._functorch.config.activation_memory_budget == 1.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.memory.optimizers import compressed_adamw
+from lowtide.memory.optimizers import compressed_adamw, masters
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
 
@@ -102,7 +102,7 @@ def test_a_master_comes_back_whatever_its_bits(moment):
     assert same_bits(back[number], master[number])
     assert back[~number].isnan().all()
     assert same_bits(exp_avg_sq.abs(), torch.full_like(master, moment))
-    both_ties = (remainder == -compressed_adamw.TIE) & number
+    both_ties = (remainder == -masters.TIE) & number
     assert exp_avg_sq[both_ties].signbit().unique().tolist() == [False, True]
 
 
@@ -166,7 +166,7 @@ def half_way(optimizer: CompressedAdamW, parameter: nn.Parameter) -> None:
     """Puts the masters of a parameter half way above even weights, which is what a sign says."""
     with torch.no_grad():
         parameter.view(torch.int16).bitwise_and_(-2)
-        optimizer.state[parameter]["remainder"].fill_(-compressed_adamw.TIE)
+        optimizer.state[parameter]["remainder"].fill_(-masters.TIE)
         optimizer.state[parameter]["exp_avg_sq"].neg_()
 
 
@@ -400,5 +400,5 @@ def test_what_cannot_be_stepped_is_refused():
         CompressedAdamW([nn.Parameter(torch.ones(2, dtype=torch.float16))])
     with pytest.raises(ValueError, match=r"strides \(1, 2\)"):
         CompressedAdamW([nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16).t())])
-    with pytest.raises(ValueError, match="exact, stochastic"):
+    with pytest.raises(ValueError, match="exact, 8bit, stochastic"):
         CompressedAdamW(parameters(), remainder="none")

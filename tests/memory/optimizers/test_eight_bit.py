@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.memory.optimizers import compressed_adamw, eight_bit
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
-from lowtide.memory.optimizers.eight_bit import SCALED, dequantize, quantize_, zeros_8bit
+from lowtide.memory.optimizers.eight_bit import SCALED, EightBitMoment, dequantize, quantize_
 from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def levels_of(signed: bool) -> torch.Tensor:
 def test_numbers_come_back_as_the_nearest_level(count: int, signed: bool):
     values = torch.randn(count) ** 5
     values = values if signed else values.abs()
-    codes, scales = zeros_8bit(count, CPU)
+    codes, scales = EightBitMoment.zeros(count, CPU, signed=signed)
     quantize_(values, codes, scales, signed=signed)
     levels = levels_of(signed)
     scale = torch.cat([block.abs().max().expand(len(block)) for block in values.split(SCALED)])
@@ -40,7 +40,7 @@ def test_numbers_come_back_as_the_nearest_level(count: int, signed: bool):
 
 def test_zeros_and_the_largest_are_exact():
     values = torch.cat([torch.zeros(SCALED), torch.tensor([3.0, 0.0, -1e-30])])
-    codes, scales = zeros_8bit(len(values), CPU)
+    codes, scales = EightBitMoment.zeros(len(values), CPU, signed=True)
     assert not dequantize(codes, scales, signed=True).any()
     quantize_(values, codes, scales, signed=True)
     found = dequantize(codes, scales, signed=True)
@@ -101,7 +101,7 @@ def test_a_large_parameter_takes_two_bytes_of_state_and_a_small_one_keeps_32_bit
 
 
 def test_an_exact_remainder_has_no_place_beside_them():
-    with pytest.raises(ValueError, match="remainder='stochastic'"):
+    with pytest.raises(ValueError, match="remainder='8bit' or 'stochastic'"):
         CompressedAdamW([nn.Parameter(torch.ones(2))], moment_bits=8)
 
 
@@ -132,11 +132,11 @@ def test_tables_have_values_even_if_a_trace_asks_first():
     fresh = importlib.util.module_from_spec(spec)  # which nobody has asked for a table
     spec.loader.exec_module(fresh)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        codes, scales = fresh.zeros_8bit(SCALED, CPU)
+        codes, scales = fresh.EightBitMoment.zeros(SCALED, CPU, signed=True)
         fresh.quantize_(torch.randn(SCALED), codes, scales, signed=True)
         fresh.dequantize(codes, scales, signed=True)
     values = torch.cat([torch.zeros(SCALED), torch.tensor([3.0, 0.0, -1e-30])])
-    codes, scales = fresh.zeros_8bit(len(values), CPU)
+    codes, scales = fresh.EightBitMoment.zeros(len(values), CPU, signed=True)
     fresh.quantize_(values, codes, scales, signed=True)
     expected = torch.cat([torch.zeros(SCALED), torch.tensor([3.0, 0.0, 0.0])])
     assert torch.equal(fresh.dequantize(codes, scales, signed=True), expected)

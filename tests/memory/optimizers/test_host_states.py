@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers.optimization import Adafactor
 
-from lowtide.memory.optimizers import host_states
+from lowtide.memory.optimizers import compressed_adamw, host_states
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.host_states import HostStates
+from lowtide.memory.optimizers.muon import MuonWithAdamW
 from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
 
@@ -22,11 +23,18 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
     "adafactor": lambda p: Adafactor(p, lr=1e-2, relative_step=False),
     "compressed": lambda p: CompressedAdamW(p, lr=1e-2),
+    "flash": lambda p: CompressedAdamW(p, lr=1e-2, remainder="8bit", moment_bits=8),
+    "muon": lambda p: MuonWithAdamW(p, [each for group in p for each in group["params"][1:] if each.dim() == 2]),
 }
 
 
+@pytest.fixture(autouse=True)
+def _eight_bits_of_small_parameters(monkeypatch):
+    monkeypatch.setattr(compressed_adamw, "LEAST_8BIT", 256)
+
+
 def build(name: str):
-    model = tiny_llama(dtype=torch.bfloat16 if name == "compressed" else torch.float32)
+    model = tiny_llama(dtype=torch.bfloat16 if name in ("compressed", "flash") else torch.float32)
     parameters = list(model.parameters())
     return model, OPTIMIZERS[name]([{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.0}])
 

@@ -11,7 +11,9 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from lowtide.engine.forward import causal_model, install, score
+from lowtide.memory.optimizers import compressed_adamw
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.muon import MuonWithAdamW
 from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.objectives.sft import nll
 from lowtide.ragged import RaggedBatch
@@ -27,13 +29,21 @@ OPTIMIZERS = {
     "adafactor_relative": lambda p: Adafactor(p, warmup_init=True),
     "compressed": lambda p: CompressedAdamW(p, lr=1e-2),
     "stochastic": lambda p: CompressedAdamW(p, lr=1e-2, remainder="stochastic"),
+    "flash": lambda p: CompressedAdamW(p, lr=1e-2, remainder="8bit", moment_bits=8),
+    "muon": lambda p: MuonWithAdamW(p, [each for group in p for each in group["params"][1:] if each.dim() == 2]),
 }
+IN_BFLOAT16 = ("compressed", "stochastic", "flash")
 HEADS = ["plain", "fused", "fused_loss"]
+
+
+@pytest.fixture(autouse=True)
+def _eight_bits_of_small_parameters(monkeypatch):
+    monkeypatch.setattr(compressed_adamw, "LEAST_8BIT", 256)
 
 
 def build(name: str, *, tied: bool = False, head: str = "plain"):
     """(model, its optimizer with two groups, one parameter frozen)."""
-    model = tiny_llama(tied=tied, dtype=torch.bfloat16 if name in ("compressed", "stochastic") else torch.float32)
+    model = tiny_llama(tied=tied, dtype=torch.bfloat16 if name in IN_BFLOAT16 else torch.float32)
     if head != "plain":
         install(model)
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.compat.torch import is_left_out_of_graphs
+from lowtide.compat.torch import activation_budget, is_left_out_of_graphs
 from lowtide.compat.transformers import attention_implementation, plain_forward, run_checkpointed
 
 
-def compile_layers(model: nn.Module, *, backend: str = "inductor", mode: str | None = None) -> int:
+def compile_layers(
+    model: nn.Module, *, backend: str = "inductor", mode: str | None = None, budget: float | None = None
+) -> int:
     """Has the layers of a model compiled when they first run.
 
     Args:
@@ -31,6 +33,8 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor", mode: str | N
             checkpointing may be set before or after.
         backend: of `torch.compile`.
         mode: of `torch.compile`, such as "max-autotune-no-cudagraphs".
+        budget: share of its activations that a graph may keep for backward, by a backend among `PARTITIONED`; the
+            compiler picks what is the cheapest to compute again. None: all that it finds worth keeping.
 
     Returns:
         How many layers are compiled.
@@ -47,12 +51,20 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor", mode: str | N
     _leave_attention_out(model)
     for layer in layers:
         plain = plain_forward(layer)
-        compiled = torch.compile(plain, backend=backend, mode=mode, dynamic=True)
+        compiled: Callable[..., Any] = torch.compile(plain, backend=backend, mode=mode, dynamic=True)
+        if budget is not None:
+            compiled = functools.partial(_within, budget, compiled)
         # Older versions of transformers checkpoint around the call of a layer, newer ones inside of its forward.
         inside = plain is not type(layer).forward
         layer.forward = types.MethodType(functools.partial(_checkpointed, compiled) if inside else compiled, layer)
         layer.compiled_here = True
     return len(layers)
+
+
+def _within(budget: float, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A compiled forward, whose graphs are made when it first runs, with a budget for what they keep."""
+    with activation_budget(budget):
+        return compiled(*args, **kwargs)
 
 
 def remove_compilation(model: nn.Module) -> None:

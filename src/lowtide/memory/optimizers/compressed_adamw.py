@@ -14,6 +14,12 @@ The same split is in NVIDIA's Apex (`DistributedFusedAdam`, `store_param_remaind
 would round. Stochastic rounding, the other option, keeps no remainder and is not exact: the float32 result is rounded
 up or down at random, so that it is right on average (arXiv 2010.06192). There the moments may be kept in 8 bits too,
 see `eight_bit`: 4 bytes a parameter in all.
+
+Between the two is FlashAdamW (FlashOptim, arXiv 2602.23349): 8 bits of remainder, so that masters have 24 bits (see
+`masters`), and companded 8-bit moments (see `companding`): 5 bytes a parameter, and 1/8 for scales. Where it differs
+from the paper is said there; beside that, parameters of fewer than `LEAST_8BIT` numbers (norms, biases) keep exact
+masters and float32 moments: they are few, and a norm's weight near 1 would lose updates below 8e-6. An update below
+2^-17 of its weight's power of two is lost in the others, as in the paper.
 """
 
 from __future__ import annotations
@@ -23,20 +29,30 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from jaxtyping import BFloat16, Float32, Int16
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from lowtide.compat.torch import FakeTensor
-from lowtide.memory.optimizers.eight_bit import EightBitMoment, moment_blocks, zeros_8bit
+from lowtide.memory.optimizers.companding import CompandedMoment
+from lowtide.memory.optimizers.eight_bit import EightBitMoment
+from lowtide.memory.optimizers.masters import (
+    joined_master,
+    joined_master_24,
+    round_stochastically_,
+    split_master_,
+    split_master_24_,
+)
 from lowtide.ops.target import target_of
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Elements at a time: on a CPU what the second-level cache holds, on a GPU what keeps it busy."""
-TIE = 0x8000
-"""Half of the distance between two bfloat16 numbers, counted in float32 numbers."""
-REMAINDERS = ("exact", "stochastic")
+REMAINDERS: dict[str, type[EightBitMoment] | None] = {
+    "exact": None,
+    "8bit": CompandedMoment,
+    "stochastic": EightBitMoment,
+}
+"""What becomes of the bits that bfloat16 has no room for; with it, how moments of 8 bits are kept."""
 LEAST_8BIT = 4096
 """Elements from which a parameter's moments are kept in 8 bits where that is asked for, as bitsandbytes does."""
 
@@ -50,19 +66,21 @@ class CompressedAdamW(Optimizer):
         params: bfloat16 or float32 parameters, or groups of them.
         lr, betas, eps, weight_decay: those of `torch.optim.AdamW`.
         remainder: of the master, beyond the bfloat16 weight. "exact" keeps it, as int16 in the state; a master starts
-            at the weight's value, or see `compress_`. "stochastic" does not keep it and rounds stochastically; a
-            parameter's random numbers come from a seed in its state, so neither the order of steps nor a resumed run
-            changes them.
+            at the weight's value, or see `compress_`. "8bit" keeps 8 bits of it, of large parameters. "stochastic"
+            does not keep it and rounds stochastically; a parameter's random numbers come from a seed in its state, so
+            neither the order of steps nor a resumed run changes them.
         seed: of all random numbers; with it and its number a parameter has the same ones on every rank.
-        moment_bits: 32, or 8 beside a stochastic remainder: the moments of large bfloat16 parameters are rounded to 8
-            bits in blocks.
+        moment_bits: 32, or 8 beside another remainder than the exact one: the moments of large bfloat16 parameters are
+            rounded to 8 bits in blocks, companded where the remainder has 8 bits.
 
     State of a bfloat16 parameter: `step`, float32 `exp_avg` and `exp_avg_sq` (the sign of which belongs to the
-    remainder, until `state_dict` lists in `ties` where it is set), and int16 `remainder` or the integer `seed`. Moments
-    in 8 bits are uint8 codes with float32 `exp_avg_scale` and `exp_avg_sq_scale`.
+    remainder, until `state_dict` lists in `ties` where it is set), and int16 or int8 `remainder` or the integer `seed`.
+    Moments in 8 bits are codes (uint8, int8 for a companded first one) with float32 `exp_avg_scale` and
+    `exp_avg_sq_scale`.
 
     Raises:
-        ValueError: a parameter of another dtype or not contiguous, an unknown `remainder` or number of bits.
+        ValueError: a parameter of another dtype or not contiguous, an unknown `remainder` or number of bits, or
+            states to be loaded whose moments are 8-bit codes of another kind.
     """
 
     def __init__(
@@ -89,7 +107,7 @@ class CompressedAdamW(Optimizer):
         if group["moment_bits"] not in (8, 32) or (group["moment_bits"] == 8 and group["remainder"] == "exact"):
             raise ValueError(
                 f"moment_bits={group['moment_bits']} with remainder={group['remainder']!r}: moments have 32 bits, or 8 "
-                "beside remainder='stochastic', since an exact remainder keeps its last bit in a moment's sign"
+                "beside remainder='8bit' or 'stochastic', since an exact one keeps its last bit in a moment's sign"
             )
         for parameter in group["params"]:
             if parameter.dtype not in (torch.bfloat16, torch.float32) or not parameter.is_contiguous():
@@ -128,9 +146,8 @@ class CompressedAdamW(Optimizer):
                     continue
                 master = parameter.data
                 parameter.data = master.to(torch.bfloat16)
-                if group["remainder"] == "exact":
-                    state = self._start_state(parameter, group)
-                    split_master_(master, parameter.data, state["remainder"], state["exp_avg_sq"])
+                if group["remainder"] != "stochastic":
+                    self._split(master, parameter, self._start_state(parameter, group))
         self._seed_parameters()
 
     @torch.no_grad()
@@ -141,7 +158,7 @@ class CompressedAdamW(Optimizer):
         if "remainder" not in state:
             return parameter.detach().float()
         _sign_ties(state)
-        return joined_master(parameter.detach(), state["remainder"], state["exp_avg_sq"])
+        return _joined(parameter.detach(), state["remainder"], state["exp_avg_sq"])
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and safe for any AdamW: no second moment has a sign, `ties` lists where they were."""
@@ -161,8 +178,9 @@ class CompressedAdamW(Optimizer):
             group.update({**kept, "seed": group.get("seed", kept["seed"])})
             for parameter, number in zip(group["params"], numbers, strict=False):
                 saved = state_dict["state"].get(number, {})
-                stepped_since = saved.get("remainder", parameter).is_floating_point()  # torch's AdamW took it along
-                if kept["remainder"] != "exact" or stepped_since:
+                _check_moments(saved, kept["remainder"])
+                if saved.get("remainder", parameter).dtype != _remainder_dtype(parameter, group):
+                    # it is of another kind, or torch's AdamW took it along and stepped since
                     saved = {name: value for name, value in saved.items() if name not in ("remainder", "ties")}
                 for name, value in saved.items():
                     self.state[parameter][name] = _loaded(name, value, parameter)
@@ -181,15 +199,23 @@ class CompressedAdamW(Optimizer):
         state = self.state[parameter]
         if "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            few = group["moment_bits"] == 8 and parameter.dtype == torch.bfloat16 and parameter.numel() >= LEAST_8BIT
+            kind = REMAINDERS[group["remainder"]] if group["moment_bits"] == 8 and _is_large(parameter) else None
             for name in ("exp_avg", "exp_avg_sq"):
-                if few:
-                    state[name], state[f"{name}_scale"] = zeros_8bit(parameter.numel(), parameter.device)
-                else:
+                if kind is None:
                     state[name] = torch.zeros_like(parameter, dtype=torch.float32)
-        if parameter.dtype == torch.bfloat16 and group["remainder"] == "exact" and "remainder" not in state:
-            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+                else:
+                    zeros = kind.zeros(parameter.numel(), parameter.device, signed=name == "exp_avg")
+                    state[name], state[f"{name}_scale"] = zeros
+        dtype = _remainder_dtype(parameter, group)
+        if dtype is not None and "remainder" not in state:
+            state["remainder"] = torch.zeros_like(parameter, dtype=dtype)
         return state
+
+    def _split(self, master: Tensor, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Splits a master into a parameter and its state, a block at a time."""
+        parts = (master, parameter.detach(), state["remainder"], state["exp_avg_sq"])
+        for block in zip(*(part.view(-1).split(_block_size(parameter)) for part in parts), strict=True):
+            _split_block(*block)
 
     def _step_plain(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         if parameters:
@@ -201,24 +227,24 @@ class CompressedAdamW(Optimizer):
     def _step_compressed(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         _sign_ties(state)
-        remainder = state["remainder"] if group["remainder"] == "exact" else None
+        remainder = state["remainder"] if group["remainder"] != "stochastic" else None
         generator = None if remainder is not None else _advance(state, parameter)
-        size = BLOCK.get(target_of(parameter).kind, BLOCK["cuda"])
+        size, kind = _block_size(parameter), REMAINDERS[group["remainder"]] or EightBitMoment
         tensors = [t.reshape(-1).split(size) for t in (parameter.detach(), cast(Tensor, parameter.grad))]
         moments: list[list[EightBitMoment]] = [
-            moment_blocks(state["exp_avg"], state.get("exp_avg_scale"), size, signed=True),
-            moment_blocks(state["exp_avg_sq"], state.get("exp_avg_sq_scale"), size, signed=False),
+            kind.blocks(state["exp_avg"], state.get("exp_avg_scale"), size, signed=True),
+            kind.blocks(state["exp_avg_sq"], state.get("exp_avg_sq_scale"), size, signed=False),
         ]
         remainders = iter(() if remainder is None else remainder.view(-1).split(size))
         for weight, grad, first, second in zip(*tensors, *moments, strict=True):
             rest, exp_avg, exp_avg_sq = next(remainders, None), first.read(), second.read()
-            master = weight.float() if rest is None else joined_master(weight, rest, exp_avg_sq)
+            master = weight.float() if rest is None else _joined(weight, rest, exp_avg_sq)
             exp_avg_sq.abs_()
             _adamw([master], [grad.float()], [exp_avg], [exp_avg_sq], [state["step"].clone()], group)
             if rest is None:
                 round_stochastically_(master, weight, generator)
             else:
-                split_master_(master, weight, rest, exp_avg_sq)
+                _split_block(master, weight, rest, exp_avg_sq)
             first.write(exp_avg)
             second.write(exp_avg_sq)
         state["step"] += 1
@@ -251,42 +277,55 @@ def _adamw(
     )
 
 
-def joined_master(
-    weight: BFloat16[Tensor, " *shape"], remainder: Int16[Tensor, " *shape"], exp_avg_sq: Float32[Tensor, " *shape"]
-) -> Float32[Tensor, " *shape"]:
-    """The master, in memory of its own."""
-    bits = weight.float().view(torch.int32)
-    bits += remainder
-    bits.sub_(exp_avg_sq.view(torch.int32) >> 31, alpha=2 * TIE)  # the shift gives -1 for a sign, else 0
-    return bits.view(torch.float32)
+def _is_large(parameter: Tensor) -> bool:
+    """Whether a parameter's states are kept in 8 bits where that is asked for."""
+    return parameter.dtype == torch.bfloat16 and parameter.numel() >= LEAST_8BIT
 
 
-def split_master_(
-    master: Float32[Tensor, " *shape"],
-    weight: BFloat16[Tensor, " *shape"],
-    remainder: Int16[Tensor, " *shape"],
-    exp_avg_sq: Float32[Tensor, " *shape"],
-) -> None:
-    """Splits the master into weight, remainder and the sign of the second moment. NaN stays NaN, whatever remains."""
-    weight.copy_(master)
-    left = master.view(torch.int32) - weight.float().view(torch.int32)
-    remainder.copy_(left)  # 0x8000 wraps to -0x8000
-    exp_avg_sq.copysign_(0.5 - (left == TIE).float())
+def _remainder_dtype(parameter: Tensor, group: dict[str, Any]) -> torch.dtype | None:
+    """What the remainder of a parameter's master is kept in; None where there is none."""
+    if parameter.dtype != torch.bfloat16 or group["remainder"] == "stochastic":
+        return None
+    return torch.int8 if group["remainder"] == "8bit" and _is_large(parameter) else torch.int16
 
 
-def round_stochastically_(
-    master: Float32[Tensor, " *shape"], weight: BFloat16[Tensor, " *shape"], generator: torch.Generator | None
-) -> None:
-    """The weight becomes one of the two neighbours of the master, each the likelier the nearer it is."""
-    noise = torch.randint(2 * TIE, master.shape, generator=generator, dtype=torch.int32, device=master.device)
-    upper = (noise + master.view(torch.int32)) >> 16
-    weight.copy_(upper.to(torch.int16).view(torch.bfloat16))
-    weight.masked_fill_(master.isnan(), torch.nan)
+def _check_moments(saved: dict[str, Any], remainder: str) -> None:
+    """Refuses moments that are codes of another kind than those beside a remainder."""
+    codes, kind = saved.get("exp_avg"), REMAINDERS[remainder]
+    if codes is None or codes.is_floating_point():
+        return
+    if kind is None or codes.dtype != kind.code_dtype(signed=True):
+        raise ValueError(
+            f"the moments to be loaded are 8-bit codes of another optimizer than one with remainder={remainder!r}: "
+            "load them where they were saved, or begin without them"
+        )
+
+
+def _block_size(parameter: Tensor) -> int:
+    return BLOCK.get(target_of(parameter).kind, BLOCK["cuda"])
+
+
+def _joined(weight: Tensor, remainder: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    """The float32 master of a weight, in memory of its own."""
+    if remainder.dtype == torch.int8:
+        return joined_master_24(weight, remainder)
+    return joined_master(weight, remainder, exp_avg_sq)
+
+
+def _split_block(master: Tensor, weight: Tensor, remainder: Tensor, exp_avg_sq: Tensor) -> None:
+    """Undoes `_joined`, to rounding where the remainder has 8 bits."""
+    if remainder.dtype == torch.int8:
+        split_master_24_(master, weight, remainder)
+    else:
+        split_master_(master, weight, remainder, exp_avg_sq)
 
 
 def _list_ties(state: dict[str, Any]) -> None:
     """Takes the signs off the second moment, and keeps their places; they are few."""
-    if "remainder" in state and "ties" not in state and not isinstance(state["exp_avg_sq"], FakeTensor):
+    remainder = state.get("remainder")
+    if remainder is None or remainder.dtype == torch.int8 or isinstance(remainder, FakeTensor):
+        return
+    if "ties" not in state:
         state["ties"] = state["exp_avg_sq"].view(-1).signbit().nonzero().view(-1)
         state["exp_avg_sq"].abs_()
 
@@ -309,5 +348,5 @@ def _advance(state: dict[str, Any], parameter: Tensor) -> torch.Generator:
 def _loaded(name: str, value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
-    kept = name in ("remainder", "ties") or value.dtype == torch.uint8
+    kept = name in ("remainder", "ties") or value.dtype in (torch.uint8, torch.int8)
     return value.to(parameter.device, value.dtype if kept else torch.float32)

@@ -11,10 +11,11 @@ up by the upper 16 bits of the number, since searching among the levels takes a 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32, Shaped, UInt8
 from torch import Tensor
 
 from lowtide.compat.torch import without_modes
@@ -25,7 +26,8 @@ POWERS = 7
 """Powers of ten that have levels, from 1 down."""
 
 
-class EightBitMoment(NamedTuple):
+@dataclass(frozen=True)
+class EightBitMoment:
     """A block of a moment."""
 
     stored: Tensor
@@ -33,27 +35,42 @@ class EightBitMoment(NamedTuple):
     scales: Tensor | None
     """[blocks]: of the codes; None where there are values."""
     signed: bool
+    scaled: ClassVar[int] = SCALED
+
+    @classmethod
+    def blocks(cls, moment: Tensor, scales: Tensor | None, size: int, *, signed: bool) -> list[Self]:
+        """A moment in blocks of `size` numbers, which is a multiple of `scaled`."""
+        stored = moment.view(-1).split(size)
+        parts = [None] * len(stored) if scales is None else scales.split(size // cls.scaled)
+        return [cls(block, scale, signed) for block, scale in zip(stored, parts, strict=True)]
+
+    @classmethod
+    def zeros(
+        cls, count: int, device: torch.device, *, signed: bool
+    ) -> tuple[Shaped[Tensor, " count"], Float32[Tensor, " blocks"]]:
+        """(codes, scales) of as many zeros."""
+        codes = torch.zeros(count, dtype=cls.code_dtype(signed=signed), device=device)
+        return codes, torch.zeros(-(-count // cls.scaled), device=device)
+
+    @staticmethod
+    def code_dtype(*, signed: bool) -> torch.dtype:
+        """Of the codes of a moment that has signs, or has none."""
+        return torch.uint8
 
     def read(self) -> Float32[Tensor, " count"]:
-        return self.stored if self.scales is None else dequantize(self.stored, self.scales, signed=self.signed)
+        """The values: those that are kept, or what codes stand for, in memory of its own."""
+        return self.stored if self.scales is None else self.decoded(self.scales)
 
     def write(self, values: Float32[Tensor, " count"]) -> None:
         """Keeps what was read and then changed."""
         if self.scales is not None:
-            quantize_(values, self.stored, self.scales, signed=self.signed)
+            self.encode(values, self.scales)
 
+    def decoded(self, scales: Tensor) -> Float32[Tensor, " count"]:
+        return dequantize(self.stored, scales, signed=self.signed)
 
-def moment_blocks(moment: Tensor, scales: Tensor | None, size: int, *, signed: bool) -> list[EightBitMoment]:
-    """A moment in blocks of `size` numbers, which is a multiple of `SCALED`."""
-    stored = moment.view(-1).split(size)
-    parts = [None] * len(stored) if scales is None else scales.split(size // SCALED)
-    return [EightBitMoment(block, scale, signed) for block, scale in zip(stored, parts, strict=True)]
-
-
-def zeros_8bit(count: int, device: torch.device) -> tuple[UInt8[Tensor, " count"], Float32[Tensor, " blocks"]]:
-    """(codes, scales) of as many zeros."""
-    blocks = -(-count // SCALED)
-    return torch.zeros(count, dtype=torch.uint8, device=device), torch.zeros(blocks, device=device)
+    def encode(self, values: Float32[Tensor, " count"], scales: Tensor) -> None:
+        quantize_(values, self.stored, scales, signed=self.signed)
 
 
 def quantize_(
@@ -64,7 +81,7 @@ def quantize_(
     signed: bool,
 ) -> None:
     """Writes values as codes and scales."""
-    blocks = _in_blocks(values)
+    blocks = in_rows(values, SCALED)
     torch.amax(blocks.abs(), 1, out=scales)
     scaled = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     upper = scaled.view(-1)[: codes.numel()].to(torch.bfloat16).view(torch.int16).int() + 2**15
@@ -76,7 +93,7 @@ def dequantize(
 ) -> Float32[Tensor, " count"]:
     """The values that codes and scales stand for, in memory of their own."""
     values = _levels(signed, codes.device).index_select(0, codes.int())
-    return _in_blocks(values).mul_(scales[:, None]).view(-1)[: codes.numel()]
+    return in_rows(values, SCALED).mul_(scales[:, None]).view(-1)[: codes.numel()]
 
 
 @functools.cache
@@ -100,7 +117,7 @@ def _nearest(signed: bool, device: torch.device) -> UInt8[Tensor, 65536]:
         return torch.bucketize(numbers, (levels[1:] + levels[:-1]) / 2).to(device, torch.uint8)
 
 
-def _in_blocks(values: Float32[Tensor, " count"]) -> Float32[Tensor, "blocks 256"]:
+def in_rows(values: Float32[Tensor, " count"], width: int) -> Float32[Tensor, "blocks width"]:
     """The values in rows of one scale, the last filled up with zeros."""
-    missing = -values.numel() % SCALED
-    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, SCALED)
+    missing = -values.numel() % width
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, width)

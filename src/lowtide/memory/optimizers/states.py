@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide.memory.optimizers.muon import matrices_of
 from lowtide.ranks.shards import local_of
 
 BYTES_PER_PARAMETER: dict[str, float] = {
@@ -27,15 +28,19 @@ BYTES_PER_PARAMETER: dict[str, float] = {
     "adamw_compressed": 10,
     "adamw_stochastic": 8,
     "adamw_stochastic_8bit": 2,
+    "adamw_flash": 3 + 2 * 4 / 64,
+    "muon": 4,
+    "adamw_lora_fa": 8,
 }
-"""Bytes of state a trained parameter, for float32 parameters; two moments in their dtype for AdamW."""
+"""Bytes of state a trained parameter, for float32 parameters; two moments in their dtype for AdamW. For `adamw_flash`,
+whose groups are small, with their scales."""
 OF_EMBEDDINGS = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "paged_adamw_32bit"),
     "lion_8bit": "lion_32bit",
 }
 """For bitsandbytes' optimizers in 8 bits, the one whose states embeddings have."""
-IN_BFLOAT16 = {"adamw_compressed", "adamw_stochastic", "adamw_stochastic_8bit"}
-"""Those that store trained weights in bfloat16, and their gradients with them; their moments are float32."""
+IN_BFLOAT16 = {"adamw_compressed", "adamw_stochastic", "adamw_stochastic_8bit", "adamw_flash"}
+"""Those that store trained weights in bfloat16, and their gradients with them; their states are no multiple of that."""
 
 
 def optimizer_name(args: Any) -> str:
@@ -75,11 +80,13 @@ def predict_states(model: nn.Module, optimizer: str) -> States:
 
 def states_of(model: nn.Module, optimizer: str) -> Iterator[tuple[Tensor, list[int]]]:
     """Each trained parameter of a model, or the part of it that lies here, with its `state_sizes`. In 8 bits,
-    transformers leaves embeddings' in 32."""
+    transformers leaves embeddings' in 32; Muon is for matrices alone."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = {*matrices_of(model)} if optimizer == "muon" else set()
     for parameter in model.parameters():
         if parameter.requires_grad:
             name = OF_EMBEDDINGS.get(optimizer, optimizer) if parameter in embeddings else optimizer
+            name = "adamw_torch" if name == "muon" and parameter not in matrices else name
             yield (here := local_of(parameter)), state_sizes(here, name)
 
 

@@ -24,7 +24,7 @@ from lowtide.ranks.failures import meeting
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.world import is_on, launched
 from lowtide.renamed import replaced
-from lowtide.run.optimizers import OPTIMIZERS, check_optimizer_name
+from lowtide.run.optimizers import NAMES, check_optimizer_name
 from lowtide.run.options.deepspeed import asked_bf16, checked_config
 from lowtide.run.options.inherited_checks import check_inherited
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
@@ -104,8 +104,9 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     )
     optim: str = option(
         "adamw_torch_fused",
-        "The optimizer: lowtide's compressed or stochastically rounded AdamW in bfloat16, or one of transformers'.",
-        choices=[*OPTIMIZERS, *(name.value for name in OptimizerNames)],
+        "The optimizer: lowtide's AdamW in bfloat16, compressed, rounded stochastically or in 5 bytes a parameter; "
+        "Muon; LoRA-FA; or one of transformers'.",
+        choices=[*NAMES, *(name.value for name in OptimizerNames if name.value not in NAMES)],
     )
     bf16: bool | None = option(
         None, "bfloat16 mixed precision. None: on a GPU that has it, if fp16 is not set; on a CPU float32."
@@ -299,7 +300,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
             if getattr(self, new, old) is None:
                 setattr(self, new, getattr(self, old))
         self.dataloader_pin_memory &= torch.cuda.is_available()
-        own = self.optim if self.optim in OPTIMIZERS else None
+        own = self.optim if self.optim in NAMES else None
         if own is not None:
             self.optim = "adamw_torch_fused"  # transformers knows its own names alone
         self.__dict__["_sharding"] = sharding_of(self)

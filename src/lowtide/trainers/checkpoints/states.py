@@ -54,4 +54,4 @@ def _foreign(trainer: Any, saved: Mapping[str, Any]) -> str:
 
 
 def _is_plain(moment: Any) -> bool:
-    return isinstance(moment, Tensor) and moment.dtype != torch.uint8
+    return isinstance(moment, Tensor) and moment.is_floating_point()

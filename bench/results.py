@@ -28,6 +28,7 @@ TASKS = "tasks"
 VISION = "vision"
 SHARDED_ESTIMATE = "sharded estimate"
 DEVICES = "devices"
+RECIPES = "recipes"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
 

@@ -18,7 +18,7 @@ RANKS_APART := tests/trainers/test_fully_shard.py tests/trainers/test_deepspeed.
 	tests/exactness/test_matrix_ranks.py tests/ranks tests/planner/sharding tests/cli/test_launch.py tests/cli/test_clusters.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-ranks test-faults test-vllm check bench docs clean
+.PHONY: help demo test test-slow test-all test-ranks test-faults test-vllm test-wheel check bench docs site clean
 
 help:
 	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
@@ -27,9 +27,11 @@ help:
 	@echo "make test-ranks   all tests of several ranks: whole copies, FSDP2, ZeRO, split sequences, pipelines (15 minutes at most)"
 	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
 	@echo "make test-vllm    GRPO with a real vLLM, in an environment of its own (500 MB; 3 minutes, on two cores)"
+	@echo "make test-wheel   build the wheel, install it into an empty environment, and try it (2 minutes, with the network)"
 	@echo "make check        ruff, pyright, import-linter and the limits of bench.structure"
 	@echo "make bench        lowtide and TRL side by side"
 	@echo "make docs         regenerate the pages and tables that come from code and recorded results"
+	@echo "make site         build the documentation as a website, in build/site"
 	@echo "make clean        remove the environment and the caches"
 
 demo: $(VENV)/.runtime
@@ -52,6 +54,9 @@ test-faults: $(VENV)/.extras
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm -n 0
 
+test-wheel: $(VENV)/.runtime
+	$(PY) -m bench.wheel --output_dir build/wheel
+
 check: $(VENV)/.extras
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -68,8 +73,12 @@ docs: $(VENV)/.extras
 	$(PY) -m tests.exactness
 	$(PY) -m bench.stubs
 
+site: $(VENV)/.site
+	$(PY) -m mkdocs build --quiet --strict --config-file docs_site/mkdocs.yml
+	@echo "the site is in build/site: open build/site/index.html"
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # -- the environment -------------------------------------------------------------------------------------------
 
@@ -97,6 +106,11 @@ $(VENV)/.extras: pyproject.toml constraints.txt | $(PY)
 # Tests of DeepSpeed are skipped where it is not installed.
 $(VENV)/.deepspeed: $(VENV)/.extras
 	$(INSTALL) --editable ".[deepspeed]"
+	@touch $@
+
+# The site's builder imports lowtide, whose docstrings and options are pages.
+$(VENV)/.site: $(VENV)/.runtime
+	$(INSTALL) --editable ".[site]"
 	@touch $@
 
 # vLLM 0.32 wants transformers below 5.20, so it has an environment of its own, with lowtide on the oldest transformers

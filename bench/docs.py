@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import devices
+from bench import devices, recipes
 from bench.arguments import no_options
+from bench.chart_docs import write_charts
 from bench.compare import BUSY
 from bench.contestants import BATCH, PACKED_BATCH
 from bench.estimate import cells as estimate_cells
@@ -27,6 +28,7 @@ from bench.results import (
     ESTIMATE,
     LONGEST,
     MEMORY,
+    RECIPES,
     SHARDED,
     SHARDED_ESTIMATE,
     TASKS,
@@ -84,6 +86,7 @@ def main() -> int:
     results = recorded()
     sections = [OPENING.format(contestants=contestants_list())]
     comparisons = [result for result in results if result.get("kind") == COMPARISON]
+    sections += write_charts(comparisons, [result for result in results if result.get("kind") == ESTIMATE])
     sections += [comparison_section(result) for result in comparisons]
     sections += [memory_section(result) for result in results if result.get("kind") == MEMORY]
     sections += [vocabulary_section(result) for result in results if result.get("kind") == VOCABULARY]
@@ -104,6 +107,8 @@ def main() -> int:
     write_between(MEMORY_PAGE, COSTS_MARK, costs_table(memory), COSTS_END)
     write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
     for result in results:
+        if result.get("kind") == RECIPES:
+            write_between(recipes.PAGE, recipes.MARK, recipes.lines(result), recipes.END)
         if result.get("kind") == DEVICES:
             write_between(devices.PAGE, devices.MARKS["tables"][0], devices.tables(result), devices.MARKS["tables"][1])
             write_between(devices.PAGE, devices.MARKS["row"][0], devices.row_section(result), devices.MARKS["row"][1])

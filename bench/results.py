@@ -31,6 +31,7 @@ SHARDED_ESTIMATE = "sharded estimate"
 DEVICES = "devices"
 HEADS = "attention heads"
 LOSSES = "losses"
+RECIPES = "recipes"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
 

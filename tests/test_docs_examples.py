@@ -1,14 +1,19 @@
 """The Python of the pages runs as it stands there, their command lines are understood, and their links lead somewhere.
 
-A trainer's example logs what its page says that it logs.
+A trainer's example logs what its page says that it logs. Python that needs several processes, or a model of the hub, is
+not run: its imports and the options of its configs are looked up.
 """
 
+import ast
+import dataclasses
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+import lowtide
+from lowtide.cli.launch import split
 from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
 
@@ -31,6 +36,16 @@ TRAINERS = (
     "replaced-token-detection",
     "seq2seq",
 )
+RUN = (*(f"{method}.md" for method in TRAINERS), *MEMORY, "prefix-sharing.md", "rollouts.md", "rewards.md", "plan.md")
+"""Pages whose Python tests below run."""
+ALONE = ("after-training.md",)
+"""Pages whose Python runs, and leaves no trainer behind."""
+LOOKED_UP = (
+    *("checkpoints.md", "lengths.md", "migrating-from-trl.md", "more-than-one-device.md", "packing.md"),
+    *("padding-free.md", "pipeline-parallel.md", "sequence-parallel.md", "tensor-parallel.md", "vision-language.md"),
+)
+"""Pages whose Python needs several processes, a model of the hub, or what the reader has."""
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 UNNAMED = {"step", "epoch"}
 """Of every log entry of a `transformers.Trainer`."""
 
@@ -84,13 +99,50 @@ def test_a_memory_techniques_example(page):
     assert trainer is None or trainer.state.global_step == trainer.args.max_steps
 
 
+def command_lines(text: str) -> list[list[str]]:
+    """The words of each `lowtide` command of a page; what stands in brackets, as in a usage line, is left out."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    lines = re.findall(r"^(?:    )?(?:[A-Z_]+=\S+ )*lowtide ([a-z][a-z0-9-]*(?: .*)?)$", joined, re.MULTILINE)
+    found = [re.sub(r"\[[^\]]*\]|\.\.\.", "", line) for line in lines if " --" in line or line in ("demo", "doctor")]
+    return [split(shlex.split(line, comments=True))[0] for line in found]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
+def test_a_command_line_is_one(page):
+    for words in command_lines((DOCS / page).read_text(encoding="utf-8")):
+        if "--help" in words:
+            with pytest.raises(SystemExit):
+                parse(words)
+        else:
+            arguments = parse(words)
+            read_options(arguments, getattr(arguments, "options", {}))
+
+
 @pytest.mark.parametrize("page", MEMORY)
-def test_a_memory_techniques_command_line(page):
-    lines = re.findall(r"^    (?:[A-Z_]+=\S+ )?lowtide (.*)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
-    assert lines, f"{page} has no command line"
-    for line in lines:
-        arguments = parse(shlex.split(line))
-        read_options(arguments, arguments.options)
+def test_a_memory_technique_has_a_command_line(page):
+    assert command_lines((DOCS / page).read_text(encoding="utf-8")), f"{page} has no command line"
+
+
+def test_every_pages_python_is_run_or_looked_up():
+    assert {page for page in PAGES if python_blocks(page)} == {*RUN, *ALONE, *LOOKED_UP}
+
+
+@pytest.mark.parametrize("page", ALONE)
+def test_python_that_trains_nothing(page):
+    run(page)
+
+
+@pytest.mark.parametrize("page", LOOKED_UP)
+def test_names_and_options_of_python_that_is_not_run(page):
+    for block in python_blocks(page):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module == "lowtide":
+                assert {each.name for each in node.names} <= {*lowtide.__all__}
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in lowtide.__all__:
+                known = getattr(lowtide, node.func.id)
+                if dataclasses.is_dataclass(known):
+                    fields = {field.name for field in dataclasses.fields(known)}
+                    assert {each.arg for each in node.keywords} <= fields, f"{page}: {node.func.id}"
 
 
 @pytest.mark.parametrize("page", ["rollouts.md", "rewards.md"])
@@ -105,8 +157,8 @@ def test_the_plan_of_its_page():
 
 def test_every_page_is_listed_and_every_link_leads_somewhere():
     listed = (DOCS / "index.md").read_text(encoding="utf-8") + (DOCS / "memory.md").read_text(encoding="utf-8")
-    for page in (*(f"{method}.md" for method in TRAINERS), "rollouts.md", "rewards.md", *MEMORY):
-        assert f"({page})" in listed
+    for page in PAGES:
+        assert page == "index.md" or f"({page})" in listed
     for page in DOCS.rglob("*.md"):
         for target, heading in links(page):
             linked = page.parent / target if target else page

@@ -11,6 +11,7 @@ TOOLS = {
     "profile": ("lowtide.cli.profile", "run a few steps of a method, and show where their memory went"),
     "merge": ("lowtide.cli.merge", "write a model and its adapter, or a sharded checkpoint, as one model"),
     "vllm-serve": ("lowtide.cli.vllm_serve", "start vLLM as a server that writes completions for a training"),
+    "doctor": ("lowtide.cli.doctor", "what is installed, what this machine has, and what is missing"),
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
 }
 """The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""

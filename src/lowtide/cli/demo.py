@@ -22,14 +22,21 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--method", choices=list(LESSONS), default="sft", help="how to train [%(default)s]")
     parser.add_argument("--output_dir", type=Path, default=Path("demo-output"), metavar="DIR", help="[%(default)s]")
+    parser.add_argument("--max_steps", type=_count, metavar="N", help="stop sooner (default: what learns it)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of data and weights [%(default)s]")
     parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; the exit status."""
     from lowtide.cli.train import check_writable
-    from lowtide.demo.run import run_demo
+    from lowtide.demo.run import Sizes, run_demo
 
     check_writable(arguments.output_dir)
     method = arguments.method
@@ -37,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.output_dir,
         lambda name, file: main([name, "--config", str(file)]),
         method=method,
+        sizes=Sizes(steps=arguments.max_steps),
         seed=arguments.seed,
     )
     return 0 if report else 2

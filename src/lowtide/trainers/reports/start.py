@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from transformers import TrainerCallback
 
 from lowtide.compat.torch import cpu_has_bf16
@@ -18,10 +19,12 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
+from lowtide.planner.devices import device_named
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import whole_shape
 from lowtide.run.engine import Engine
 from lowtide.run.options.without_effect import without_effect
+from lowtide.trainers.reports.memory_bar import memory_bar
 from lowtide.trainers.reports.reported import Reported
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,7 @@ class StartReport(TrainerCallback):
         table.add_column(overflow="fold")
         for name, text in self.lines():
             table.add_row(name, escape(text))
+        table.add_row("memory", self.bar())
         console.print(table)
         if ledger is not None:
             console.print(ledger)
@@ -106,6 +110,15 @@ class StartReport(TrainerCallback):
             *without_effect(args),
             *self.trainer.report_lines(),
         ]
+
+    def bar(self) -> Text:
+        """The bytes that stay against the device; with a prediction, what a step takes beside them too."""
+        states, kind = self.states, self.trainer.args.device.type
+        device = device_named(kind if kind == "cuda" else "cpu")  # Apple's GPUs share the memory of the system
+        parts = {"weights": states.weights, "gradients": states.gradients, "optimizer": states.optimizer or 0}
+        if self.trainer.predicted_bytes:
+            parts["the rest, predicted"] = max(0, self.trainer.predicted_bytes - sum(parts.values()))
+        return memory_bar(parts, device.memory_bytes)
 
     def _sharding_line(self) -> list[tuple[str, str]]:
         """Where the weights of a run of several ranks lie."""

@@ -1,0 +1,74 @@
+"""The wheel is complete, and works in an environment that has nothing of the checkout."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src"
+DEPENDENCIES = sysconfig.get_paths()["purelib"]
+"""The packages that the tests run with; as a plain entry of the path it brings no editable install with it."""
+UNBUILT = shutil.ignore_patterns("__pycache__", "*.egg-info")
+MISSING = "needs setuptools in the environment, to build without a network"
+
+
+def run(*words: str | Path, folder: Path, **environment: str) -> str:
+    """What a command prints; raises where it fails."""
+    done = subprocess.run(
+        [str(word) for word in words], cwd=folder, capture_output=True, text=True, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    pytest.importorskip("setuptools", reason=MISSING)
+    folder = tmp_path_factory.mktemp("sources")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(SOURCES, folder / "src", ignore=UNBUILT)
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", "dist", ".", folder=folder)
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_file_of_the_package(wheel):
+    there = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
+    files = {path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*") if path.is_file()}
+    assert there == {name for name in files if "__pycache__" not in name and ".egg-info" not in name}
+    assert {"lowtide/py.typed", "lowtide/trainers/public.pyi"} <= there
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_environment(wheel, tmp_path):
+    run(sys.executable, "-m", "venv", "--without-pip", "env", folder=tmp_path)
+    python = tmp_path / "env" / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, folder=tmp_path)
+    report = json.loads(run(tmp_path / "env/bin/lowtide", "doctor", "--json", folder=tmp_path, PYTHONPATH=DEPENDENCIES))
+    assert not [each for each in report["versions"] if each["wrong"]]
+    imported = (
+        "import lowtide, lowtide.trainers.public as it; print(lowtide.__file__); print(lowtide.DPOConfig.__name__)"
+    )
+    where, name = run(python, "-c", imported, folder=tmp_path, PYTHONPATH=DEPENDENCIES).split()
+    assert where.startswith(str(tmp_path))
+    assert name == "DPOConfig"
+
+
+def test_versions_agree_and_extras_are_in_the_help_of_doctor():
+    import lowtide
+    from lowtide.cli.doctor import OPTIONAL
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == lowtide.__version__
+    named = {each.install.removeprefix("lowtide[").removesuffix("]") for each in OPTIONAL if "[" in each.install}
+    assert named == project["optional-dependencies"].keys() - {"bench", "dev", "site"}

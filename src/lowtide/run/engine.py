@@ -332,8 +332,10 @@ def check_prefixes(engine: Engine, model: nn.Module, args: TrainingConfig) -> bo
 def _longest_row(args: Any) -> int | None:
     """The most tokens of a row, where options limit them."""
     limit = getattr(args, "max_length", None)
-    parts = [getattr(args, name, None) for name in ("max_prompt_length", "max_completion_length")]
-    return sum(parts) if limit is None and None not in parts else limit
+    if limit is not None:
+        return limit
+    prompt, completion = (getattr(args, name, None) for name in ("max_prompt_length", "max_completion_length"))
+    return None if prompt is None or completion is None else prompt + completion
 
 
 def router_coefficient(model: PreTrainedModel, wanted: float | None) -> float:

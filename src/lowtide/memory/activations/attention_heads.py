@@ -101,7 +101,7 @@ def remove_attention_heads(model: nn.Module) -> None:
 
 
 def _model_type(model: nn.Module) -> str | None:
-    config = next((each.config for each in model.modules() if hasattr(each, "config")), None)
+    config: Any = next((each.config for each in model.modules() if hasattr(each, "config")), None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, "model_type", None)
 

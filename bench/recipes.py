@@ -45,7 +45,7 @@ class Recipe:
 
 
 RECIPES_BY_FILE: Mapping[str, Recipe] = {
-    "qwen-0.5b-8gb": Recipe("Qwen2.5-0.5B, all weights, on 8 GB", "sft", QWEN_05B, 7.6, [1024] * 2, device="RTX-4090"),
+    "qwen-8gb": Recipe("Qwen2.5-0.5B, all weights, on 8 GB", "sft", QWEN_05B, 7.6, [1024] * 16, device="RTX-4090"),
     "llama-8b-qlora-24gb": Recipe("Llama-3-8B, QLoRA, on 24 GB", "sft", LLAMA_8B, 23.6, [8192] * 16, device="RTX-4090"),
     "dpo-laptop": Recipe("DPO on a laptop with 16 GB", "dpo", QWEN_05B, 12, [(512, 512, 512)] * 8),
     "grpo-gsm8k": Recipe("GRPO on GSM8K, on 24 GB", "grpo", QWEN_05B, 23.6, [200] * 8, device="RTX-4090"),

@@ -16,7 +16,7 @@ from lowtide.demo.model import save
 
 TINY = {"sft": "sft", "dpo": "dpo", "grpo": "grpo"}
 """Whose rows stand for those of a recipe, by method."""
-TRAINED_HERE = ["qwen-0.5b-8gb", "dpo-laptop", "grpo-gsm8k"]
+TRAINED_HERE = ["qwen-8gb", "dpo-laptop", "grpo-gsm8k"]
 """One process, and no package that is optional."""
 
 

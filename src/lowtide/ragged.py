@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from jaxtyping import Bool, Int
@@ -221,6 +221,9 @@ class RaggedBatch:
     """Of each segment the images among its tokens, in their order; () where no row has any."""
     axis_positions: Int[Tensor, "axes tokens"] | None = None
     """Positions on several axes, of a model that has them; None for one that reads `position_ids`."""
+    piece: Any = None
+    """`ops.piece_keys.PieceKeys` of a batch that is a piece of a long row: all its segments go on from the piece before
+    it. What is made of parts of the batch has none."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -617,7 +620,12 @@ class RaggedBatch:
         return joined.select_segments([n for n in range(len(segments)) if n not in stands_for])
 
     def split(
-        self, max_tokens: int | None = None, max_rows: int | None = None, *, pieces: int = 1
+        self,
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
+        *,
+        pieces: int = 1,
+        long_rows: bool = False,
     ) -> list[RaggedBatch]:
         """Cuts the batch into micro-batches between rows, balanced by tokens.
 
@@ -626,11 +634,12 @@ class RaggedBatch:
             max_rows: strict cap on the rows of a micro-batch.
             pieces: cut into at least so many; where the rows run out, unscored copies of the smallest row follow,
                 so that every rank can run equally many.
+            long_rows: a row above `max_tokens` is a part of its own, before the others, and no error.
 
         Raises:
             ValueError: one row alone is above `max_tokens`; the message names the row.
         """
-        groups = self.plan_split(max_tokens, max_rows, pieces=pieces)
+        groups = self.plan_split(max_tokens, max_rows, pieces=pieces, long_rows=long_rows)
         parts: list[RaggedBatch] = [self] if len(groups) == 1 else [self.select_rows(group) for group in groups]
         if len(parts) < pieces:
             parts += [self.idle()] * (pieces - len(parts))
@@ -642,24 +651,57 @@ class RaggedBatch:
         return self.select_rows([tokens.index(min(tokens))]).unscored()
 
     def plan_split(
-        self, max_tokens: int | None = None, max_rows: int | None = None, *, pieces: int = 1
+        self,
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
+        *,
+        pieces: int = 1,
+        long_rows: bool = False,
     ) -> list[list[int]]:
-        """The rows of each micro-batch that `split` would make, from host integers alone."""
+        """The rows of each micro-batch that `split` would make, from host integers alone.
+
+        Args:
+            long_rows: a row above `max_tokens` is a group of its own, before the others, and no error.
+        """
         tokens = self.row_tokens
         longest = max(range(len(tokens)), key=tokens.__getitem__)
-        if max_tokens is not None and tokens[longest] > max_tokens:
-            raise ValueError(
-                f"row {longest} of the batch alone has {tokens[longest]:,} tokens, above the token budget of "
-                f"{max_tokens:,} a micro-batch: raise `tokens_per_microbatch` to at least {tokens[longest]:,}, "
-                "or lower `max_length`"
-            )
-        families = self._families(max_tokens, max_rows)
+        if max_tokens is None or tokens[longest] <= max_tokens:
+            return self._grouped(range(len(tokens)), max_tokens, max_rows, pieces)
+        if not long_rows:
+            self.refuse_long_row(max_tokens)
+        alone = [[row] for row, count in enumerate(tokens) if count > max_tokens]
+        others = [row for row, count in enumerate(tokens) if count <= max_tokens]
+        rest = self._grouped(others, max_tokens, max_rows, pieces - len(alone)) if others else []
+        return [*alone, *rest]
+
+    def refuse_long_row(self, max_tokens: int, reason: str = "") -> NoReturn:
+        """Refuses the longest row.
+
+        Args:
+            reason: why it is not run in pieces, as a clause.
+
+        Raises:
+            ValueError: always; the message names the row.
+        """
+        longest = max(range(self.rows), key=self.row_tokens.__getitem__)
+        tokens = self.row_tokens[longest]
+        raise ValueError(
+            f"row {longest} of the batch alone has {tokens:,} tokens, above the token budget of {max_tokens:,} a "
+            f"micro-batch{f', and is not run in pieces, since {reason}' if reason else ''}: raise "
+            f"`tokens_per_microbatch` to at least {tokens:,}, or lower `max_length`"
+        )
+
+    def _grouped(
+        self, rows: Sequence[int], max_tokens: int | None, max_rows: int | None, pieces: int
+    ) -> list[list[int]]:
+        """Some rows, each within the caps, in balanced groups."""
+        families = self._families(rows, max_tokens, max_rows)
         costs = [self.tokens_of(rows) for rows in families]
         count = max(pieces, 1)
         if max_tokens is not None:
             count = max(count, -(-sum(costs) // max_tokens))
         if max_rows is not None:
-            count = max(count, -(-len(tokens) // max_rows))
+            count = max(count, -(-len(rows) // max_rows))
         while len(families) < count and (divided := _halved(families)):
             families = divided
             costs = [self.tokens_of(rows) for rows in families]
@@ -688,10 +730,10 @@ class RaggedBatch:
                 found.setdefault(part.row, []).append((part.key, part.length))
         return found
 
-    def _families(self, max_tokens: int | None, max_rows: int | None) -> list[list[int]]:
+    def _families(self, among: Sequence[int], max_tokens: int | None, max_rows: int | None) -> list[list[int]]:
         """Rows that repeat a prefix together, as many as the caps let; every other row by itself."""
         by_prefix: dict[tuple[int, int], list[int]] = {}
-        for row in range(self.rows):
+        for row in among:
             shared = self._shareable.get(row)
             by_prefix.setdefault(shared[0] if shared else (-1, row), []).append(row)
         families: list[list[int]] = []

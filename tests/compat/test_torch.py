@@ -338,3 +338,24 @@ def test_the_partitioner_of_graphs_reads_a_budget():
     assert config.activation_memory_budget == 1.0, "the budget is still there after it was put back"
     source = inspect.getsource(torch._functorch.partitioners)
     assert "config.activation_memory_budget" in source, "torch's partitioner no longer reads activation_memory_budget"
+
+
+def test_flash_attention_gives_its_log_sum_exp_and_goes_backward_with_another():
+    query, key, value = (torch.randn(1, heads, 9, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    out, lse = inside.cpu_flash(query, key, value, False, 0.5)
+    whole = key.repeat_interleave(2, 1)
+    scores = query @ whole.transpose(-1, -2) * 0.5
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    weights = torch.exp(scores - (lse + 1)[..., None])  # as in a softmax over more keys
+    *_, of_value = inside.cpu_flash_backward(out, query, key, value, out, lse + 1, False, 0.5)
+    expected = (weights.transpose(-1, -2) @ out).unflatten(1, (2, 2)).sum(2)
+    torch.testing.assert_close(of_value, expected, msg="the backward of a CPU's flash attention no longer takes lse")
+
+
+def test_torchs_varlen_attention_has_the_arguments_that_are_given_by_position():
+    with FakeTensorMode():
+        query, key, value = (torch.empty(9, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        out, lse = inside.cuda_flash(query, key, value, True, 0.5)
+        found = inside.cuda_flash_backward(out, query, key, value, out, lse, True, 0.5)
+    assert lse.shape == (4, 9)
+    assert [each.shape for each in found] == [query.shape, key.shape, value.shape]

@@ -28,7 +28,7 @@ from lowtide.planner.tracing.trace import Event
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, unrolled
 from lowtide.planning import estimate, estimate_method, plan, rows_of
 from lowtide.run.options.configs import method_of
-from lowtide.step.heaviest import heaviest_rows, row_lengths
+from lowtide.step.heaviest import heaviest_batch, row_lengths
 from lowtide.trainers.public import trainer_class
 
 SIZES: dict[str, Any] = {
@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list, type, Any]] = {
     "sft without checkpointing": ("SFTConfig", {"gradient_checkpointing": False}, TEXTS, LlamaConfig, None),
     "sft, tied": ("SFTConfig", {}, TEXTS, Qwen2Config, None),
     "sft, several micro-batches": ("SFTConfig", {"tokens_per_microbatch": 400}, TEXTS, LlamaConfig, None),
+    "sft, in pieces": ("SFTConfig", {"tokens_per_microbatch": 128}, TEXTS, LlamaConfig, None),
+    "dpo, in pieces": ("DPOConfig", {"tokens_per_microbatch": 128}, PAIRS, LlamaConfig, None),
     "sft, in backward": ("SFTConfig", {"optimizer_in_backward": True, "max_grad_norm": 0.0}, TEXTS, LlamaConfig, None),
     "sft, tiled": ("SFTConfig", {"mlp_tile_tokens": 128}, TEXTS, LlamaConfig, None),
     "sft, offloaded": ("SFTConfig", {"activation_offloading": True}, TEXTS, LlamaConfig, None),
@@ -115,7 +117,9 @@ def allocated(case: str, folder: str) -> int:
     rewards = name == "RewardConfig"
     made = method_of(args).head.auto_class
     rows = Dataset.from_list(rows_of(lengths))
-    *_, heaviest = heaviest_rows(row_lengths(rows), 4, args.tokens_per_microbatch)
+    lengths = row_lengths(rows)
+    assert lengths is not None
+    heaviest = heaviest_batch(lengths, 4, args.tokens_per_microbatch)
     rows = Dataset.from_list([rows[row] for row in heaviest] * (4 if len(heaviest) < 4 else 2))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = made.from_config(kind(**SIZES, **({"num_labels": 1} if rewards else {})))

@@ -20,8 +20,12 @@ from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch, train_
 from tests.support.processes import run_ranks
 
 NLL = TokenObjective(LOSSES["nll"])
-RANK_CASES = [(tied, most) for tied in (False, True) for most in (4, 1)]
-"""Whether the head is tied to the embedding, and rows in a micro-batch of two ranks."""
+RANK_CASES = {
+    f"{'tied' if tied else 'untied'}, {limits}": (tied, limits)
+    for tied in (False, True)
+    for limits in (Limits(rows=4), Limits(rows=1), Limits(tokens=20))
+}
+"""Whether the head is tied to the embedding, and the limits of two ranks; within 20 tokens most rows are in pieces."""
 
 
 def build(tied: bool = False, dtype: torch.dtype = torch.float64):
@@ -151,11 +155,11 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
     # Unequal shares, so that ranks have to agree on the number of micro-batches: 5 rows here, 3 there.
     share = RaggedBatch.from_rows(rows()[:5] if rank == 0 else rows()[5:])
     found = {}
-    for tied, most in RANK_CASES:
+    for name, (tied, limits) in RANK_CASES.items():
         model = DistributedDataParallel(build(tied))
-        loss = train_step(model, share, NLL, limits=Limits(rows=most), plan=BackwardPlan(no_sync=model.no_sync))
+        loss = train_step(model, share, NLL, limits=limits, plan=BackwardPlan(no_sync=model.no_sync))
         torch.distributed.all_reduce(loss)
-        found[tied, most] = (loss / ranks, gradients(model.module))
+        found[name] = (loss / ranks, gradients(model.module))
         # A rank that leaves while the other still talks to it can hang in gloo's teardown.
         torch.distributed.barrier()
         del model
@@ -174,10 +178,10 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tied", "most"), RANK_CASES)
-def test_two_ranks_equal_one(tied, most, found):
-    model = build(tied)
+@pytest.mark.parametrize("name", RANK_CASES)
+def test_two_ranks_equal_one(name, found):
+    model = build(RANK_CASES[name][0])
     expected = train_step(model, RaggedBatch.from_rows(rows()), NLL)
-    loss, theirs = found[tied, most]
+    loss, theirs = found[name]
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert_equal(theirs, gradients(model))

@@ -578,7 +578,7 @@ def test_a_budget_that_a_trainer_takes_holds_every_row(method, options, tmp_path
     made = trainer(method, tmp_path, rehearsal=True, **options)
     assert longest >= made.ledger.longest_row
     made.train()
-    options["tokens_per_microbatch"] = longest - 1
+    options |= {"tokens_per_microbatch": longest - 1, "padding_free": False}
     with pytest.raises(ValueError, match=f"longest row of the train dataset, {longest} tokens.*at least {longest}"):
         trainer(method, tmp_path, **options)
 

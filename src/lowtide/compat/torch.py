@@ -239,6 +239,55 @@ VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 """The name of the operation of `torch.nn.attention.varlen`, whose results are dear too."""
 
 
+def cpu_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """[1, heads, queries, dim] and [1, heads, queries]: a CPU's flash attention with the log-sum-exp of its scores,
+    which `scaled_dot_product_attention` does not return."""
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+
+
+def cpu_flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value; `out` and `lse` may be those of a softmax over more keys than these."""
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, lse, 0.0, causal, scale=scale
+    )
+
+
+def cuda_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """[queries, heads, dim] and [heads, queries]: what `varlen_attn` computes of one segment.
+
+    Its public form returns the log-sum-exp too, and has no way to backward from a softmax over more keys.
+    """
+    segment = _one_segment(query, key, value)
+    out, lse, _ = torch.ops.torch_attn._varlen_attn(*segment, causal, scale, _sight(causal), True)
+    return out, lse
+
+
+def cuda_flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value; `out` and `lse` may be those of a softmax over more keys than these."""
+    query, key, value, *bounds = _one_segment(query, key, value)
+    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return torch.ops.torch_attn._varlen_attn_backward(
+        grad, query, key, value, out, lse, *bounds, causal, unused, scale, _sight(causal)
+    )
+
+
+def _one_segment(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    """The tensors, contiguous, with where their one segment starts and ends, and how long it is."""
+    import torch.nn.attention.varlen  # registers the operations
+
+    bounds = (torch.tensor([0, len(each)], dtype=torch.int32, device=each.device) for each in (query, key))
+    return (*(each.contiguous() for each in (query, key, value)), *bounds, len(query), len(key))
+
+
+def _sight(causal: bool) -> list[int]:
+    """(keys before, keys after) as these operations have it; -1 for all."""
+    return [-1, 0 if causal else -1]
+
+
 def changes_arguments(func: Any) -> bool:
     """Whether an operation writes to one of its arguments."""
     return func._schema.is_mutable

@@ -27,6 +27,7 @@ from lowtide.engine.encoder_decoder import PLAN, PairPlan, running
 from lowtide.engine.rotary import Run, rows_of, runs_of
 from lowtide.engine.split_plan import SplitPlan
 from lowtide.ops.cached_attention import CachedPlan
+from lowtide.ops.chained_attention import chained_attention
 from lowtide.ops.varlen_attention import AttentionPlan, AttentionRules, varlen_attention
 from lowtide.ragged import RaggedBatch, Segment
 from lowtide.ranks.sequence import SequenceParallel
@@ -162,7 +163,12 @@ def attention(
         "bias": _bias(kwargs.pop("position_bias", None)),
     }
     layer = plan.stands_for(module, key) if isinstance(plan, CachedPlan) else module
+    piece = plan.piece if isinstance(plan, AttentionPlan) else None
+    if piece is not None:
+        piece.meet(module, key)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if piece is not None and isinstance(plan, AttentionPlan):
+        return chained_attention(module, query, key, value, plan, **asked)[None], None
     if isinstance(plan, CachedPlan):
         return plan.attend(layer, query, key, value, asked)[None], None
     if isinstance(plan, SplitPlan):

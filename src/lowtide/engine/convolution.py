@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowtide.engine.attention import PLAN
-from lowtide.ops.varlen_attention import AttentionPlan
+from lowtide.ops.attention_plan import AttentionPlan, Sight
+from lowtide.ops.chained_attention import joined
 
 FAMILIES = {"lfm2"}
 """Model types whose only reach across tokens beside attention is a gated short convolution."""
@@ -38,15 +39,18 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
         return type(self).forward(self, hidden_states, *args, **kwargs)
     gate_in, gate_out, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
     gated, weight, bias = gate_in * x, self.conv.weight.squeeze(1), self.conv.bias
-    out = segment_convolution(gated.to(weight.dtype), weight, plan)
+    x = gated.to(weight.dtype)
+    if plan.piece is not None:
+        (x,), plan = joined(self, (x,), plan, Sight(window=weight.shape[1]))
+    out = segment_convolution(x, weight, plan)
     out = out if bias is None else out + bias
     return self.out_proj(gate_out * out.to(gated.dtype))[None]
 
 
 def segment_convolution(x: Tensor, weight: Tensor, plan: AttentionPlan) -> Tensor:
-    """Depthwise causal convolution. `x` [tokens, hidden], `weight` [hidden, taps]; the last tap is the token itself."""
+    """Depthwise causal convolution. `x` [keys, hidden], `weight` [hidden, taps]; the last tap is the token itself."""
     taps = weight.shape[1]
-    out = x * weight[:, taps - 1]
+    out = x[: plan.tokens] * weight[:, taps - 1]
     for back in range(1, taps):
         source = plan.tokens_back(back)
         earlier = x.index_select(0, source.clamp(min=0))

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import set_attention
 from lowtide.engine.attention import NAME, PACKED, pair_inputs, planned_inputs, ragged_inputs
+from lowtide.engine.chains import why_not_chains
 from lowtide.engine.convolution import install_convolution
 from lowtide.engine.dropout import install_dropout
 from lowtide.engine.embedding import install_embedding
@@ -187,6 +188,11 @@ def score(
     """
     scores = scores or Scores(batch.score_index, batch.score_target, **options)
     inner = causal_model(model)
+    if batch.piece is not None and (reason := why_not_chains(model, inner)):
+        raise ValueError(
+            f"model type {inner.config.model_type} cannot run a row in pieces, since {reason}: raise "
+            "`tokens_per_microbatch` to the longest row, or lower `max_length`"
+        )
     if vars(inner).get(READS_MEANS):
         scores = replace(scores, lengths=batch.offsets.diff()[batch.score_segment])
     types = batch.token_types if _tells_texts_apart(inner) else None

@@ -12,7 +12,7 @@ tokens of a completion have L of the prompt and the completion together.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,11 +78,19 @@ def _hook(inner: Any, alpha: float) -> Any:
 
 def row_lengths(batch: RaggedBatch) -> Float[Tensor, " tokens"]:
     """For each token, the tokens of its segment with the prefix; for a prefix those of the longest segment after it."""
-    segments = batch.segments
+    segments, piece = batch.segments, batch.piece
+    if piece is not None:
+        whole = [piece.way_tokens if piece.keeps else piece.start + part.length for part in segments]
+        return _of_tokens(batch, whole)
     whole = [part.length + (segments[part.prefix].length if part.prefix >= 0 else 0) for part in segments]
     for part, length in zip(segments, list(whole), strict=True):
         if part.prefix >= 0:
             whole[part.prefix] = max(whole[part.prefix], length)
-    parts = torch.tensor([part.length for part in segments])
+    return _of_tokens(batch, whole)
+
+
+def _of_tokens(batch: RaggedBatch, whole: Sequence[int]) -> Float[Tensor, " tokens"]:
+    """For each token the number of its segment."""
+    parts = torch.tensor([part.length for part in batch.segments])
     lengths = torch.repeat_interleave(torch.tensor(whole, dtype=torch.float32), parts, output_size=batch.tokens)
     return lengths.to(batch.token_ids.device)

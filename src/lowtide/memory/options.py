@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.memory.activations.chain_storage import DEVICE, HOST
 from lowtide.memory.activations.checkpointing import POLICIES
 from lowtide.option import COUNT, Range, option
 
@@ -38,6 +39,12 @@ class MemoryOptions:
         None,
         "With torch_compile: share of a layer's activations that compiled graphs keep; the rest is computed again.",
         Range(above=0, most=1),
+    )
+    chain_storage: str = option(
+        DEVICE,
+        "Where keys and values of a row above tokens_per_microbatch wait between its pieces: on the device, or in host "
+        "memory (a file for a CPU).",
+        choices=[DEVICE, HOST],
     )
     mlp_tile_tokens: int | None = option(None, "Tokens that an MLP sees at a time, for long rows. None: all.", COUNT)
     attention_head_chunks: int | None = option(

@@ -45,7 +45,7 @@ def _lengths(plan: AttentionPlan) -> Lengths:
             places.put_or_share(before)
             continue
         if before is not None:
-            places.share(before)
+            (places.put_or_share if plan.carried else places.share)(before)
         places.put(part, part.length)
     keys = torch.tensor([0, *(plan.keys(part) for part in plan.segments)]).cumsum(0)
     return Lengths(

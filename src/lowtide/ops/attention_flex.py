@@ -105,7 +105,7 @@ def block_mask(plan: AttentionPlan, sight: Sight) -> BlockMask:
 
 def _block_mask(plan: AttentionPlan, sight: Sight) -> BlockMask:
     seen = seen_keys(plan, sight)
-    some, full = _blocks(seen)
+    some, full = _blocks(seen, plan.key_tokens)
     own, before, beyond = (run.to(plan.device, torch.int32) for run in seen)
 
     @no_type_check
@@ -117,7 +117,7 @@ def _block_mask(plan: AttentionPlan, sight: Sight) -> BlockMask:
         *_listed(full),
         BLOCK_SIZE=BLOCK,
         mask_mod=mask_mod,
-        seq_lengths=(plan.tokens, plan.tokens),
+        seq_lengths=(plan.tokens, plan.key_tokens),
     )
     return mask.to(plan.device)
 
@@ -140,11 +140,11 @@ def seen_keys(plan: AttentionPlan, sight: Sight) -> Seen:
     return Seen(start + (first - ahead).clamp(min=0), prefix + first.clamp(min=0).minimum(ahead), prefix + ahead)
 
 
-def _blocks(seen: Seen) -> tuple[Tensor, Tensor]:
+def _blocks(seen: Seen, keys: int) -> tuple[Tensor, Tensor]:
     """[blocks, blocks] bool: pairs of a query block and a key block with some pair of tokens seen, with all."""
     tokens = torch.arange(len(seen.own))
-    count = -(-len(tokens) // BLOCK)
-    some, full = torch.zeros(2, count, count + 1, dtype=torch.int32)
+    count = -(-keys // BLOCK)
+    some, full = torch.zeros(2, -(-len(tokens) // BLOCK), count + 1, dtype=torch.int32)
     for start, stop in ((seen.own, tokens + 1), (seen.before, seen.beyond)):
         touched = start // BLOCK, torch.where(stop > start, -(-stop // BLOCK), start // BLOCK)
         whole = -(-start // BLOCK), stop // BLOCK

@@ -104,7 +104,7 @@ def _group(plan: AttentionPlan, causal: bool) -> Grouping:
                 continue
             if before is not None:
                 keys.skip(prefix - before.length, before)
-                keys.share(before)
+                (keys.put_or_share if plan.carried else keys.share)(before)
             keys.put(part, width)
     return Grouping(tuple(groups), queries.gather(plan, plan.tokens), keys.gather(plan, plan.key_tokens))
 

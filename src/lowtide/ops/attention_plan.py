@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lowtide.ops.piece_keys import PieceKeys
 from lowtide.ragged import RaggedBatch, Segment
 
 T = TypeVar("T")
@@ -60,11 +61,15 @@ class AttentionPlan:
     others: tuple[Segment, ...] | None = None
     """Cross attention: the segments of another sequence of tokens. They are the prefixes then, and all that is seen:
     none of the keys is of a segment's own."""
+    piece: PieceKeys | None = None
+    """Of a piece of a long row: what earlier pieces keep for it, and it for later ones."""
+    carried: int = 0
+    """So many keys of earlier pieces stand behind those of the segments, and are a prefix of each."""
     _memory: dict[Hashable, object] = field(default_factory=dict)
 
     @classmethod
     def build(cls, batch: RaggedBatch) -> AttentionPlan:
-        return cls(batch.segments, batch.position_ids)
+        return cls(batch.segments, batch.position_ids, piece=batch.piece)
 
     @property
     def tokens(self) -> int:
@@ -76,6 +81,8 @@ class AttentionPlan:
 
     def before(self, part: Segment) -> Segment | None:
         """The prefix of a segment."""
+        if self.carried:
+            return Segment(self.tokens, self.tokens + self.carried, -1, part.row, 0, 0)
         among = self.segments if self.others is None else self.others
         return among[part.prefix] if part.prefix >= 0 else None
 
@@ -86,7 +93,12 @@ class AttentionPlan:
     @property
     def key_tokens(self) -> int:
         """Tokens of the sequence that keys are of."""
-        return (self.segments if self.others is None else self.others)[-1].stop
+        return (self.segments if self.others is None else self.others)[-1].stop + self.carried
+
+    def behind(self, count: int) -> AttentionPlan:
+        """The plan with so many keys of earlier pieces as a prefix of each segment, of which none has another."""
+        assert all(part.prefix < 0 for part in self.segments)
+        return self.once(("behind", count), lambda: AttentionPlan(self.segments, self.positions, carried=count))
 
     def keys(self, part: Segment) -> int:
         """How many keys a segment's last token sees, if nothing limits it."""

@@ -21,6 +21,7 @@ from lowtide.data.batches.images import IMAGES
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.adapters import add_adapter_of, check_second_adapter
+from lowtide.engine.chains import why_not_chains
 from lowtide.engine.forward import causal_model, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
@@ -31,10 +32,13 @@ from lowtide.engine.vision import freeze_tower
 from lowtide.engine.weights.complete_weights import new_modules
 from lowtide.engine.weights.labels import names_of, set_problem
 from lowtide.engine.weights.loading import adapt
+from lowtide.memory.activations.chain_storage import place_maker
+from lowtide.memory.activations.spill_file import folder_on_a_disk
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Labels, Method, Objective, Scorer
 from lowtide.methods.rows import Preparation, Prepared
+from lowtide.ops.piece_keys import KeyPlace
 from lowtide.ragged import LastToken, RaggedBatch, ScoreRule
 from lowtide.ranks.same_rows import check_same_rows
 from lowtide.run.edge import out_of_memory_while
@@ -55,6 +59,8 @@ from lowtide.run.references import ReferenceMaker, check_unchanged, some_of_weig
 from lowtide.run.teachers import TeacherMaker
 from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
+from lowtide.step.microbatches import EXPERTS
+from lowtide.step.pieces import LEAST
 from lowtide.step.runner import StepRunner
 from lowtide.step.stage_updater import PipelineUpdater
 
@@ -92,6 +98,8 @@ class TrainingRun:
     active: ActiveTechniques
     collator: Callable
     aux_coefficient: float
+    place: Callable[[], KeyPlace]
+    """Makes the place where the keys of rows above the token budget wait."""
     reference_text: str = ""
     """What the start-up report says of the reference; empty for a method without one."""
 
@@ -245,13 +253,42 @@ class TrainingRun:
         """[rows]: the tokens of each row of a dataset, as batches have them; None for a stream."""
         return row_lengths(dataset, self.collator)
 
-    def check_rows(self, name: str, dataset: Any, *, trained_on: bool = True) -> None:
-        """Refuses prepared rows that cannot be run; `name` is what messages call them."""
+    def why_whole(self) -> str | None:
+        """What keeps a row above the token budget from being run in pieces, as a clause; None if nothing does."""
+        args = self.args
+        kwargs: Any = args.gradient_checkpointing_kwargs or {}
+        if args.gradient_checkpointing and kwargs.get("use_reentrant"):
+            return "reentrant checkpointing (gradient_checkpointing_kwargs) has no graph that pieces could go on from"
+        if args.sharding.same_rows > 1:
+            return "ranks split its layers or its tokens"
+        if args.sharding.cuts_weights or args.sharding.by_deepspeed:
+            return "its weights lie in shards on several ranks"
+        if args.attention_head_chunks:
+            return "attention_head_chunks computes a layer's heads one group after the other"
+        if self.shows_images:
+            return "rows show images, which pieces could cut"
+        if self.method.taught:
+            return "it is compared with a teacher's distributions"
+        if self.aux_coefficient:
+            return EXPERTS
+        if args.tokens_per_microbatch is not None and args.tokens_per_microbatch < LEAST:
+            return f"a piece has at least {LEAST} tokens"
+        return why_not_chains(self.model, causal_model(self.model))
+
+    def check_rows(self, name: str, dataset: Any, *, trained_on: bool = True, why_whole: str | None = None) -> None:
+        """Refuses prepared rows that cannot be run.
+
+        Args:
+            name: what messages call them.
+            why_whole: what else keeps them from being run in pieces.
+        """
         check_same_rows(dataset, self.row_lengths, name)
         budget, positions = self.args.tokens_per_microbatch, position_table(self.model)
         if budget is not None:
             bin_tokens = self.method.rows.bin_tokens(self.args) if trained_on else None
-            check_budget(budget, self.row_lengths(dataset), name, bin_tokens)
+            check_budget(
+                budget, self.row_lengths(dataset), name, bin_tokens, why_whole=lambda: why_whole or self.why_whole()
+            )
         if positions is not None:
             written = self.args.max_completion_length if self.method.writes else 0
             lengths = self.row_lengths(dataset) if getattr(self.args, "writes", False) else None
@@ -273,6 +310,8 @@ class TrainingRun:
         self._drawing = self.method.rows.drawing(args, self.tokenizer, self.vocab_size)
         self.active = ActiveTechniques(Site(args, self.model, args.device, args.world_size))
         self.active.prepare()
+        folder = args.activation_offloading_dir or folder_on_a_disk(args.output_dir)
+        self.place = place_maker(args.chain_storage, self.model, args.device, folder)
         self.aux_coefficient = router_coefficient(
             cast(Any, causal_model(self.model)), getattr(args, "router_aux_loss_coef", None)
         )
@@ -310,6 +349,7 @@ class TrainingRun:
             padding_free=self.engine.padding_free,
             updater=updater,
             techniques=self.active,
+            place=self.place,
         )
 
 

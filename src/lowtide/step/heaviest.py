@@ -104,13 +104,17 @@ def rows_in_a_step(args: Any) -> int:
 
 def heaviest_rows(lengths: np.ndarray, most: int, budget: int | None) -> list[list[int]]:
     """The rows of the micro-batches that can take most: the longest rows together; and, where a budget cuts them off,
-    the rows that fill it best.
+    the rows that fill it best. Where the longest row is above the budget, it is run in pieces, and comes first, alone.
 
     Args:
         lengths: [rows], tokens of each row.
         most: rows in a micro-batch.
         budget: tokens in a micro-batch.
     """
+    if budget is not None and lengths.max() > budget:
+        within = np.flatnonzero(lengths <= budget)
+        others = heaviest_rows(lengths[within], most, budget) if len(within) else []
+        return [[int(lengths.argmax())], *(within[rows].tolist() for rows in others)]
     by_length: dict[int, list[int]] = {}
     for row in np.argsort(-lengths, kind="stable")[: STARTS * most].tolist() if budget is None else range(len(lengths)):
         by_length.setdefault(int(lengths[row]), []).append(row)
@@ -122,6 +126,13 @@ def heaviest_rows(lengths: np.ndarray, most: int, budget: int | None) -> list[li
         if lengths[other].sum() > lengths[fullest].sum():
             fullest = other
     return [longest] if fullest is longest else [longest, fullest]
+
+
+def heaviest_batch(lengths: np.ndarray, most: int, budget: int | None) -> list[int]:
+    """Those of `heaviest_rows` that take most: the longest row where it is above the budget, else the fullest
+    micro-batch."""
+    found = heaviest_rows(lengths, most, budget)
+    return found[0] if budget is not None and lengths.max() > budget else found[-1]
 
 
 def _filled(distinct: Sequence[int], by_length: dict[int, list[int]], most: int, budget: int | None) -> list[int]:

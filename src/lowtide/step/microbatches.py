@@ -7,6 +7,7 @@ respect to them is what the second pass carries into the model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -18,17 +19,24 @@ from torch import Tensor, nn
 
 from lowtide.data.batches.values import DRAW, REFERENCE
 from lowtide.engine.adapters import adapter_of
+from lowtide.engine.chains import why_not_chains
 from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.stage import Stage, stage_of
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
+from lowtide.ops.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import distributed
+from lowtide.step.chains import Chain, Slopes, in_row_order, joined_output
 from lowtide.step.metrics import Totals
+from lowtide.step.pieces import LongRow
 from lowtide.step.rank_sync import RankSync, random_state, set_random_state
+
+EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
+"""What keeps a mixture of experts from running rows in pieces."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Models:
     """Entered for each forward of the policy: where a memory technique takes hold of what autograd saves."""
     together: bool = False
     """Each forward is one of all ranks, since it gathers weights that are sharded."""
+    place: Callable[[], KeyPlace] = OnDevice
+    """Makes the place where the keys of a long row wait."""
 
     @property
     def same_rows(self) -> RankGroup | None:
@@ -78,6 +88,20 @@ class Models:
             return self.stage.pipeline.is_last
         return self.same_rows is None or self.same_rows.rank == 0
 
+    def why_not_chains(self, objective: Objective | OwnLoss) -> str | None:
+        """What keeps rows above the token budget from being run in pieces, as a clause; None if nothing does."""
+        if self.stages > 1 or self.same_rows is not None:
+            return "ranks split its layers or its tokens"
+        if self.together:
+            return "its weights lie in shards on several ranks"
+        if isinstance(objective, OwnLoss):
+            return "the loss is not the method's own"
+        if objective.aux_coefficient:
+            return EXPERTS
+        if objective.want.divergences:
+            return "it is compared with a teacher's distributions"
+        return why_not_chains(self.policy, causal_model(self.policy))
+
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
         """The policy's forward of one micro-batch; a prompt that several rows share is computed once.
 
@@ -89,18 +113,39 @@ class Models:
         with self.around():
             return score_shared(self.policy, batch, scores, padding_free=self.padding_free)
 
+    def forward_row(self, row: LongRow, objective: Objective) -> ScoreOutput:
+        """The policy's forward of a row in pieces, without gradients; the output is in the order of its scores."""
+        run = functools.partial(self._scored, objective)
+        return joined_output(row, Chain(row, self.place()).scores(run))
+
+    def _scored(self, objective: Objective, part: RaggedBatch) -> ScoreOutput:
+        return self.forward(part, scores_of(part, objective, accumulate=False))
+
+    def unscored(self, piece: RaggedBatch) -> ScoreOutput:
+        """The policy's forward of a piece of which nothing is read: its layers keep what later pieces see."""
+        part = replace(piece.unscored(), piece=piece.piece)
+        return self.forward(part, Scores(part.score_index, part.score_target))
+
     def adapter_of(self, objective: Objective | OwnLoss) -> AbstractContextManager:
         """Entered for forward and backward of an objective: the adapter that its head is read through is active."""
         return adapter_of(self.policy, getattr(objective, "head", None))
 
     def referred(self, batch: RaggedBatch, objective: RowObjective) -> Tensor | None:
         """[scores]: the reference's log-probabilities of one micro-batch, for an objective that wants them."""
-        if not objective.needs_reference or (batch.scores == 0 and not self.together):
+        needless = batch.scores == 0 and batch.piece is None and not self.together
+        if not objective.needs_reference or needless:
             return None
         if REFERENCE in batch.score_values:
             return batch.score_values[REFERENCE]
         assert self.reference is not None, "an objective with a reference needs one"
         return self.reference(batch)
+
+    def referred_of_row(self, row: LongRow, objective: RowObjective) -> Tensor | None:
+        """The same of a row that is run in pieces."""
+        if objective.needs_reference and REFERENCE not in row.batch.score_values:
+            assert self.reference is not None, "an objective with a reference needs one"
+            return in_row_order(row, Chain(row, self.place()).scores(self.reference))
+        return self.referred(row.batch, objective)
 
 
 @dataclass
@@ -125,6 +170,15 @@ class MicrobatchRun:
     def loss_of(self, number: int, part: RaggedBatch, output: ScoreOutput) -> Tensor:
         """What goes backward of it."""
         raise NotImplementedError
+
+    def slopes_of(self, number: int, chain: Chain) -> tuple[Slopes | None, Tensor | None]:
+        """The first pass of a row in pieces. Returns the gradient of the loss at each score, and the loss; None where
+        each piece has a loss of its own."""
+        raise NotImplementedError
+
+    def of_piece(self, number: int, part: RaggedBatch) -> ScoreOutput:
+        """What the model gives for a piece of a long row, with gradients."""
+        return self.forward(number, part)
 
     def begin(self) -> None:
         """What comes before the first micro-batch."""
@@ -154,6 +208,10 @@ class TokenRun(MicrobatchRun):
         assert output.loss is not None
         return output.loss
 
+    def slopes_of(self, number: int, chain: Chain) -> tuple[None, None]:
+        chain.first_pass(self.models.unscored, inner_only=True)
+        return None, None
+
 
 @dataclass
 class RowRun(MicrobatchRun):
@@ -175,6 +233,22 @@ class RowRun(MicrobatchRun):
         outcome = self.outcome(self.objective.read(part, output.stats, self.referred))
         self.totals.take_outcome(outcome)
         return outcome.loss * self.ranks
+
+    def slopes_of(self, number: int, chain: Chain) -> tuple[Slopes, Tensor]:
+        row = chain.row
+        referred = self.models.referred_of_row(row, self.objective)
+        output = joined_output(row, chain.first_pass(self._without_gradients))
+        leaves = Slopes.leaves(output)
+        outcome = self.outcome(self.objective.read(row.batch, output.stats, referred))
+        self.totals.take_outcome(outcome)
+        loss = outcome.loss * self.ranks
+        return Slopes.from_loss(loss, leaves), loss.detach()
+
+    def _without_gradients(self, part: RaggedBatch) -> ScoreOutput:
+        return self.models.forward(part, scores_of(part, self.objective, accumulate=False))
+
+    def of_piece(self, number: int, part: RaggedBatch) -> ScoreOutput:
+        return self.models.forward(part, scores_of(part, self.objective, self.accumulate))
 
 
 @dataclass(frozen=True)
@@ -219,11 +293,11 @@ class WholeRun(MicrobatchRun):
     """The loss is of the whole batch over all ranks: a first pass gives its gradient at each log-probability."""
 
     totals: Totals
-    parts: Sequence[RaggedBatch]
+    parts: Sequence[RaggedBatch | LongRow]
     sync: RankSync
+    device: torch.device
 
     def __post_init__(self) -> None:
-        self.device = self.parts[0].token_ids.device
         self.random: list[list[Tensor]] = []
 
     def begin(self) -> None:
@@ -244,17 +318,27 @@ class WholeRun(MicrobatchRun):
 
     def _first_pass(self, leaves: list[Tensor], rows: list[Any]) -> None:
         for number, part in enumerate(self.parts):
-            self.sync.micro_batch, self.sync.part = number, part
+            whole = part.batch if isinstance(part, LongRow) else part
+            self.sync.micro_batch, self.sync.part = number, whole
             self.random.append(random_state(self.device))
             if part.scores == 0 and not self.models.together:
                 continue
-            referred = self.models.referred(part, self.objective)
-            with torch.no_grad():
-                output = self.models.forward(part, scores_of(part, self.objective, accumulate=False))
+            if isinstance(part, LongRow):
+                referred = self.models.referred_of_row(part, self.objective)
+                output = self.models.forward_row(part, self.objective)
+            else:
+                referred = self.models.referred(part, self.objective)
+                with torch.no_grad():
+                    output = self.models.forward(part, scores_of(part, self.objective, accumulate=False))
             if part.scores == 0:
                 continue
             leaves.append(output.scored.requires_grad_())
-            rows.append(self.objective.read(part, output.stats, referred))
+            rows.append(self.objective.read(whole, output.stats, referred))
+
+    def slopes_of(self, number: int, chain: Chain) -> tuple[Slopes, None]:
+        set_random_state(self.random[number], self.device)
+        chain.first_pass(self.models.unscored)
+        return Slopes({"scored": next(self.slopes) * self.ranks}), None
 
     def forward(self, number: int, part: RaggedBatch) -> ScoreOutput:
         set_random_state(self.random[number], self.device)  # the dropout of the first pass

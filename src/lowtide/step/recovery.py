@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lowtide.ranks.shards import LocalShard
 from lowtide.ranks.world import distributed
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models, OwnLoss
+from lowtide.step.pieces import LEAST, heaviest_tokens
 from lowtide.step.rank_sync import End, OutOfMemory, random_state, set_random_state, worst_rank
 from lowtide.step.train_step import BackwardPlan, Limits, score_in_parts, train_step
 
@@ -68,7 +70,7 @@ def surviving_step(
         models.policy.zero_grad()
         free_caches()
         before.put_back()
-        limits = smaller(limits, batch, failed)
+        limits = smaller(limits, batch, failed, cuttable=models.why_not_chains(objective) is None)
         logger.warning(f"out of memory {failed}; the step is repeated with at most {limits.tokens:,} tokens a forward")
 
 
@@ -86,8 +88,12 @@ class StepSnapshot:
             vars(self.running).update(self.carried)
 
 
-def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory) -> Limits:
-    """Half the tokens of the heaviest micro-batch of any rank, but room for the longest row.
+def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory, *, cuttable: bool = False) -> Limits:
+    """Half the tokens of the heaviest micro-batch of any rank, but room for the longest row where others stood beside
+    it.
+
+    Args:
+        cuttable: a row alone can be run in pieces.
 
     Raises:
         OutOfMemory: there is nothing left to halve.
@@ -97,24 +103,36 @@ def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory) -> Limits:
         both = torch.tensor([heaviest, longest], device=batch.token_ids.device)
         dist.all_reduce(both, dist.ReduceOp.MAX)
         heaviest, longest = (int(value) for value in both.tolist())
-    budget = max(heaviest // 2, longest)
+    budget = _half(heaviest, longest, cuttable)
     if budget >= heaviest:
+        one = f"{heaviest} tokens of one row" if cuttable else "one row"
         raise OutOfMemory(
-            f"out of memory {failed}. It is a micro-batch of one row of {longest:,} tokens, which cannot be cut: lower "
+            f"out of memory {failed}. It is a micro-batch of {one} of {longest:,} tokens, which cannot be cut: lower "
             "`max_length`, keep less (gradient_checkpointing=True, activation_offloading=True, adapters, an optimizer "
             "with smaller states), or take a larger device",
             failed.failure,
         )
-    return Limits(limits.rows, budget)
+    return replace(limits, tokens=budget)
+
+
+def _half(heaviest: int, longest: int, cuttable: bool) -> int:
+    """The next smaller token budget: a row is cut only where nothing else is left to cut."""
+    return max(heaviest // 2, LEAST if cuttable and heaviest <= longest else longest)
 
 
 def _sizes(limits: Limits, batch: RaggedBatch) -> tuple[int, int]:
-    """Tokens of the heaviest micro-batch that the limits make of a batch, and of its longest row."""
-    return max(map(batch.tokens_of, batch.plan_split(limits.tokens, limits.rows))), max(batch.row_tokens)
+    """Tokens of the heaviest forward that the limits make of a batch, and of its longest row."""
+    return heaviest_tokens(batch, limits.tokens, limits.rows), max(batch.row_tokens)
 
 
 def surviving_scores(
-    batch: RaggedBatch, limits: Limits, scorer: Scorer, *, alone: bool = True, together: bool = False
+    batch: RaggedBatch,
+    limits: Limits,
+    scorer: Scorer,
+    *,
+    alone: bool = True,
+    together: bool = False,
+    cuttable: bool = False,
 ) -> Tensor:
     """`score_in_parts`, repeated with half the token budget for as long as it runs out of memory.
 
@@ -124,12 +142,13 @@ def surviving_scores(
     Args:
         alone: False where others wait for this rank inside of a forward, so nothing is repeated.
         together: the forwards are of all ranks, which call this equally often.
+        cuttable: a row alone can be run in pieces.
 
     Raises:
         OutOfMemory: one row does not fit.
     """
     if not alone:
-        return score_in_parts(batch, limits, scorer, together=together)
+        return score_in_parts(batch, limits, scorer, together=together, long_rows=False)
     while True:
         try:
             return score_in_parts(batch, limits, scorer)
@@ -140,13 +159,13 @@ def surviving_scores(
             drop_frames(error)
         free_caches()
         heaviest, longest = _sizes(limits, batch)
-        budget = max(heaviest // 2, longest)
+        budget = _half(heaviest, longest, cuttable)
         if budget >= heaviest:
             raise OutOfMemory(
                 f"out of memory in scoring one row of {longest:,} tokens, which cannot be cut ({said}): lower "
                 "what limits its length (`max_length`, `max_completion_length`), or take a larger device"
             )
-        limits = Limits(limits.rows, budget)
+        limits = replace(limits, tokens=budget)
         logger.warning(f"out of memory in scoring ({said}): it is repeated with at most {budget:,} tokens a forward")
 
 

@@ -21,6 +21,7 @@ from lowtide.memory.allocators.out_of_memory import free_caches, is_out_of_memor
 from lowtide.memory.optimizers.states import states_of, wants_room
 from lowtide.ragged import RaggedBatch
 from lowtide.step.heaviest import heaviest_rows, rows_in_a_step
+from lowtide.step.pieces import is_one_forward
 from lowtide.step.rank_sync import OutOfMemory, RankSync
 from lowtide.step.recovery import StepSnapshot
 from lowtide.step.runner import StepRunner
@@ -60,7 +61,9 @@ def rehearse(
         for rows in heaviest_rows(lengths, -(-limits.rows // together), limits.tokens):
             batch = batch_of(rows)
             step = min(rows_in_a_step(runner.options), together * len(lengths))
-            runner.rehearsal(batch.times(min(max(2, runner.stages), -(-step // batch.rows))))
+            times = min(max(2, runner.stages), -(-step // batch.rows))
+            in_pieces = not is_one_forward(batch, limits.tokens, None)  # a later piece finds an earlier one's gradients
+            runner.rehearsal(batch if in_pieces else batch.times(times))
         if runner.in_backward is not None:
             runner.reserved.clear()  # states are made while activations are there
     before.put_back()

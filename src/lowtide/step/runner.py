@@ -23,16 +23,19 @@ from lowtide.engine.noise import set_noise
 from lowtide.engine.vision import stop_at_frozen_tower
 from lowtide.memory.table import ActiveTechniques
 from lowtide.methods.method import Objective, Scorer
+from lowtide.ops.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.shards import is_gathered
 from lowtide.ranks.world import distributed
+from lowtide.step.chains import Chain
 from lowtide.step.in_backward import InBackward
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models, OwnLoss
 from lowtide.step.phases import Phases
+from lowtide.step.pieces import LEAST, LongRow, is_one_forward
 from lowtide.step.rank_sync import NotFinite, check_finite
 from lowtide.step.recovery import StepSnapshot, surviving_scores, surviving_step
-from lowtide.step.train_step import BackwardPlan, Limits, accompany, evaluate_batch
+from lowtide.step.train_step import BackwardPlan, Limits, accompany, evaluate_batch, parts_of
 from lowtide.step.updater import REMEDIES, NotFiniteStep, Updater, updater_of
 
 
@@ -63,6 +66,7 @@ class StepRunner:
         padding_free: False runs the padded path.
         updater: who goes backward and steps.
         techniques: the memory techniques that are on.
+        place: makes the place where the keys of a long row wait.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class StepRunner:
         padding_free: bool = True,
         updater: Updater | None = None,
         techniques: ActiveTechniques | None = None,
+        place: Callable[[], KeyPlace] = OnDevice,
     ) -> None:
         self.model, self.objective, self.reference, self.padding_free = model, objective, reference, padding_free
         self.options = StepOptions() if options is None else options
@@ -96,6 +101,7 @@ class StepRunner:
         """Whether what precedes the first step is done."""
         self.in_backward: InBackward | None = None
         self._around = contextlib.nullcontext if techniques is None else techniques.around()
+        self.place = place
         self._undo = contextlib.ExitStack()
 
     @property
@@ -114,20 +120,28 @@ class StepRunner:
     def limits(self) -> Limits:
         """The caps on a micro-batch; the token budget is smaller than the option's after an out-of-memory."""
         options = self.options
-        return Limits(options.per_device_train_batch_size, self.token_budget or options.tokens_per_microbatch)
+        budget = self.token_budget or options.tokens_per_microbatch
+        return Limits(options.per_device_train_batch_size, budget, self.place)
 
     @property
     def evaluation_limits(self) -> Limits:
-        return Limits(self.options.per_device_eval_batch_size, self.options.tokens_per_microbatch)
+        return Limits(self.options.per_device_eval_batch_size, self.options.tokens_per_microbatch, self.place)
 
     def limits_of(self, batch: RaggedBatch) -> Limits:
-        """The caps for a batch: a budget that an out-of-memory made smaller still holds the batch's longest row, as
-        one of the batch that failed did."""
+        """The caps for a batch: where rows cannot be run in pieces, a budget that an out-of-memory made smaller still
+        holds the batch's longest row, as one of the batch that failed did."""
         limits = self.limits
-        if self.token_budget is None:
-            return limits
         longest = min(max(batch.row_tokens), self.options.tokens_per_microbatch or math.inf)
-        return Limits(limits.rows, int(max(self.token_budget, longest)))
+        if self.token_budget is None or longest <= self.token_budget:
+            return limits
+        if self.token_budget >= LEAST and self.cuts_rows:
+            return limits
+        return replace(limits, tokens=int(max(self.token_budget, longest)))
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether a row above the token budget is run in pieces."""
+        return self.models().why_not_chains(self.objective) is None
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
@@ -167,7 +181,7 @@ class StepRunner:
     def models(self, model: nn.Module | None = None) -> Models:
         """What a micro-batch runs through; `model` in place of the policy, a wrapper of it say."""
         policy = self.model if model is None else model
-        return Models(policy, self.reference, self.padding_free, self._forward, self.together)
+        return Models(policy, self.reference, self.padding_free, self._forward, self.together, self.place)
 
     def gradients(self, batch: RaggedBatch) -> Tensor:
         """The gradients of one optimizer step, or the step itself where it is taken in backward.
@@ -249,7 +263,14 @@ class StepRunner:
     def scored(self, batch: RaggedBatch, scorer: Scorer, limits: Limits | None = None) -> Tensor:
         """[scores]: what a forward without gradients gives, in micro-batches within the limits of a step, or others."""
         limits = self.limits_of(batch) if limits is None else limits
-        return surviving_scores(batch, limits, scorer, alone=not self.waited_for, together=self.together)
+        return surviving_scores(
+            batch,
+            limits,
+            scorer,
+            alone=not self.waited_for,
+            together=self.together,
+            cuttable=not self.waited_for and self.cuts_rows,
+        )
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -311,7 +332,7 @@ class StepRunner:
 
     def _gradients(self, batch: RaggedBatch) -> Tensor:
         in_backward, limits = self.in_backward, self.limits_of(batch)
-        if in_backward is None or len(batch.plan_split(limits.tokens, limits.rows)) > 1:
+        if in_backward is None or not is_one_forward(batch, limits.tokens, limits.rows):
             return self._take(batch, self.totals)
         backward: Callable[[Tensor], None] = self._backward_of_finite
         if in_backward.max_grad_norm:
@@ -333,8 +354,11 @@ class StepRunner:
 
     def _find_nonfinite(self, batch: RaggedBatch) -> str:
         limits = self.limits_of(batch)
-        parts = batch.split(limits.tokens, limits.rows)
-        findings = (find_nonfinite(self.model, part, padding_free=self.padding_free) for part in parts)
+        find = functools.partial(find_nonfinite, self.model, padding_free=self.padding_free)
+        findings = (
+            "; ".join(filter(None, Chain(part).scores(find))) if isinstance(part, LongRow) else find(part)
+            for part in parts_of(batch, limits)
+        )
         nothing = "a second forward of it is finite" + (", and another rank's may not be" if distributed() else "")
         number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, nothing))
         return f"Micro-batch {number}: {found}"

@@ -20,8 +20,10 @@ from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.float64 import float64_device
+from lowtide.ops.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed, worst_of_ranks
+from lowtide.step.chains import Chain, Slopes, detached, in_row_order, joined_output
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import (
     MicrobatchRun,
@@ -34,6 +36,7 @@ from lowtide.step.microbatches import (
     join_rows,
     scores_of,
 )
+from lowtide.step.pieces import LEAST, LongRow, in_pieces, is_long
 from lowtide.step.pipeline import forward_and_backward
 from lowtide.step.rank_sync import RankSync, check_finite
 
@@ -46,6 +49,8 @@ class Limits:
 
     rows: int | None = None
     tokens: int | None = None
+    place: Callable[[], KeyPlace] = OnDevice
+    """Makes the place where the keys wait of a row above `tokens`, which is run in pieces."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def train_step(
         The loss of the step, so scaled that its mean over ranks is the loss of the whole batch.
 
     Raises:
-        ValueError: one row alone is above the token budget.
+        ValueError: a row is above the token budget and cannot be run in pieces.
         OutOfMemory: this rank or another ran out of memory; gradients are half formed, nothing else has changed.
         NotFinite: the loss of this rank or of another is not finite; likewise.
     """
@@ -129,11 +134,11 @@ def train_step(
     batch = _with_reference(sync, models, batch, objective, limits)
     pieces = 0
     with sync.local():
-        pieces = max(len(batch.plan_split(limits.tokens, limits.rows)), models.stages)
+        pieces = max(len(groups_of(models, batch, objective, limits)), models.stages)
     counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device, models.copies)
     if not pieces:
         sync.meet(batch.token_ids.device)
-    parts = batch.split(limits.tokens, limits.rows, pieces=pieces)
+    parts = parts_of(batch, limits, pieces)
     shared = (counts, ranks, plan.accumulate)
     runs: Sequence[MicrobatchRun]
     if isinstance(objective, TokenObjective):
@@ -141,7 +146,7 @@ def train_step(
     elif isinstance(objective, OwnLoss):
         runs = [OwnRun(models, objective, *shared, totals)]
     elif objective.whole and (len(parts) > 1 or ranks > 1):
-        runs = [WholeRun(models, objective, *shared, totals, parts, sync)]
+        runs = [WholeRun(models, objective, *shared, totals, parts, sync, batch.token_ids.device)]
     else:
         own = len(batch.plan_split(limits.tokens, limits.rows, pieces=pieces))
         runs = [RowRun(models, term, *shared, totals, own) for term in objective.terms]
@@ -149,7 +154,8 @@ def train_step(
     loss = torch.zeros(())
     with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
         if models.stages > 1:
-            loss = forward_and_backward(runs[0], parts, plan.backward, sync, totals)
+            whole = [part for part in parts if isinstance(part, RaggedBatch)]
+            loss = forward_and_backward(runs[0], whole, plan.backward, sync, totals)
         else:
             loss = _forward_and_backward(runs, batch, parts, plan, sync, totals)
     _exchange(loss, plan, sync, batch.token_ids.device)
@@ -174,7 +180,7 @@ def _exchange(loss: Tensor, plan: BackwardPlan, sync: RankSync, device: torch.de
 def _forward_and_backward(
     runs: Sequence[MicrobatchRun],
     batch: RaggedBatch,
-    parts: Sequence[RaggedBatch],
+    parts: Sequence[RaggedBatch | LongRow],
     plan: BackwardPlan,
     sync: RankSync,
     totals: Totals,
@@ -186,8 +192,13 @@ def _forward_and_backward(
     """
     losses: list[Tensor] = []
     for number, part in enumerate(parts):
-        sync.micro_batch, sync.part = number, part
         last = number == len(parts) - 1
+        if isinstance(part, LongRow):
+            for run in runs:
+                taking = totals if run is runs[0] else Totals()
+                losses.append(_row_in_pieces(run, number, part, plan, sync, taking, last and run is runs[-1]))
+            continue
+        sync.micro_batch, sync.part = number, part
         quiet = contextlib.nullcontext() if last and plan.exchange is None else plan.no_sync()
         with quiet, plan.around_last() if last else contextlib.nullcontext():
             for run in runs:
@@ -203,6 +214,81 @@ def _forward_and_backward(
                 if run is runs[0]:
                     totals.take_in(output, part)
     return runs[0].reported(torch.stack(losses).sum())
+
+
+def _row_in_pieces(
+    run: MicrobatchRun, number: int, row: LongRow, plan: BackwardPlan, sync: RankSync, totals: Totals, last: bool
+) -> Tensor:
+    """The loss of a row that is run in pieces, each forward and backward after all that go on from it.
+
+    Args:
+        totals: takes in what the row adds to the metrics.
+        last: nothing goes backward after it.
+    """
+    chain, outputs, losses = Chain(row, run.models.place()), {}, []
+    sync.micro_batch, sync.part, sync.phase = number, row.batch, "forward"
+    with run.models.adapter_of(run.objective):
+        with plan.no_sync():
+            slopes, loss = run.slopes_of(number, chain)
+        for piece in chain.last_pass():
+            final = last and piece == 0
+            quiet = contextlib.nullcontext() if final and plan.exchange is None else plan.no_sync()
+            with quiet, plan.around_last() if final else contextlib.nullcontext():
+                sync.part, sync.phase = chain.row.pieces[piece].batch, "forward"
+                with plan.overlap() if final else contextlib.nullcontext():
+                    outputs[piece], own = _piece_forward(run, number, chain, piece, slopes)
+                    sync.phase = "backward"
+                    plan.backward(own)
+            losses.append(own.detach())
+            del own  # and with it what is left of the graph
+    totals.take_in(joined_output(row, [outputs[piece] for piece in range(len(row.pieces))]), row.batch)
+    return torch.stack(losses).sum() if loss is None else loss
+
+
+def _piece_forward(
+    run: MicrobatchRun, number: int, chain: Chain, piece: int, slopes: Slopes | None
+) -> tuple[ScoreOutput, Tensor]:
+    """What a piece gives, without its graph, and what goes backward of it."""
+    part = chain.batch(piece)
+    with chain.replayed(piece):
+        output = run.of_piece(number, part)
+    if slopes is None:
+        loss = run.loss_of(number, part, output)
+    else:
+        loss = slopes.product(output, chain.row.pieces[piece].scores)
+    return detached(output), loss
+
+
+def groups_of(models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits) -> list[list[int]]:
+    """The rows of each micro-batch, each above the token budget by itself.
+
+    Raises:
+        ValueError: a row is above the token budget and cannot be run in pieces; says why.
+    """
+    groups = batch.plan_split(limits.tokens, limits.rows, long_rows=True)
+    check_long_rows(models, batch, objective, limits)
+    return groups
+
+
+def check_long_rows(models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits) -> None:
+    """Refuses rows above the token budget that cannot be run in pieces.
+
+    Raises:
+        ValueError: names the longest, and says why.
+    """
+    if limits.tokens is None or max(batch.row_tokens) <= limits.tokens:
+        return
+    reason = models.why_not_chains(objective)
+    if reason is None and limits.tokens < LEAST:
+        reason = f"a piece has at least {LEAST} tokens"
+    if reason is not None:
+        batch.refuse_long_row(limits.tokens, reason)
+
+
+def parts_of(batch: RaggedBatch, limits: Limits, pieces: int = 1) -> list[RaggedBatch | LongRow]:
+    """The micro-batches of a batch, each row above the token budget in pieces."""
+    parts = batch.split(limits.tokens, limits.rows, pieces=pieces, long_rows=True)
+    return in_pieces(parts, limits.tokens)
 
 
 def _nothing() -> None:
@@ -226,7 +312,8 @@ def evaluate_batch(
     totals = totals if models.leads else Totals()
     batch, known = _baseline(models, batch, objective, limits)
     counts = {**objective.counts(batch), **known}
-    parts = batch.split(limits.tokens, limits.rows)
+    check_long_rows(models, batch, objective, limits)
+    parts = parts_of(batch, limits)
     turns = _turns(models, batch, parts)
     results = _outputs(models, turns, objective)[: len(parts)]
     for part, output in results:
@@ -266,7 +353,7 @@ def accompany(models: Models, batch: RaggedBatch, objective: Objective) -> None:
             _referred(models, turns, term)
 
 
-def _turns(models: Models, batch: RaggedBatch, parts: Sequence[RaggedBatch]) -> list[RaggedBatch]:
+def _turns(models: Models, batch: RaggedBatch, parts: Sequence[RaggedBatch | LongRow]) -> list[RaggedBatch | LongRow]:
     """The forwards of an evaluation: its micro-batches and, where forwards are of all ranks together, as many more with
     nothing scored as another rank has more of them."""
     if not models.together:
@@ -274,15 +361,23 @@ def _turns(models: Models, batch: RaggedBatch, parts: Sequence[RaggedBatch]) -> 
     return [*parts, *[batch.idle()] * (worst_of_ranks(len(parts), batch.token_ids.device) - len(parts))]
 
 
-def _referred(models: Models, turns: Sequence[RaggedBatch], objective: RowObjective) -> list[Tensor | None]:
-    return [models.referred(part, objective) for part in turns]
+def _referred(models: Models, turns: Sequence[RaggedBatch | LongRow], objective: RowObjective) -> list[Tensor | None]:
+    return [
+        models.referred_of_row(part, objective) if isinstance(part, LongRow) else models.referred(part, objective)
+        for part in turns
+    ]
 
 
 def _outputs(
-    models: Models, parts: Sequence[RaggedBatch], objective: Objective
+    models: Models, parts: Sequence[RaggedBatch | LongRow], objective: Objective
 ) -> list[tuple[RaggedBatch, ScoreOutput]]:
+    def output_of(part: RaggedBatch | LongRow) -> tuple[RaggedBatch, ScoreOutput]:
+        if isinstance(part, LongRow):
+            return part.batch, models.forward_row(part, objective)
+        return part, models.forward(part, scores_of(part, objective, accumulate=False))
+
     with models.adapter_of(objective):
-        return [(part, models.forward(part, scores_of(part, objective, accumulate=False))) for part in parts]
+        return [output_of(part) for part in parts]
 
 
 def _synced_baseline(
@@ -308,7 +403,7 @@ def _with_reference(
     assert models.reference is not None, "an objective with a reference needs one"
     values = dict(batch.score_values)
     with sync.local(waited_for=True):
-        values[REFERENCE] = score_in_parts(batch, limits, models.reference)
+        values[REFERENCE] = score_in_parts(batch, limits, models.reference, long_rows=False)
     return replace(batch, score_values=values)
 
 
@@ -319,6 +414,7 @@ def _baseline(
     """The batch to train on, and the statistics of the whole batch that the objective computes before."""
     if isinstance(objective, TokenObjective | OwnLoss) or objective.baseline is None:
         return batch, {}
+    check_long_rows(models, batch, objective, limits)
 
     def policy(part: RaggedBatch) -> Tensor:
         temperature = objective.temperature
@@ -326,27 +422,47 @@ def _baseline(
 
     def reference(part: RaggedBatch) -> Tensor:
         referred = models.referred(part, objective)
-        assert referred is not None, "a baseline compares with the reference"
-        return referred
+        assert referred is not None or part.scores == 0, "a baseline compares with the reference"
+        return torch.zeros(0, device=part.token_ids.device) if referred is None else referred
 
     def in_parts(scorer: Scorer) -> Scorer:
-        return lambda whole: score_in_parts(whole, limits, scorer, together=models.together)
+        return lambda whole: score_in_parts(
+            whole, limits, scorer, together=models.together, long_rows=not models.waited_for
+        )
 
     return objective.baseline(batch, in_parts(policy), in_parts(reference))
 
 
-def score_in_parts(batch: RaggedBatch, limits: Limits, scorer: Scorer, *, together: bool = False) -> Tensor:
+def score_in_parts(
+    batch: RaggedBatch, limits: Limits, scorer: Scorer, *, together: bool = False, long_rows: bool = True
+) -> Tensor:
     """[scores] of a batch, from micro-batches within the limits.
 
     Args:
         together: the scorer's forwards are of all ranks together, which call this equally often.
+        long_rows: rows above the token budget are run in pieces.
+
+    Raises:
+        ValueError: a row is above the token budget, and not run in pieces.
     """
-    groups = batch.plan_split(limits.tokens, limits.rows)
-    found = _joined(batch, groups, scorer)
+    groups = batch.plan_split(limits.tokens, limits.rows, long_rows=long_rows)
+    found = _joined(batch, groups, _in_pieces(scorer, limits))
     if together:
         for _ in range(worst_of_ranks(len(groups), batch.token_ids.device) - len(groups)):
             scorer(batch.idle())
     return found
+
+
+def _in_pieces(scorer: Scorer, limits: Limits) -> Scorer:
+    """The scorer, which runs a row above the token budget in pieces."""
+
+    def scored(part: RaggedBatch) -> Tensor:
+        if limits.tokens is None or not is_long(part, limits.tokens):
+            return scorer(part)
+        row = LongRow.of(part, limits.tokens)
+        return in_row_order(row, Chain(row, limits.place()).scores(scorer))
+
+    return scored
 
 
 def _joined(batch: RaggedBatch, groups: Sequence[list[int]], scorer: Scorer) -> Tensor:

@@ -27,6 +27,7 @@ from lowtide.run.inputs.loading import config_of
 from lowtide.run.inputs.row_checks import check_collator
 from lowtide.run.options.training import TrainingConfig
 from lowtide.run.training_run import Inputs, TrainingRun
+from lowtide.step.microbatches import OwnLoss
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer
@@ -264,7 +265,9 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         if dataset is None:
             return
         name, run = title_of(dataset, name), self.training_run
-        run.check_rows(name, dataset, trained_on=trained_on)
+        plain = isinstance(self.runner.objective, OwnLoss) if trained_on else self.evaluates_plainly(predicts=True)
+        own = "the loss is not the method's own" if plain else None
+        run.check_rows(name, dataset, trained_on=trained_on, why_whole=own)
         if run.inputs.data_collator is not None:
             title = getattr(self.data_collator, "__name__", type(self.data_collator).__name__)
             wanted = self._get_collator_with_removed_columns(self.data_collator)

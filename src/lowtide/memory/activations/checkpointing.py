@@ -36,6 +36,7 @@ from lowtide.compat.torch import (
 from lowtide.compat.transformers import checkpoint_by, checkpointed_layers
 from lowtide.memory.activations.computed_again import are_parts
 from lowtide.memory.activations.offloading import Held, hold
+from lowtide.ops.attention_blocks import computing_blocks
 
 ATTENTION = FUSED_ATTENTION | frozenset(
     {
@@ -125,6 +126,9 @@ class _Watching(LayerMode):
     def _is_kept(self, operation: Any) -> bool:
         # A backward of their own computes parts again, and asks for none of their products; what attention gives in
         # parts, the layer's recomputation asks for.
+        # Of attention to the blocks of a long row all parts would be kept, in place of their sum.
+        if computing_blocks():
+            return False
         return operation.name() in self.kept and (operation.name() in ATTENTION or not are_parts())
 
 

@@ -54,7 +54,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.run.optimizers import make_optimizer
 from lowtide.run.training_run import Inputs, TrainingRun, adapters_of, head_with_adapter
 from lowtide.spelling import check_arguments_known
-from lowtide.step.heaviest import heaviest_rows, rows_in_a_step
+from lowtide.step.heaviest import heaviest_batch, rows_in_a_step
 from lowtide.step.metrics import Totals
 from lowtide.step.runner import StepRunner
 
@@ -408,7 +408,7 @@ class FakeRun:
         if lengths is None:
             raise ValueError("the lengths of the rows are not known beforehand: give a dataset that is no stream")
         most = -(-most // self.method.rows.together(run.args))
-        *_, chosen = heaviest_rows(lengths, most, run.args.tokens_per_microbatch)
+        chosen = heaviest_batch(lengths, most, run.args.tokens_per_microbatch)
         return [self.dataset[row] for row in chosen]
 
     def _step(

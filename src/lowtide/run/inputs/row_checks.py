@@ -60,22 +60,30 @@ def check_collator(
         )
 
 
-def check_budget(budget: int, lengths: np.ndarray | None, name: str, bin_tokens: int | None = None) -> None:
-    """One row goes through the model whole, so the token budget must hold the longest.
+def check_budget(
+    budget: int,
+    lengths: np.ndarray | None,
+    name: str,
+    bin_tokens: int | None = None,
+    *,
+    why_whole: Callable[[], str | None],
+) -> None:
+    """Where rows cannot be run in pieces, the token budget must hold the longest.
 
     Args:
         lengths: [rows], tokens of each row of a dataset; None where they are not known.
         name: what messages call the dataset.
         bin_tokens: the tokens of a packed row.
+        why_whole: what keeps rows from being run in pieces, as a clause; None if nothing does.
 
     Raises:
         ValueError: it does not; says how many tokens it needs.
     """
     longest = max(bin_tokens or 0, 0 if lengths is None or not len(lengths) else int(lengths.max()))
-    if longest > budget:
+    if longest > budget and (reason := why_whole()):
         raise ValueError(
-            f"tokens_per_microbatch={budget} is below the longest row of {name}, {longest} tokens, which "
-            f"goes through the model whole: raise it to at least {longest}, or lower max_length"
+            f"tokens_per_microbatch={budget} is below the longest row of {name}, {longest} tokens, which is not run in "
+            f"pieces, since {reason}: raise it to at least {longest}, or lower max_length"
         )
 
 

@@ -87,7 +87,7 @@ def with_column(trainer: LowtideTrainer, dataset: Any, name: str, weights: str) 
     rows = args.precompute_ref_batch_size or (
         args.per_device_train_batch_size if training else args.per_device_eval_batch_size
     )
-    limits = Limits(rows, args.tokens_per_microbatch)
+    limits = Limits(rows, args.tokens_per_microbatch, trainer.runner.place)
     order = (args.seed, args.data_seed, args.data_ranks, args.gradient_accumulation_steps, args.train_batch_size)
     precision = (args.bf16, args.fp16, trainer.padding_free, str(args.device), torch.__version__, LAYOUT)
     precision = (*precision, args.sharding.same_rows)

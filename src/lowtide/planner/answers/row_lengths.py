@@ -47,7 +47,7 @@ class RowLengths:
 
     def rows(self) -> Dataset:
         """Prepared rows; of prompts alone, where the policy writes what follows."""
-        return Dataset.from_list(_rows(self.lengths, writes=self.method.writes is not None, parts=self.parts))
+        return Dataset.from_list(rows_of(self.lengths, writes=self.method.writes is not None, parts=self.parts))
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -127,7 +127,12 @@ def _scaled(length: Length, factor: float) -> Length:
     return tuple(max(1, round(each * factor)) for each in length)
 
 
-def _rows(lengths: Sequence[Length], *, writes: bool, parts: Sequence[str]) -> list[dict]:
+def rows_of(lengths: Sequence[Length], *, writes: bool = False, parts: Sequence[str] = ()) -> list[dict]:
+    """Prepared rows of such lengths; of prompts alone, where the policy writes what follows.
+
+    Args:
+        parts: the columns of tokens, where their number does not say which they are.
+    """
     if writes:
         return [{"prompt_ids": [1] * (length if isinstance(length, int) else length[0])} for length in lengths]
     columns = COLUMNS | {len(parts): tuple(parts)}

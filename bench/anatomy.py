@@ -20,11 +20,12 @@ from bench.docs import write_between
 from bench.processes import ROOT
 from bench.shapes import QWEN_05B
 from lowtide import SFTConfig
+from lowtide.planner.answers.row_lengths import rows_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate
 from lowtide.planner.profiling.profile_plot import COLORS, SHADES
 from lowtide.planner.tracing.fake_run import FakeRun
-from lowtide.planning import estimate, rows_of
+from lowtide.planning import estimate
 from lowtide.run.options.configs import method_of
 
 PAGE = ROOT / "docs" / "how-much-memory.md"

@@ -33,6 +33,7 @@ HEADS = "attention heads"
 LOSSES = "losses"
 RECIPES = "recipes"
 CHAINS = "chains"
+PUBLISHED = "published"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
 

@@ -146,6 +146,15 @@ def test_names_and_options_of_python_that_is_not_run(page):
                     assert {each.arg for each in node.keywords} <= fields, f"{page}: {node.func.id}"
 
 
+@pytest.mark.parametrize("page", ["gpus.md", "other-trainers.md", "measured-runs.md"])
+def test_the_command_lines_of_answers(page):
+    lines = re.findall(r"^    lowtide (.*)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert lines, f"{page} has no command line"
+    for line in lines:
+        arguments = parse(shlex.split(line))
+        read_options(arguments, getattr(arguments, "options", {}))
+
+
 @pytest.mark.parametrize("page", ["rollouts.md", "rewards.md"])
 def test_the_examples_of_writing_and_rewarding(page):
     trainer = run(page)["trainer"]

@@ -6,6 +6,7 @@ training beside it is left alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, cast
@@ -16,13 +17,21 @@ from transformers import PretrainedConfig
 from lowtide.data.sources.load import Source, load_rows
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
-from lowtide.planner.budget import budget_bytes, bytes_of
+from lowtide.memory.allocators.measure import bytes_text
+from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16
+from lowtide.planner.answers.device_table import DeviceTable, device_table
+from lowtide.planner.answers.known_models import known_config
+from lowtide.planner.answers.row_lengths import DEFAULT, Lengths, RowLengths, row_lengths
+from lowtide.planner.answers.traces import KINDS
+from lowtide.planner.budget import bytes_of, read_budget
 from lowtide.planner.candidate import PlannedRun, first_rows, measured, prepared_rows
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device, device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.over_devices import plan_over
 from lowtide.planner.plan import Plan, make_plan
+from lowtide.planner.process import known_process_bytes
+from lowtide.planner.search import Refused
 from lowtide.planner.tracing.described_model import config_of_model
 from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs, RunInputs
 from lowtide.planner.tracing.reward_models import DescribedRewards
@@ -40,6 +49,20 @@ class PlanInputs(RunInputs, total=False):
 
     config: TrainingConfig | Mapping[str, Any] | None
     """Your own settings, which are never overruled: those that a config was made with, or options by name."""
+    lengths: Lengths | None
+    """In the place of a dataset, the tokens of each row: a number for `SFTConfig`; for pairs (prompt, chosen,
+    rejected), for single completions (prompt, completion), for `Seq2SeqConfig` (source, target); for a method whose
+    policy writes, those of the prompt. Or "1024x8": so many tokens in so many rows."""
+
+
+class EstimateInputs(PlanInputs, total=False):
+    """The same, of devices that train together."""
+
+    world_size: int
+    """How many there are; with a config in the place of the method's name."""
+    sharding: Any
+    """How they share states: "zero3", "fsdp2", "tp2+fsdp2", a DeepSpeed configuration or its path; None for what the
+    config says (`fsdp`), else equal copies."""
 
 
 class PlanOverInputs(PlanInputs, total=False):
@@ -54,38 +77,61 @@ class PlanOverInputs(PlanInputs, total=False):
 
 
 def estimate(
-    config: TrainingConfig,
+    method: str | TrainingConfig,
     model: str | PretrainedConfig,
+    dataset: Source | None = None,
+    budget: str | int | None = None,
     *,
-    lengths: Sequence[int | Sequence[int]] | None = None,
-    dataset: Dataset | None = None,
     device: str = "cpu",
-    world_size: int = 1,
-    sharding: Any = None,
-    **inputs: Unpack[RunInputs],
+    **inputs: Unpack[EstimateInputs],
 ) -> Estimate:
-    """What a run will take, on each device; no weight is made.
+    """What a run will take, on each device, and whether that fits; no weight is made.
 
     Args:
-        config: of the trainer, as the run will have it.
+        method: "sft", "dpo" or another command's name; or the trainer's config, as the run will have it.
         model: its config, or a path or hub name of it.
-        lengths: the tokens of each row: a number for `SFTConfig`; for pairs (prompt, chosen, rejected), for single
-            completions (prompt, completion), for `Seq2SeqConfig` (source, target); for a method whose policy writes,
-            those of the prompt.
-        dataset: rows to train on, in place of their lengths.
-        inputs: see `RunInputs`.
+        dataset: rows to train on, or where they are; or `lengths` among the inputs.
+        budget: what it may take, as `plan` has it; by default what the device has, or has free.
         device: "cpu", "cuda" (the one that is there), or a name as "H100-80GB".
-        world_size: devices that train together.
-        sharding: how they share states: "zero3", "fsdp2", "tp2+fsdp2", a DeepSpeed configuration or its path; None
-            for what the config says (`fsdp`), else equal copies.
+        inputs: see `EstimateInputs`; `config` is for a method's name.
 
     Raises:
         ValueError: the config is of no method, the lengths do not fit it, the device is unknown, or the model's step
             cannot be traced.
     """
-    check_arguments_known("estimate", inputs, RunInputs.__annotations__)
+    check_arguments_known("estimate", inputs, EstimateInputs.__annotations__)
+    lengths, world_size, sharding = (
+        inputs.pop("lengths", None),
+        inputs.pop("world_size", 1),
+        inputs.pop("sharding", None),
+    )
     if (lengths is None) == (dataset is None):
         raise ValueError("estimate needs either `lengths` or `dataset`, to know what a step will see")
+    own = cast(PlanInputs, inputs)
+    if isinstance(method, str):
+        if world_size != 1 or sharding is not None:
+            raise ValueError("world_size and sharding need the trainer's config in the place of the method's name")
+        return estimate_method(method, model, dataset, budget, device=device, **{**own, "lengths": lengths})
+    if own.pop("config", None) is not None:
+        raise ValueError("the config stands in the place of the method already: leave `config` out")
+    rows: Any = dataset if lengths is None else row_lengths(lengths, method_of(method)).lengths
+    if lengths is None and not isinstance(dataset, Dataset):
+        rows, _ = first_rows(load_rows(cast(Source, dataset)))
+    place = device_named(device).with_rates()
+    room, of_budget = read_budget(budget, place)
+    found = _estimate_config(method, model, rows, place, _spread(method, sharding, world_size), own)
+    return replace(found, room_bytes=room, notes=(*of_budget, *found.notes))
+
+
+def _estimate_config(
+    config: TrainingConfig,
+    model: str | PretrainedConfig,
+    rows: Dataset | Sequence[int | Sequence[int]],
+    device: Device,
+    sharding: Sharding | None,
+    inputs: PlanInputs,
+) -> Estimate:
+    """Of a trainer's config; rows are a dataset, or lengths."""
     rewards = DescribedRewards.of(_rewards(inputs.pop("reward_funcs", None), config))
     inputs["teacher_model"] = DescribedTeacher.of(inputs.get("teacher_model"), config)
     init = model_init(
@@ -97,11 +143,11 @@ def estimate(
         _estimated,
         ConfigState.of(config),
         config_of_model(model, **config_init(init)),
-        cast(Any, lengths if dataset is None else dataset),
-        device_named(device).with_rates(),
-        _spread(config, sharding, world_size),
+        rows,
+        device,
+        sharding,
         rewards,
-        {**inputs, "quantization_config": init.get("quantization_config")},
+        {**cast(ModelInputs, inputs), "quantization_config": init.get("quantization_config")},
     )
 
 
@@ -127,11 +173,7 @@ def _estimated(
     """See `estimate`; rows are a dataset, or lengths."""
     config, prepared = state.config(), not isinstance(rows, Dataset)
     method = method_of(config)
-    dataset = (
-        rows
-        if isinstance(rows, Dataset)
-        else Dataset.from_list(rows_of(rows, writes=method.writes is not None, parts=method.rows.parts))
-    )
+    dataset = rows if isinstance(rows, Dataset) else RowLengths(tuple(rows), method).rows()
     run = FakeRun(method, config, described, dataset, prepared=prepared, rewards=rewards, **inputs)
     return estimate_run(run, device, sharding=sharding)
 
@@ -139,8 +181,8 @@ def _estimated(
 def plan(
     method: str,
     model: str | PretrainedConfig,
-    dataset: Source,
-    budget: str | int,
+    dataset: Source | None = None,
+    budget: str | int | None = None,
     *,
     device: str = "cpu",
     exact: bool = True,
@@ -152,8 +194,9 @@ def plan(
     Args:
         method: "sft", "dpo" or another command's name.
         model: its config, or a path or hub name of it.
-        dataset: rows to train on, or where they are.
-        budget: "24GiB", "24GB", "24g", a number of bytes, or "auto" for what the device has free.
+        dataset: rows to train on, or where they are; or `lengths` among the inputs.
+        budget: "24GiB", "24GB", "24g", a number of bytes, or "auto", as by default, for what the device has free. One
+            above the device's memory is taken as that, which the notes of the plan say.
         device: "cpu", "cuda", or a GPU that need not be here, such as "H100-80GB".
         exact: whether only settings are chosen that leave the numbers alone; others are named with what they change.
         explain: whether runners-up and the effect of each technique are wanted, which take some traces more.
@@ -172,17 +215,18 @@ def plan(
     run, loaded = _run(method, model, dataset, cluster.device.name if cluster else device, inputs)
     run = replace(run, cluster=cluster)
     rows, notes = first_rows(loaded)
+    room, of_budget = read_budget(budget, run.device)
     own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
     return in_tracing_process(
         make_plan if cluster is None else plan_over,
         run,
         rows,
-        budget_bytes(budget, run.device),
+        room,
         exact=exact,
         explain=explain,
         source=own | dict(run.requested),
         streamed=rows is not loaded,
-        notes=notes,
+        notes=(*of_budget, *notes),
     )
 
 
@@ -194,7 +238,8 @@ def _amount(memory: str | int | None) -> int | None:
 def estimate_method(
     method: str,
     model: str | PretrainedConfig,
-    dataset: Source,
+    dataset: Source | None = None,
+    budget: str | int | None = None,
     *,
     device: str = "cpu",
     **inputs: Unpack[PlanInputs],
@@ -203,41 +248,105 @@ def estimate_method(
     check_arguments_known("estimate_method", inputs, PlanInputs.__annotations__)
     run, rows = _run(method, model, dataset, device, inputs)
     rows, notes = first_rows(rows)
+    room, of_budget = read_budget(budget, run.device)
     found = in_tracing_process(_estimated_as_planned, run, rows)
-    return replace(found, notes=(*notes, *found.notes))
+    return replace(found, room_bytes=room, notes=(*of_budget, *notes, *found.notes))
 
 
 def _estimated_as_planned(run: PlannedRun, rows: Dataset) -> Estimate:
-    prepared, _, of_rows = prepared_rows(run, rows)
+    prepared, sizes, of_rows = prepared_rows(run, rows)
     found = measured(run, prepared, {}, None).estimate
-    return replace(found, notes=(*of_rows, *found.notes))
+    proposed = in_bfloat16(run, {})
+    if proposed is not None:
+        with contextlib.suppress(Refused):
+            other = measured(run, prepared, {"dtype": "bfloat16"}, None).estimate
+            proposed += (
+                f" With it the peak is {bytes_text(other.peak_bytes)} in place of {bytes_text(found.peak_bytes)}."
+            )
+    notes = (*of_rows, *found.notes, *([proposed] if proposed else []))
+    return replace(found, notes=notes, assumptions=assumptions_of(run, {}, sizes.whole))
+
+
+def gpus(
+    method: str,
+    model: str | PretrainedConfig,
+    *,
+    name: str = "",
+    **inputs: Unpack[PlanInputs],
+) -> DeviceTable:
+    """Which devices hold a run: all of the table of devices, each with full, LoRA and QLoRA training.
+
+    The traces run in this process and in some that are forked from it, so nothing else may compute meanwhile.
+
+    Args:
+        method: "sft", "dpo" or another command's name.
+        model: its config, or a path or hub name of it; the shapes of well-known models are built in.
+        name: what the model is called, where its config is given.
+        inputs: see `PlanInputs`; `lengths` are 8 rows of 1,024 tokens by default, and with `peft_config` only adapters
+            are compared.
+
+    Raises:
+        ValueError: there is no such method or model, or no way to train it can be traced.
+    """
+    check_arguments_known("gpus", inputs, PlanInputs.__annotations__)
+    called = name or (model if isinstance(model, str) else type(model).__name__)
+    model = (known_config(model) or config_of_model(model)) if isinstance(model, str) else model
+    lengths = inputs.get("lengths") or DEFAULT
+    runs, asked = {}, {**inputs, "lengths": lengths, "config": _requested(inputs)}
+    for kind, device in KINDS.items():
+        runs[kind], _ = _run(method, model, None, device, cast(PlanInputs, asked), timed=False)
+    # Where there is no bfloat16, float16 takes its place, and as many bytes.
+    runs["older"] = replace(runs["older"], requested={"bf16": True, **runs["older"].requested})
+    return device_table(
+        runs,
+        row_lengths(lengths, runs["cuda"].method),
+        model=called,
+        beside=known_process_bytes(adapters=inputs.get("peft_config") is not None),
+    )
+
+
+def _requested(inputs: PlanInputs) -> dict[str, Any]:
+    config = inputs.get("config")
+    return dict(config.requested if isinstance(config, TrainingConfig) else config or {})
 
 
 def _run(
     method: str,
     model: str | PretrainedConfig,
-    dataset: Source,
+    dataset: Source | None,
     device: str,
     inputs: PlanInputs,
+    *,
+    timed: bool = True,
 ) -> tuple[PlannedRun, Dataset | IterableDataset]:
+    """The run that is asked for, with its rows; `timed` is whether the rates of a device at hand are wanted."""
+    lengths = inputs.get("lengths")
+    if (lengths is None) == (dataset is None):
+        raise ValueError("it needs either `dataset` or `lengths`, to know what a step will see")
     declared, place, config = method_named(method), device_named(device), inputs.get("config")
     given = dict(config.requested if isinstance(config, TrainingConfig) else config or {})
+    known = None if lengths is None else row_lengths(lengths, declared)
+    if known is not None:
+        given.setdefault("per_device_train_batch_size", known.batch)
     init = model_init(
         given.get("model_init_kwargs"),
         trust_remote_code=bool(given.get("trust_remote_code")),
         quantization_config=inputs.get("quantization_config"),
     )
-    described = config_of_model(model, **config_init(init))
+    named = known_config(model) if known is not None and isinstance(model, str) else None
+    described = config_of_model(named or model, **config_init(init))
     processing_class = inputs.get("processing_class")
-    as_they_are = (given.get("dataset_kwargs") or {}).get("skip_prepare_dataset")
+    as_they_are = known is not None or (given.get("dataset_kwargs") or {}).get("skip_prepare_dataset")
     if processing_class is None and isinstance(model, str) and not as_they_are:
         processing_class = load_tokenizer(model, **config_init(init))
     adapters, quantized = inputs.get("peft_config"), init.get("quantization_config")
     rewards = DescribedRewards.of(_rewards(inputs.get("reward_funcs"), given))
     teacher = DescribedTeacher.of(inputs.get("teacher_model"), given)
     beside: dict[str, Any] = {"rewards": rewards, "teacher": teacher}
-    run = PlannedRun(declared, described, given, place.with_rates(), processing_class, adapters, quantized, **beside)
-    return run, load_rows(dataset)
+    beside["prepared"] = known is not None
+    place = place.with_rates() if timed else place
+    run = PlannedRun(declared, described, given, place, processing_class, adapters, quantized, **beside)
+    return run, load_rows(cast(Source, dataset)) if known is None else known.rows()
 
 
 def _rewards(reward_funcs: Any, config: Any) -> Any:
@@ -245,29 +354,3 @@ def _rewards(reward_funcs: Any, config: Any) -> Any:
     name = "reward_model_path"
     path = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return path if reward_funcs is None else reward_funcs
-
-
-def rows_of(lengths: Sequence[int | Sequence[int]], *, writes: bool = False, parts: Sequence[str] = ()) -> list[dict]:
-    """Prepared rows of such lengths; of prompts alone, where the policy writes what follows.
-
-    Args:
-        parts: the columns of tokens, where their number does not say which they are.
-    """
-    if writes:
-        return [{"prompt_ids": [1] * (length if isinstance(length, int) else length[0])} for length in lengths]
-    columns = {
-        1: ("input_ids",),
-        2: ("prompt_ids", "completion_ids"),
-        3: ("prompt_ids", "chosen_ids", "rejected_ids"),
-    }
-    columns |= {len(parts): tuple(parts)}
-    made = []
-    for length in lengths:
-        each = (length,) if isinstance(length, int) else tuple(length)
-        row: dict[str, Any] = {name: [1] * size for name, size in zip(columns[len(each)], each, strict=True)}
-        if "input_ids" in row:
-            row |= {"labels": row["input_ids"], "number": len(made), "text_label": len(made) % 2}
-        if "completion_ids" in row:
-            row |= {"kl_completion_ids": row["completion_ids"], "label": True}
-        made.append(row)
-    return made

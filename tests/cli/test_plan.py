@@ -155,7 +155,6 @@ def test_an_estimate_is_a_table_or_json(plan):
     [
         (("--budget", "much"), "no amount of memory"),
         (("--budget", "8GiB", "--device", "H10"), "unknown device 'H10'"),
-        (("--budget", "10KiB"), "below the weights"),
         (("--budget", "8GiB", "--dataset", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--budget", "8GiB", "--model", "no/such"), "no/such"),
         (("--budget", "8GiB", "--use_peft", "--load_in_8bit"), "not traced, but for load_in_4bit"),
@@ -170,6 +169,59 @@ def test_an_estimate_is_a_table_or_json(plan):
 def test_what_a_user_can_mend_is_one_message(plan, words, says):
     status, _, err = plan(*words)
     assert (status, says in " ".join(err.split())) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [
+        ((), ("--lossy", "--optim adamw_compressed", "--use_peft --dtype bfloat16", "--use_peft --load_in_4bit")),
+        (("--use_peft",), ("--lossy", "--dtype bfloat16", "--load_in_4bit")),
+    ],
+)
+def test_what_does_not_fit_ends_in_1_with_every_way_out(plan, words, ways):
+    status, out, err = plan("--budget", "10KiB", *words)
+    assert status == 1, err
+    said = " ".join(out.split())
+    for text in ("Does not fit: the budget of 10.0 KiB is below the weights", "lowtide gpus sft", *ways):
+        assert text in said, text
+    status, out, err = plan("--budget", "10KiB", "--json", *words)
+    found = json.loads(out)
+    assert (status, found["fits"], found["budget_bytes"]) == (1, False, 10_240), err
+    assert found["spare_bytes"] == 10_240 - found["peak_bytes"]
+    assert all(any(way in each for each in found["ways"]) for way in ways)
+
+
+def test_an_estimate_says_whether_it_fits(plan):
+    status, out, err = plan("--budget", "1MiB", command="estimate")
+    assert status == 1, err
+    assert "Does not fit:" in out
+    assert "lowtide plan sft" in " ".join(out.split())
+    status, out, err = plan("--json", "--budget", "1MiB", command="estimate")
+    found = json.loads(out)
+    assert (status, found["fits"], found["room_bytes"]) == (1, False, MIB)
+    status, out, err = plan("--device", "l4", command="estimate")
+    assert status == 0, err
+    assert "Fits: " in out
+    assert "on L4-24GB" in out
+    assert "Assumed: " in out
+
+
+def test_lengths_stand_for_a_dataset(capsys, model):
+    words = ["--model", str(model), "--lengths", "64x4", "--device", "4090"]
+    status = main(["estimate", "dpo", *words, "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    assert json.loads(out)["device"] == "RTX-4090"
+    assert main(["estimate", "dpo", *words, "--dataset", "rows.jsonl"]) == 2
+    assert "leave one of them out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_frozen_weights_in_float32_are_proposed_in_bfloat16(capsys, model):
+    words = ["estimate", "dpo", "--model", str(model), "--lengths", "64x4", "--device", "h100", "--use_peft"]
+    assert main(words) == 0
+    assert "--dtype bfloat16 stores them in half" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--dtype", "bfloat16"]) == 0
+    assert "stores them in half" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_rows_beyond_the_models_positions_are_refused(plan, model, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.memory.allocators.measure import resident_bytes
-from lowtide.planner.budget import budget_bytes
+from lowtide.planner.budget import budget_bytes, bytes_of, read_budget
 from lowtide.planner.devices import device_named
 
 CPU = device_named("cpu")
@@ -28,7 +28,7 @@ GIB, GB = 1 << 30, 10**9
     ],
 )
 def test_an_amount_of_memory_is_read(text, count):
-    assert budget_bytes(text, CPU) == count
+    assert bytes_of(text) == count
 
 
 @pytest.mark.parametrize("text", ["a lot", "24 lb", "", "-3GiB", "GiB", True])
@@ -42,9 +42,13 @@ def test_nothing_is_no_budget():
         budget_bytes("0GiB", CPU)
 
 
-def test_more_than_a_device_has_is_refused():
-    with pytest.raises(ValueError, match="more than L4-24GB has"):
-        budget_bytes("80GiB", device_named("L4"))
+def test_more_than_a_device_has_is_what_it_has_and_that_is_said():
+    device = device_named("L4")
+    found = read_budget("80GiB", device)
+    assert found.bytes == device.memory_bytes
+    assert found.notes == ("the budget of 80GiB is more than L4-24GB has: 22.00 GiB is used",)
+    assert read_budget("20GiB", device) == (20 * GIB, ())
+    assert read_budget(None, device) == (device.memory_bytes, ())
 
 
 def test_auto_is_what_is_free_and_what_this_process_has():

@@ -18,10 +18,27 @@ from lowtide.planner.devices import DEVICES, GIB, MIB, Rates, device_named, meas
         ("L4", "L4-24GB"),  # and not the L40S
         ("a100-pcie", "A100-PCIe-80GB"),
         ("H200", "H200-141GB"),
+        ("h100", "H100-80GB"),
+        ("4090", "RTX-4090"),
+        ("rtx4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("A6000", "RTX-A6000"),
+        ("a100 80g", "A100-80GB"),
+        ("a100-40gb", "A100-40GB"),
+        ("6000 ada", "RTX-6000-Ada"),
+        ("pro 6000", "RTX-PRO-6000-96GB"),
+        ("Tesla T4", "T4-16GB"),
+        ("mac 64gb", "Apple-64GB"),
+        ("cpu 32 gb", "CPU-32GB"),
     ],
 )
 def test_names_are_found(text, name):
     assert device_named(text) is DEVICES[name]
+
+
+def test_half_a_name_is_none():
+    with pytest.raises(ValueError, match="'6000' may be any of "):
+        device_named("6000")
 
 
 def test_a_name_of_several_names_them():
@@ -73,7 +90,7 @@ def test_a_control_group_limits_memory(monkeypatch, tmp_path):
         assert found == expected if expected else found >= whole
 
 
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("device", [each for each in DEVICES.values() if each.sheet], ids=lambda each: each.name)
 def test_rows_of_the_table_are_plausible(device):
     rates = device.rates
     assert not rates.measured
@@ -83,6 +100,12 @@ def test_rows_of_the_table_are_plausible(device):
     named = [int(part.removesuffix("GB")) for part in device.name.split("-") if part.endswith("GB")]
     assert all(0.9 * size * 1e9 < device.memory_bytes < 1.08 * size * 1e9 for size in named)
     assert device.available_bytes < device.memory_bytes
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_each_is_found_by_its_own_name(device):
+    assert device_named(device.name) is device
+    assert device.listed
 
 
 def test_hopper_has_larger_workspaces():

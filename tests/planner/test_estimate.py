@@ -21,12 +21,13 @@ import lowtide
 from lowtide.demo.model import make_tokenizer
 from lowtide.methods import METHODS
 from lowtide.planner.allocators.replay import peaks, run_of
+from lowtide.planner.answers.row_lengths import rows_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing.trace import Event
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, unrolled
-from lowtide.planning import estimate, estimate_method, plan, rows_of
+from lowtide.planning import estimate, estimate_method, plan
 from lowtide.run.options.configs import method_of
 from lowtide.step.heaviest import heaviest_batch, row_lengths
 from lowtide.trainers.public import trainer_class

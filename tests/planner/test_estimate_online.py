@@ -14,11 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import lowtide
 from lowtide.demo.model import make_tokenizer
+from lowtide.planner.answers.row_lengths import rows_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.tracing.fake_run import VLLM_NOT_COUNTED, FakeRun
 from lowtide.planner.tracing.reward_models import DescribedRewards
-from lowtide.planning import estimate_method, rows_of
+from lowtide.planning import estimate_method
 from lowtide.run.options.configs import method_of
 
 SIZES: dict[str, Any] = {

@@ -10,9 +10,9 @@ from datasets import Dataset
 from transformers import LlamaConfig
 
 import lowtide
+from lowtide.planner.answers.row_lengths import rows_of
 from lowtide.planner.plan import Plan, PlanError
 from lowtide.planner.tracing_process import tracing_here
-from lowtide.planning import rows_of
 
 MODEL = LlamaConfig(
     vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=16, num_attention_heads=8,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import train
+from lowtide.cli.endings import UsageError
 from lowtide.cli.options import read_options
 from lowtide.cli.run_file import read_run_file
 from lowtide.compat.argparse import ArgumentGroup, Subparsers
@@ -17,6 +18,7 @@ from lowtide.compat.argparse import ArgumentGroup, Subparsers
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from rich.table import Table
+    from rich.text import Text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,8 @@ class DescribedRun:
     """The options that were given."""
     requested: Mapping[str, Any]
     """Those of the method's config."""
+    lengths: str | None = None
+    """The lengths of its rows, in the place of a dataset."""
 
     @property
     def method(self) -> str:
@@ -38,6 +42,8 @@ class DescribedRun:
         """Its name or folder; of one that begins with random weights a folder of the command's own."""
         if self.run.what.model is not None:
             return self.run.what.model
+        if self.lengths is not None:
+            raise UsageError("--lengths needs --model: a model that begins with random weights is made for its rows")
         from lowtide.run.inputs.beginning import beginning_of
 
         return beginning_of(self.run.config(output_dir=self._folder.name), self.rows())
@@ -45,6 +51,14 @@ class DescribedRun:
     @functools.cached_property
     def _folder(self) -> tempfile.TemporaryDirectory:
         return tempfile.TemporaryDirectory()
+
+    def data(self) -> dict[str, Any]:
+        """The rows to train on, or their lengths, as the functions of `lowtide.planning` take them."""
+        if self.lengths is not None:
+            if self.run.what.dataset or self.run.what.datasets:
+                raise UsageError("--lengths and --dataset both say what a step will see: leave one of them out")
+            return {"lengths": self.lengths}
+        return {"dataset": self.rows(), "processing_class": self.tokenizer()}
 
     def rows(self) -> Dataset | IterableDataset:
         """The rows to train on."""
@@ -78,8 +92,28 @@ def add_description(
     if group is not None:
         names = "cpu, cuda, or a GPU such as H100-80GB (default: what is here)"
         group.add_argument("--device", metavar="NAME", help=names)
+        add_lengths(group)
         group.add_argument("--json", action="store_true", help="print JSON")
     return own, group
+
+
+def add_lengths(group: ArgumentGroup, default: str | None = None) -> None:
+    """Add the option that stands for a dataset."""
+    asked = f"default: {default}" if default else "in place of --dataset"
+    help = f"tokens and number of the rows of a batch: 1024x8, or their parts, 512+256+256x8 ({asked})"
+    group.add_argument("--lengths", metavar="TOKENSxROWS", default=default, help=help)
+
+
+def style_of(fits: bool | None) -> str:
+    """How a verdict is shown."""
+    return "bold green" if fits else "bold red"
+
+
+def noted(text: str, style: str = "dim") -> Text:
+    """A paragraph, as they stand beneath a table."""
+    from rich.text import Text
+
+    return Text(text, style=style)
 
 
 def plain_table(title: str) -> Table:
@@ -100,12 +134,12 @@ def described_run(arguments: argparse.Namespace) -> DescribedRun:
     values = read_run_file(arguments.config, options) if arguments.config else {}
     values |= read_options(arguments, options)
     with tempfile.TemporaryDirectory() as folder:  # nothing is written where the run would write
-        run = train.read_run(arguments, output_dir=folder)
+        run = train.read_run(arguments, has_rows=arguments.lengths is not None, output_dir=folder)
     config = train.config_of(run.method)
     given = {name: value for name, value in values.items() if name in train.option_names(config)}
     if run.what.model_init():
         given["model_init_kwargs"] = run.what.model_init()
-    return DescribedRun(run, values, given)
+    return DescribedRun(run, values, given, arguments.lengths)
 
 
 def device_of(arguments: argparse.Namespace) -> str:

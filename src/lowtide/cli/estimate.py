@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
+from lowtide.cli.described_run import add_description, described_run, device_of, noted, plain_table, style_of
+from lowtide.cli.endings import DOES_NOT_FIT
 from lowtide.compat.argparse import Subparsers
 from lowtide.deferred_imports import defer_imports
 
@@ -25,13 +26,16 @@ def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentP
     )
     own, group = add_description(subparsers, "estimate", method, description)
     if group is not None:
+        group.add_argument(
+            "--budget", metavar="SIZE", help="what the run may take: 24GiB, 24GB, 24g or bytes (default: what is free)"
+        )
         group.add_argument("--output", type=Path, metavar="FILE", help="write the estimate here too, as JSON")
     own.set_defaults(run=run)
     return own
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Estimate, and show it; the exit status.
+    """Estimate, and show it; the exit status is 1 where the run does not fit.
 
     Raises:
         ValueError: something that the user can mend; OSError likewise.
@@ -47,10 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
         found = estimate_method(
             described.method,
             described.model,
-            described.rows(),
+            budget=arguments.budget or described.values.get("memory_budget"),
             device=device_of(arguments),
             config=described.requested,
-            processing_class=described.tokenizer(),
+            **described.data(),
             **described.adapters(),
             **described.rewards(),
         )
@@ -58,14 +62,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(as_json + "\n", encoding="utf-8")
+    status = 0 if found.fits else DOES_NOT_FIT
     if arguments.json:
         print(as_json)
-        return 0
+        return status
     console = Console()
+    console.print(noted(""), noted(f"{found.verdict[0].upper()}{found.verdict[1:]}.", style=style_of(found.fits)))
     console.print(_table(found))
-    for note in found.notes:
-        console.print(note, style="dim", markup=False, highlight=False)
-    return 0
+    for note in (*found.assumptions, *found.notes):
+        console.print(noted(note))
+    if not found.fits:
+        command = f"lowtide plan {described.method}"
+        console.print(noted(f"{command}, with the same options, looks for settings that fit.", style=""))
+    return status
 
 
 def _table(estimate: Estimate) -> RenderableType:

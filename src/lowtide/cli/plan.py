@@ -8,8 +8,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.cli.described_run import add_description, described_run, device_of, plain_table
-from lowtide.cli.endings import UsageError
+from lowtide.cli.described_run import (
+    DescribedRun,
+    add_description,
+    described_run,
+    device_of,
+    noted,
+    plain_table,
+    style_of,
+)
+from lowtide.cli.endings import DOES_NOT_FIT, UsageError
 from lowtide.compat.argparse import Subparsers
 from lowtide.deferred_imports import defer_imports
 
@@ -18,8 +26,12 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from lowtide.planner.plan import Plan, Spread
+    from lowtide.planner.plan import Plan, PlanError, Spread
     from lowtide.planner.sharding.step_time import StepTime
+
+
+OTHERS = ("trl", "axolotl", "llama-factory", "unsloth")
+"""Trainers whose settings a plan can be written in."""
 
 
 def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentParser:
@@ -40,6 +52,8 @@ def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentP
             "--host_memory", metavar="SIZE", help="of each node (default: 256 GiB for each of its --devices)"
         )
         group.add_argument("--lossy", action="store_true", help="choose settings that change the numbers too, named")
+        trainers = f"write the settings for another trainer, with what it lacks: {', '.join(OTHERS)}"
+        group.add_argument("--for", dest="other", metavar="TRAINER", choices=OTHERS, help=trainers)
         group.add_argument(
             "--output", type=Path, metavar="FILE", help="write the run file here, in place of printing it"
         )
@@ -48,15 +62,33 @@ def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentP
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, and show the plan; the exit status.
+    """Plan, and show the plan; the exit status is 1 where nothing fits.
 
     Raises:
-        ValueError: nothing fits, or something that the user can mend; OSError likewise.
+        ValueError: something that the user can mend; OSError likewise.
     """
     defer_imports()
     if arguments.devices and arguments.device:
         raise UsageError("--devices and --device both say where: leave one of them out")
     described = described_run(arguments)
+    from lowtide.planner.plan import PlanError
+
+    try:
+        found = _planned(arguments, described)
+    except PlanError as error:
+        _show_failure(error, as_json=arguments.json)
+        return DOES_NOT_FIT
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(_written(found, arguments.other), encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0
+    _show(found, arguments)
+    return 0
+
+
+def _planned(arguments: argparse.Namespace, described: DescribedRun) -> Plan:
     from rich.console import Console
 
     from lowtide.planner.tracing_process import tracing_here
@@ -66,36 +98,61 @@ def run(arguments: argparse.Namespace) -> int:
         found = plan(
             described.method,
             described.model,
-            described.rows(),
-            arguments.budget or described.values.get("memory_budget") or "auto",
+            budget=arguments.budget or described.values.get("memory_budget"),
             device=device_of(arguments),
             devices=arguments.devices,
             nodes=1 if arguments.nodes is None else arguments.nodes,
             host_memory=arguments.host_memory,
             exact=not arguments.lossy,
             config=described.requested,
-            processing_class=described.tokenizer(),
+            **described.data(),
             **described.adapters(),
             **described.rewards(),
         )
     # The run file is to have all that was asked for: model, data and adapters too.
     asked = {name: value for name, value in described.values.items() if name != "memory_budget"}
-    found = dataclasses.replace(found, requested=asked)
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(found.to_yaml(), encoding="utf-8")
-    if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
-        return 0
+    return dataclasses.replace(found, requested=asked)
+
+
+def _written(plan: Plan, other: str | None) -> str:
+    """The run file: lowtide's, or that of another trainer."""
+    if other is None:
+        return plan.to_yaml()
+    from lowtide.planner.answers.elsewhere import settings_for
+
+    return settings_for(other, plan)
+
+
+def _show(plan: Plan, arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
     console = Console()
-    for part in _parts(found):
+    for part in _parts(plan):
         console.print(part)
     if arguments.output is None:
-        console.print(found.to_yaml().rstrip(), markup=False, highlight=False, soft_wrap=True)
-    else:
-        command = found.launch(str(arguments.output))
+        text = _written(plan, arguments.other).rstrip()
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    elif arguments.other is None:
+        command = plan.launch(str(arguments.output))
         console.print(f"Written: {arguments.output}. This runs it: {command}", markup=False, soft_wrap=True)
-    return 0
+    else:
+        console.print(f"Written: {arguments.output}, for {arguments.other}.", markup=False, soft_wrap=True)
+
+
+def _show_failure(error: PlanError, *, as_json: bool) -> None:
+    """What does not fit, and the ways out."""
+    if as_json:
+        print(json.dumps(error.to_dict(), indent=2))
+        return
+    from rich.console import Console
+    from rich.padding import Padding
+
+    console = Console()
+    console.print(noted(""), noted(f"Does not fit: {error.reason}", style=style_of(False)))
+    if error.ways:
+        console.print(noted("Ways out:", style=""))
+    for way in error.ways:
+        console.print(Padding(noted(f"- {way}", style=""), (0, 2)))
 
 
 def _parts(plan: Plan) -> list[RenderableType]:
@@ -107,9 +164,10 @@ def _parts(plan: Plan) -> list[RenderableType]:
     share, spread = plan.chosen.peak_bytes / plan.budget_bytes, plan.spread
     rate = plan.chosen.tokens_per_second
     peak = Text.assemble(
+        ("Fits: ", style_of(True)),
         (f"{bytes_text(plan.chosen.peak_bytes)} ", "bold"),
         f"of {bytes_text(plan.budget_bytes)} on {'each ' if spread else ''}{plan.device} ({share:.0%}), "
-        f"in {plan.estimate.phase}",
+        f"{bytes_text(plan.budget_bytes - plan.chosen.peak_bytes)} left, in {plan.estimate.phase}",
         f"; some {rate:,.0f} tokens/s{' of all devices' if spread else ''}" if rate else "",
     )
     parts: list[RenderableType] = [Text(""), peak]
@@ -123,7 +181,7 @@ def _parts(plan: Plan) -> list[RenderableType]:
     parts += [
         Padding(Text(f"{name} cannot work here: {why}", style="dim"), (0, 2)) for name, why in plan.refused.items()
     ]
-    parts += [Text(note, style="dim") for note in plan.notes]
+    parts += [Text(note, style="dim") for note in (*plan.estimate.assumptions, *plan.notes)]
     if plan.speed_by != "roofline":
         parts.append(Text("Speeds are relative, from operations counted; no device was measured.", style="dim"))
     return parts

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RUN_FILE = "run.yaml"
+ROWS = {"lowtide gpus": "", **dict.fromkeys(("lowtide plan", "lowtide estimate"), "(--dataset D | --lengths L) ")}
+"""How the usage of a command names its rows, where it is not by `--dataset D`."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -84,16 +86,18 @@ class RunOptions:
         aliases=["dataset_test_split"],
     )
 
-    def check(self, *, begins_at_random: bool = False) -> None:
+    def check(self, *, begins_at_random: bool = False, has_rows: bool = False) -> None:
         """Refuses what cannot work.
 
         Args:
             begins_at_random: whether other options say which model there is.
+            has_rows: whether rows are known without a dataset.
 
         Raises:
             UsageError: an option is missing, or has no effect.
         """
-        for name, given in (("model", self.model or begins_at_random), ("dataset", self.dataset or self.datasets)):
+        rows = self.dataset or self.datasets or has_rows
+        for name, given in (("model", self.model or begins_at_random), ("dataset", rows)):
             if not given:
                 raise UsageError(f"--{name} is missing: give it, or `{name}:` in the file of --config")
         if self.test_split_size is not None and not self.datasets:
@@ -220,7 +224,7 @@ def add_parser(subparsers: Subparsers, method: str, *, command: str = "lowtide")
     parser = subparsers.add_parser(
         method,
         help=summary,
-        usage=f"{command} {method} --model M --dataset D [--config {RUN_FILE}] [--OPTION VALUE ...]",
+        usage=f"{command} {method} --model M {ROWS.get(command, '--dataset D ')}[--config {RUN_FILE}] [--OPTION ...]",
         description=f"{summary.capitalize()}. An option of a run file is one of the command line, which wins.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=110),
     )
@@ -304,8 +308,11 @@ def add_command(
     return own, own.add_argument_group(command)
 
 
-def read_run(arguments: argparse.Namespace, **changes: Any) -> TrainingCommand:
+def read_run(arguments: argparse.Namespace, *, has_rows: bool = False, **changes: Any) -> TrainingCommand:
     """The run that is asked for, with some options changed; its output folder is there.
+
+    Args:
+        has_rows: whether its rows are known without a dataset.
 
     Raises:
         UsageError: an option is missing, contradicts another, or the output folder cannot be written.
@@ -314,7 +321,7 @@ def read_run(arguments: argparse.Namespace, **changes: Any) -> TrainingCommand:
     values = read_run_file(arguments.config, options) if arguments.config else {}
     values |= read_options(arguments, options) | changes
     what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
-    what.check(begins_at_random=bool(values.get("config_name") or values.get("model_type")))
+    what.check(begins_at_random=bool(values.get("config_name") or values.get("model_type")), has_rows=has_rows)
     adapters.check()
     values["output_dir"] = what.output_dir or f"{Path(what.model or 'model').name}-{arguments.method}"
     values.pop("resume_from_checkpoint", None)

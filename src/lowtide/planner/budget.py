@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,25 +23,40 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def budget_bytes(budget: str | int | float, device: Device) -> int:
-    """The bytes of a budget.
+class Budget(NamedTuple):
+    """A budget as a device can keep it."""
+
+    bytes: int
+    notes: tuple[str, ...] = ()
+    """What there is to say of it."""
+
+
+def read_budget(budget: str | int | float | None, device: Device) -> Budget:
+    """A budget; one above the memory of its device is as much as that has.
 
     Args:
-        budget: a number with a unit, `auto` for what the device has free now, or bytes.
+        budget: a number with a unit, or bytes; `auto`, or None, for what the device has free now.
         device: that it is of.
 
     Raises:
-        ValueError: it is none of these, or more than the device has.
+        ValueError: it is none of these.
     """
-    if isinstance(budget, str) and budget.strip().lower() == AUTO:
-        return free_bytes(device)
+    if budget is None or (isinstance(budget, str) and budget.strip().lower() == AUTO):
+        return Budget(free_bytes(device))
     count = bytes_of(budget)
-    if device.sheet is not None and count > device.memory_bytes:
-        raise ValueError(
-            f"memory budget {budget!r} is more than {device.name} has, {bytes_text(device.memory_bytes)}: give less, "
-            f"or '{AUTO}'"
-        )
-    return count
+    if count <= device.memory_bytes:
+        return Budget(count)
+    has = bytes_text(device.memory_bytes)
+    return Budget(device.memory_bytes, (f"the budget of {budget} is more than {device.name} has: {has} is used",))
+
+
+def budget_bytes(budget: str | int | float | None, device: Device) -> int:
+    """The bytes of `read_budget`.
+
+    Raises:
+        ValueError: it is no amount of memory.
+    """
+    return read_budget(budget, device).bytes
 
 
 def bytes_of(budget: str | int | float) -> int:
@@ -63,7 +79,7 @@ def bytes_of(budget: str | int | float) -> int:
 
 def free_bytes(device: Device) -> int:
     """What a run may take of a device: all of one that is not here, else what is free, with what this process has."""
-    if device.sheet is not None:
+    if device.listed:
         return device.memory_bytes
     if device.kind == "cuda":
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()

@@ -46,6 +46,8 @@ class PlannedRun:
     """Of a method with one."""
     cluster: Cluster | None = None
     """Several devices that share it; None for one."""
+    prepared: bool = False
+    """Whether its rows are token rows already, for which no tokenizer is needed."""
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What was traced of it over several devices, which plans for other numbers of them share."""
 
@@ -113,6 +115,7 @@ def prepared_rows(run: PlannedRun, rows: Dataset) -> tuple[Dataset, Sizes, tuple
         config,
         run.described,
         rows,
+        prepared=run.prepared,
         processing_class=run.processing_class,
         samples=run.samples,
     )

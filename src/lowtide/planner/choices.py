@@ -33,6 +33,7 @@ ADAMW_LIKE = (
 )
 """Optimizers that take AdamW's place with its hyperparameters."""
 LORA = "a LoRA adapter (rank 16) is trained in place of all weights"
+FROZEN_BFLOAT16 = "frozen weights are stored in bfloat16, and so is what passes from layer to layer"
 PURE_BFLOAT16 = "weights and states are stored in bfloat16, in which small updates are lost"
 
 
@@ -176,6 +177,9 @@ def _precision(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     if setting.device_kind == "cpu":
         helped = cpu_has_bf16()
         found.append((_technique("bfloat16 mixed precision", 0.7 if helped else 1.5), {"bf16": True}))
+    if setting.adapters:
+        frozen = Choice("frozen weights in bfloat16", slower=0.95, changes=FROZEN_BFLOAT16)
+        return [*found, (frozen, {"dtype": "bfloat16"})]
     pure = Choice("bfloat16 weights", slower=0.9, changes=PURE_BFLOAT16, last_resort=True)
     return [*found, (pure, {"dtype": "bfloat16"})]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -75,10 +76,15 @@ class Device:
     """What its data sheet says; None for a device at hand."""
     timed: Rates | None = None
     """What a device at hand was measured to do, where it is told to another process."""
+    listed: bool = False
+    """Whether it is a row of `DEVICES`, and not at hand."""
+    also: tuple[str, ...] = ()
+    """Other names that people have for it."""
 
     @property
     def rates(self) -> Rates:
-        """What it does in a second. The first call for a device at hand measures for a fifth of a second."""
+        """What it does in a second, as far as a data sheet says; else what this machine reaches, which the first call
+        measures for a fifth of a second."""
         return self.sheet or self.timed or measured_rates(self.kind)
 
     def with_rates(self) -> Device:
@@ -111,6 +117,7 @@ def _gpu(
     single: float,
     memory: float,
     *links: float,
+    also: tuple[str, ...] = (),
 ) -> Device:
     """A row of a data sheet: TFLOPS of dense 16-bit products summed in float32, and of float32; GB/s of its memory, to
     the host, to the other devices, to other machines. Devices without links of their own send through the host's."""
@@ -120,13 +127,19 @@ def _gpu(
     host, *own = (GIGA * each for each in links)
     between, network = [*own, *[host, NETWORK][len(own) :]]
     rates = Rates(flops, memory * GIGA, host, between, network)
-    return Device(name, "cuda", int(gib * GIB), capability, rates)
+    return Device(name, "cuda", int(gib * GIB), capability, rates, listed=True, also=also)
+
+
+def _host(name: str, gib: float, *also: str) -> Device:
+    """A machine whose CPU computes, with so much memory."""
+    return Device(name, "cpu", int(gib * GIB), listed=True, also=also)
 
 
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         _gpu("B200-180GB", (10, 0), 178.3, 2250, 75, 8000, 64, 900, 50),
+        _gpu("RTX-PRO-6000-96GB", (12, 0), 94.9, 503.8, 126, 1792, 64, also=("pro 6000", "6000 blackwell")),
         _gpu("H200-141GB", (9, 0), 139.8, 989, 67, 4800, 64, 450, 50),
         _gpu("H100-80GB", (9, 0), 79.1, 989, 67, 3350, 64, 450, 50),
         _gpu("H100-PCIe-80GB", (9, 0), 79.1, 756, 51, 2000, 64),
@@ -144,30 +157,38 @@ DEVICES: dict[str, Device] = {
         _gpu("RTX-3090", (8, 6), 23.6, 71, 35.6, 936, 32),
         _gpu("RTX-6000-Ada", (8, 9), 47.5, 364.2, 91.1, 960, 32),
         _gpu("RTX-A6000", (8, 6), 47.5, 154.8, 38.7, 768, 32),
+        *(_host(f"CPU-{gib}GB", gib) for gib in (16, 32, 64, 128, 256, 512)),
+        *(_host(f"Apple-{gib}GB", gib, f"mac {gib} gb") for gib in (16, 24, 36, 48, 64, 96, 128, 192)),
     )
 }
 """By name. Rates are NVIDIA's: the data sheets of B200 (HGX), H200, H100, A100, L40S, L4, A10G, T4, V100, RTX 6000 Ada
 and RTX A6000, and the architecture papers "Ampere GA102", "Ada" and "RTX Blackwell" for the GeForce cards; PCIe and
 NVLink in one direction. To other machines the boards of B200, H200, H100 and A100 have a network card for each GPU, as
-in NVIDIA's DGX. Memory is what torch reports as a card's total, which is some percent below its name."""
+in NVIDIA's DGX. Memory is what torch reports as a card's total, which is some percent below its name. Machines whose
+CPU computes have no rates: they are taken to be as fast as this one. Apple's share their memory between CPU and GPU,
+and are planned for as a CPU, since what Metal's allocator keeps beside tensors is not modelled."""
+CALLED = ("nvidia", "geforce", "tesla", "quadro")
+"""Words before a GPU's name that change nothing."""
 
 
 def device_named(text: str) -> Device:
     """The device of a name, in any case and with spaces or underscores for hyphens.
 
     Args:
-        text: `cpu` or `cuda` for those at hand, or a name of `DEVICES`, which may be left unfinished where it is
-            unambiguous ("L4", "h200"); "H100" is the H100-80GB.
+        text: `cpu` or `cuda` for those at hand, or a name of `DEVICES`, of which words may be left out where it is
+            unambiguous ("L4", "h200", "4090", "A6000", "NVIDIA RTX 4090"); "H100" is the H100-80GB.
 
     Raises:
         ValueError: nobody knows the name; several devices are meant; there is no GPU here.
     """
-    name = "-".join(text.lower().replace("_", " ").replace("-", " ").split())
+    words = _words(text)
+    name = "-".join(words)
     if name == "cpu":
         return Device("cpu", "cpu", system_memory_bytes())
     if name == "cuda":
         return _present_gpu()
     begun = [each for each in DEVICES if f"{each}-".lower().startswith(f"{name}-")]
+    begun = begun or [each.name for each in DEVICES.values() if any(_within(words, of) for of in _names(each))]
     if len(plain := [each for each in begun if each.count("-") == name.count("-") + 1]) == 1:
         begun = plain  # "H100" is the one of a server board, and no H100-PCIe
     if len(begun) == 1:
@@ -176,6 +197,22 @@ def device_named(text: str) -> Device:
         raise ValueError(f"device {text!r} may be any of {', '.join(begun)}: give one of these names")
     similar = nearest(name.upper(), DEVICES)
     raise ValueError(f"unknown device {text!r}{similar or ': choose cpu, cuda or one of ' + ', '.join(DEVICES)}")
+
+
+def _words(text: str) -> list[str]:
+    """Of a name: "RTX4090" as "rtx 4090", and "80 G" as "80gb"."""
+    spaced = re.sub(r"\b(rtx|gtx)(?=[0-9])", r"\1 ", text.lower().replace("_", " ").replace("-", " "))
+    spaced = re.sub(r"\b([0-9]+) ?(?:gib|gb|g)\b", r"\1gb", spaced)
+    return [word for word in spaced.split() if word not in CALLED]
+
+
+def _names(device: Device) -> list[list[str]]:
+    return [_words(each) for each in (device.name, *device.also)]
+
+
+def _within(words: list[str], name: list[str]) -> bool:
+    """Whether some words are all of a name, or neighbours in it."""
+    return bool(words) and any(name[start : start + len(words)] == words for start in range(len(name)))
 
 
 def _present_gpu() -> Device:

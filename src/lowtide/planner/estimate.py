@@ -60,6 +60,27 @@ class Estimate:
     notes: tuple[str, ...] = ()
     time: StepTime | None = None
     """Of a step, where several devices share the work."""
+    room_bytes: int | None = None
+    """What the run may take of each device; None where nobody asked whether it fits."""
+    assumptions: tuple[str, ...] = ()
+    """What was taken for granted."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within what the run may take; None where nobody said what that is."""
+        return None if self.room_bytes is None else self.peak_bytes <= self.room_bytes
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """What is left beside the peak; below 0 where it does not fit."""
+        return None if self.room_bytes is None else self.room_bytes - self.peak_bytes
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, and by how much, in one line."""
+        if self.room_bytes is None:
+            return f"peak {bytes_text(self.peak_bytes)} on {self.device}"
+        return verdict_of(self.peak_bytes, self.room_bytes, self.device, self.band)
 
     @property
     def tensor_bytes(self) -> int:
@@ -75,12 +96,30 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return asdict(self)
+        return asdict(self) | {"fits": self.fits, "spare_bytes": self.spare_bytes}
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in self.phases[self.phase].items() if size)
         speed = f"; {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ""
         return f"peak {bytes_text(self.peak_bytes)} on {self.device}, in {self.phase}: {parts}{speed}"
+
+
+def verdict_of(peak: int, room: int, device: str, band: float) -> str:
+    """Whether a predicted peak fits, and by how much, in one line.
+
+    Args:
+        peak: bytes.
+        room: bytes that it may take.
+        device: of which.
+        band: by how much of itself the peak may be wrong.
+    """
+    of = f"{bytes_text(peak)} of {bytes_text(room)} on {device}"
+    if peak > room:
+        return f"does not fit: {of}, {bytes_text(peak - room)} too much"
+    left = f"{bytes_text(room - peak)} left"
+    if peak * (1 + band) > room:
+        return f"fits narrowly: {of}, {left}, which is less than the {band:.0%} that an estimate may miss"
+    return f"fits: {of}, {left}"
 
 
 def estimate_run(
@@ -105,7 +144,7 @@ def estimate_run(
     if sharding.devices > 1:
         return _sharded(run, device, sharding, beside)
     traced = run.traced(device)
-    allocator: Allocator = CudaAllocator() if device.kind == "cuda" else _heap(run)
+    allocator: Allocator = CudaAllocator() if device.kind == "cuda" else heap_of(run)
     for number, size in enumerate(device.workspaces):
         allocator.born(("workspace", number), size)
     events = list(run_of(traced.events, rehearsal=run.rehearsal))
@@ -113,7 +152,7 @@ def estimate_run(
     return replace(found, host_bytes=host_bytes(events))
 
 
-def _heap(run: FakeRun) -> GlibcHeap:
+def heap_of(run: FakeRun) -> GlibcHeap:
     """A CPU's, with the workspaces of its libraries."""
     heap = GlibcHeap(host_heap.MMAP_ABOVE, host_heap.TRIM_ABOVE, thread_cache=has_thread_cache())
     packed = min(PACKED, 4 * run.method.head.packed_elements(run.described))
@@ -144,7 +183,7 @@ class RankTrace:
         split = sharding.tensor_parallel
         part = run if split == 1 else run.of(one_rank(run.described, split))
         part = part.split(sharding.sequence_parallel).gathering(sharding.cuts_weights or sharding.by_deepspeed)
-        traced, heap = part.traced(device), _heap(run) if device.kind == "cpu" else None
+        traced, heap = part.traced(device), heap_of(run) if device.kind == "cpu" else None
         events = list(run_of(traced.events, rehearsal=run.rehearsal and not sharding.by_deepspeed))
         found = one_device(events, heap, tokens=traced.tokens, micro_batches=traced.micro_batches)
         found = replace(found, sent=traced.sent_bytes, on_host=host_bytes(events))

@@ -17,13 +17,13 @@ from typing import Any
 from datasets import Dataset
 
 from lowtide.memory.allocators.measure import bytes_text
+from lowtide.planner.answers.ways_out import ways_out
 from lowtide.planner.candidate import PlannedRun, prepared_rows
 from lowtide.planner.choices import axes
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.estimate import BANDS, Estimate, RankTrace
 from lowtide.planner.plan import (
     ADVICE,
-    LOSSY,
     RUNNERS_UP,
     Alternative,
     Plan,
@@ -263,7 +263,7 @@ def plan_over(
     ways = Ways(traces, offered, sizes, room / (1 + BANDS[run.device.kind]))
     found, refused = ways.over(cluster, shardings)
     if not found:
-        raise _nothing_fits(ways, cluster, shardings, room, exact)
+        raise _nothing_fits(ways, alone, shardings, room, exact)
     best, *others = found
     estimate, loaded = best.estimate, traces.weights * (1 if best.sharding.cuts_files else cluster.per_node)
     return Plan(
@@ -272,7 +272,7 @@ def plan_over(
         chosen=best.beside(best),
         budget_bytes=room,
         device=run.device.name,
-        estimate=estimate,
+        estimate=replace(estimate, room_bytes=room),
         runners_up=tuple(each.beside(best) for each in others[: RUNNERS_UP if explain else 0]),
         refused=refused,
         notes=(*notes, *of_rows, *estimate.notes, *_loading(loaded, best.sharding, cluster)),
@@ -348,12 +348,14 @@ def _cost(best: Found, ways: Ways, run: PlannedRun, cluster: Cluster) -> float |
     return found[0].tokens_per_second / node.devices / (best.tokens_per_second / cluster.devices)
 
 
-def _nothing_fits(ways: Ways, cluster: Cluster, shardings: Sequence[Sharding], room: int, exact: bool) -> PlanError:
+def _nothing_fits(ways: Ways, run: PlannedRun, shardings: Sequence[Sharding], room: int, exact: bool) -> PlanError:
+    assert run.cluster is not None
+    cluster = run.cluster
     where = f"nothing fits {bytes_text(room)} on each of {cluster.devices} {cluster.device.name}"
     try:
         least, refused = ways.least(cluster, shardings)
     except Refused as reason:
-        return PlanError(f"{where}: {reason}", 0, {})
+        return PlanError(f"{where}: {reason}", 0, {}, room=room)
     held = {name: size for name, size in least.estimate.phases[least.estimate.phase].items() if name != "runtime"}
     (name, size), *_ = Counter(held).most_common()
     with_what = f"{sharding_name(least.sharding)}; {settings_text(least.settings)}"
@@ -361,8 +363,10 @@ def _nothing_fits(ways: Ways, cluster: Cluster, shardings: Sequence[Sharding], r
     return PlanError(
         f"{where}, {BANDS[cluster.device.kind]:.0%} of it left for what an estimate may miss. The smallest peak found "
         f"is {bytes_text(int(least.candidate.peak))} ({with_what}); "
-        f"most of it is {name}, {bytes_text(int(size))}. {others}{ADVICE.get(name, ADVICE['weights'])}, or more of them"
-        f"{LOSSY if exact else ''}",
+        f"most of it is {name}, {bytes_text(int(size))}. {others}{ADVICE.get(name, ADVICE['weights'])}, or more of "
+        "them.",
         int(least.candidate.peak),
         least.settings,
+        ways_out(run, int(held.get("weights", 0)), exact=exact),
+        room,
     )

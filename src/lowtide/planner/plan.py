@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import yaml
 from datasets import Dataset
 
 from lowtide.memory.allocators.measure import bytes_text
+from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16
+from lowtide.planner.answers.ways_out import ways_out
 from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
 from lowtide.planner.cluster import Cluster
@@ -29,15 +31,34 @@ class PlanError(ValueError):
     Attributes:
         peak_bytes: the least that was found.
         settings: with which.
+        ways: what would help, as a user of the command line writes it, each with what it does.
     """
 
-    def __init__(self, message: str, peak_bytes: int, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, message: str, peak_bytes: int, settings: Mapping[str, Any], ways: Sequence[str] = (), room: int = 0
+    ) -> None:
         super().__init__(message)
-        self.peak_bytes, self.settings = peak_bytes, dict(settings)
+        self.reason, self.peak_bytes, self.settings = message, peak_bytes, dict(settings)
+        self.ways, self.room = tuple(ways), room
+
+    def __str__(self) -> str:
+        return f"{self.reason} Ways out: {'; '.join(self.ways)}." if self.ways else self.reason
 
     def __reduce__(self) -> tuple:
         """For pickle, which else calls a class with the message alone."""
-        return PlanError, (str(self), self.peak_bytes, self.settings)
+        return PlanError, (self.reason, self.peak_bytes, self.settings, self.ways, self.room)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "fits": False,
+            "reason": self.reason,
+            "peak_bytes": self.peak_bytes,
+            "budget_bytes": self.room,
+            "spare_bytes": self.room - self.peak_bytes,
+            "settings": self.settings,
+            "ways": list(self.ways),
+        }
 
 
 @dataclass(frozen=True)
@@ -152,6 +173,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         named = asdict(self) | {"estimate": self.estimate.to_dict(), "settings": dict(self.settings)}
+        named |= {"fits": True, "spare_bytes": self.budget_bytes - self.chosen.peak_bytes}
         return json.loads(json.dumps(named, default=str))
 
     def summary(self) -> str:
@@ -210,7 +232,7 @@ def make_plan(
         room / (1 + BANDS[run.device.kind]),
     )
     if exact:
-        _check_weights(search, room)
+        _check_weights(search, room, run)
     found = search.best(RUNNERS_UP if explain else 0)
     if not found:
         raise _nothing_fits(search, room, run, exact)
@@ -223,11 +245,15 @@ def make_plan(
         chosen=chosen,
         budget_bytes=room,
         device=run.device.name,
-        estimate=best.measured.estimate,
+        estimate=replace(
+            best.measured.estimate,
+            room_bytes=room,
+            assumptions=assumptions_of(run, search.settings(best), best.tokens or sizes.whole),
+        ),
         runners_up=tuple(others),
         techniques=tuple(_effects(search, sizes)) if explain else (),
         refused=_refusals(search),
-        notes=(*notes, *of_rows, *best.measured.estimate.notes),
+        notes=(*notes, *of_rows, *best.measured.estimate.notes, *_proposed(run, search, prepared, best)),
         speed_by="relative costs" if best.measured.tokens_per_second is None else "roofline",
         traces=search.traces,
     )
@@ -295,16 +321,31 @@ def _refusals(search: Search) -> dict[str, str]:
     }
 
 
-def _check_weights(search: Search, room: int) -> None:
+def _proposed(run: PlannedRun, search: Search, prepared: Dataset, best: Candidate) -> tuple[str, ...]:
+    """Frozen weights in bfloat16, where they are float32."""
+    assert best.measured is not None
+    settings = search.options(best.combination)
+    there = in_bfloat16(run, settings)
+    if there is None:
+        return ()
+    try:
+        other = measured(run, prepared, {**settings, "dtype": "bfloat16"}, best.tokens)
+    except Refused:
+        return ()
+    return (f"{there} With it the peak is {bytes_text(int(other.peak))} in place of {bytes_text(int(best.peak))}.",)
+
+
+def _check_weights(search: Search, room: int, run: PlannedRun) -> None:
     """Exact settings leave the weights as large as they are, so there is no need to look at all of them."""
     plain = search.traced(search.plain, None)
     weights = int(min(phase.get("weights", 0) for name, phase in plain.phases.items() if name != "loading"))
     if weights > room:
         raise PlanError(
-            f"the budget of {bytes_text(room)} is below the weights, which take {bytes_text(weights)} by themselves. "
-            f"{ADVICE['weights']}{LOSSY}",
+            f"the budget of {bytes_text(room)} is below the weights, which take {bytes_text(weights)} by themselves.",
             weights,
             {},
+            ways_out(run, weights, exact=True),
+            room,
         )
 
 
@@ -312,7 +353,7 @@ def _nothing_fits(search: Search, room: int, run: PlannedRun, exact: bool) -> Pl
     try:
         least = search.smallest()
     except Refused as reason:
-        return PlanError(str(reason), 0, {})
+        return PlanError(str(reason), 0, {}, room=room)
     assert least.measured is not None
     option = _option(search, least, least)
     phase = max(least.measured.phases.values(), key=lambda each: sum(each.values()))
@@ -322,9 +363,11 @@ def _nothing_fits(search: Search, room: int, run: PlannedRun, exact: bool) -> Pl
         f"nothing fits {bytes_text(room)} on {run.device.name}, {BANDS[run.device.kind]:.0%} of it left for what an "
         f"estimate may miss. The smallest peak found is {bytes_text(option.peak_bytes)} "
         f"({settings_text(option.settings)}); most of it is {name}, {bytes_text(size)}. "
-        f"{ADVICE.get(name, ADVICE['weights'])}{LOSSY if exact else ''}",
+        f"{ADVICE.get(name, ADVICE['weights'])}.",
         option.peak_bytes,
         option.settings,
+        ways_out(run, int(phase.get("weights", 0)), exact=exact),
+        room,
     )
 
 
@@ -338,4 +381,3 @@ ADVICE = {
     "runtime": "That is the process itself, before any tensor: the budget is too small for any model",
 }
 """What would be needed, by what takes most."""
-LOSSY = "; or choices that change the numbers: exact=False, --lossy"

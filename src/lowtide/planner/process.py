@@ -42,12 +42,10 @@ def process_bytes(adapters: bool = False, sharding: Sharding = ALONE) -> int:
         RuntimeError: the small model could not be trained; says what its process printed last.
     """
     engine = _engine(sharding)
-    kept = _folder() / f"process-{_key(adapters, engine)}.json"
-    try:
-        return int(json.loads(kept.read_text())["bytes"])
-    except (OSError, ValueError, KeyError):
-        pass
-    found = _measured(adapters, engine)
+    known = known_process_bytes(adapters, sharding)
+    if known is not None:
+        return known
+    kept, found = _kept(adapters, engine), _measured(adapters, engine)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         scratch = kept.with_suffix(f".{os.getpid()}")
@@ -56,6 +54,18 @@ def process_bytes(adapters: bool = False, sharding: Sharding = ALONE) -> int:
     except OSError:
         pass  # it is measured again next time
     return found
+
+
+def known_process_bytes(adapters: bool = False, sharding: Sharding = ALONE) -> int | None:
+    """The same, where it was measured before; None where it was not."""
+    try:
+        return int(json.loads(_kept(adapters, _engine(sharding)).read_text())["bytes"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _kept(adapters: bool, engine: str) -> Path:
+    return _folder() / f"process-{_key(adapters, engine)}.json"
 
 
 def _engine(sharding: Sharding) -> str:

@@ -5,14 +5,15 @@ Only exact settings are chosen, and none that was set by hand.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple, Unpack
 
 from lowtide.methods.method import Method
-from lowtide.planner.budget import budget_bytes
+from lowtide.planner.budget import read_budget
 from lowtide.planner.candidate import first_rows
-from lowtide.planner.plan import make_plan
+from lowtide.planner.plan import PlanError, make_plan, settings_text
 from lowtide.planner.tracing.fake_run import RunInputs
 from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.run.options.training import TrainingConfig
@@ -35,10 +36,11 @@ def fit_budget(
     dataset: Any,
     **inputs: Unpack[RunInputs],
 ) -> Fitted:
-    """Chooses what fits `memory_budget`, and sets it in the config.
+    """Chooses what fits `memory_budget`, and sets it in the config; where nothing fits, what takes least, said aloud:
+    no run is refused for a prediction alone.
 
     Raises:
-        ValueError: nothing fits, or the run cannot be planned; says why, and what to do.
+        ValueError: the run cannot be planned; says why, and what to do.
     """
     assert args.memory_budget is not None
     if hasattr(model, "peft_config"):
@@ -55,12 +57,18 @@ def fit_budget(
         raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
     rows, notes = first_rows(dataset)
     run = run_of(method, args, model, requested=args.requested, **inputs)
-    room = budget_bytes(args.memory_budget, run.device)
-    plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)
+    room, of_budget = read_budget(args.memory_budget, run.device)
+    try:
+        plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)
+    except PlanError as error:
+        warnings.warn(f"{error} The run goes on with {settings_text(error.settings)}.", stacklevel=2)
+        _set(args, error.settings)
+        peak = error.peak_bytes if run.device.kind == "cpu" else None
+        return Fitted(dict(error.settings), f"nothing fits by the estimate: {error.reason}", peak or None)
     _set(args, plan.settings)
     found = plan.estimate
     peak = found.peak_bytes if run.device.kind == "cpu" else found.tensor_bytes
-    return Fitted(dict(plan.settings), "; ".join([plan.summary(), *plan.notes, *notes]), peak)
+    return Fitted(dict(plan.settings), "; ".join([plan.summary(), *of_budget, *plan.notes, *notes]), peak)
 
 
 def _set(args: TrainingConfig, settings: Mapping[str, Any]) -> None:

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import lowtide
 from lowtide.methods import METHODS
 from lowtide.planner.allocators.replay import run_of
+from lowtide.planner.answers.row_lengths import rows_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.sharding.layout import byte_sum
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.trace import Event
-from lowtide.planning import rows_of
 from tests.support.marks import slow_but
 
 LAYERS = 7

@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import LlamaConfig
 
 import lowtide
+from lowtide.planner.answers.row_lengths import rows_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.tracing import fake_run, known_results
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.known_results import KnownResults
-from lowtide.planning import method_of, rows_of
+from lowtide.planning import method_of
 from tests.support.marks import slow_but
 
 aten = torch.ops.aten

@@ -9,11 +9,11 @@ from datasets import Dataset
 from transformers import LlamaConfig
 
 from lowtide.methods import METHODS
+from lowtide.planner.answers.row_lengths import rows_of
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import RankTrace
 from lowtide.planner.tracing.fake_run import FakeRun
-from lowtide.planning import rows_of
 from lowtide.ranks.sharding import Sharding
 from lowtide.run.options.configs import method_named
 

@@ -24,6 +24,7 @@ from lowtide.planner.tracing.trace import Mode
 NOT_OF_THE_RUN = (
     "Accessing the data pointer of FakeTensor",  # to log the size of the embeddings that bitsandbytes leaves in 32 bits
     "Paged optimizers are not supported on CPU",  # where fake tensors lie, whatever the device
+    "`is_gradient_checkpointing` is deprecated",  # which PEFT asks for
 )
 """How warnings begin that come of tensors without values, and are not true of the run."""
 

@@ -1,0 +1,210 @@
+"""`python -m bench.page_grid`: traces the numbers of the page of devices (`lowtide page`), for well-known models.
+
+Nothing is measured: each number is the predicted peak, in MiB, of some settings at two sizes of a micro-batch, on a
+GPU with bfloat16, its context not counted; speeds are a roofline at the rates of each device's data sheet. Models of
+one shape share their numbers. It takes some 15 minutes on two cores, and what is there already is kept, so that an
+interrupted run goes on.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+SUMMARY = "Trace the numbers of the page of devices, for well-known models."
+METHODS = {"sft": "1024", "dpo": "512+512+512"}
+"""By method, the rows of which a micro-batch is made."""
+ROWS = (1, 64)
+CUDA = "H100-80GB"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Traces what is missing, and writes the grid; returns 1 where something could not be traced."""
+    parser = argparse.ArgumentParser(prog="python -m bench.page_grid", description=SUMMARY)
+    parser.add_argument("--again", action="store_true", help="trace all of it, also what is there")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS), help="of these methods alone")
+    parser.add_argument("--models", nargs="*", metavar="NAME", help="of these models alone")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many seconds")
+    options, console, start = parser.parse_args(argv), Console(), time.perf_counter()
+    from lowtide.planner.answers.known_models import known_models
+    from lowtide.planner.answers.parallel import each_of
+
+    path = grid_path()
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() and not options.again else {}
+    grid = {**frame(), "peaks": found.get("peaks", {}), "speeds": found.get("speeds", {})}
+    failed = False
+    for name in options.models or known_models():
+        shape = grid["models"][name]
+        missing = [method for method in options.methods if method not in grid["peaks"].get(shape, {})]
+        if not missing or time.perf_counter() - start > options.seconds:
+            continue
+        began = time.perf_counter()
+        tasks = [(name, method, way, stage) for method in missing for way, stage in stages()]
+        for (_, method, _, stage), result in zip(tasks, each_of(traced, tasks), strict=True):
+            if isinstance(result, str):
+                console.print(f"{name}, {method}, {stage}: {result}", markup=False)
+                failed = True
+                continue
+            grid["peaks"].setdefault(shape, {}).setdefault(method, {})[stage] = result["peaks"]
+            grid["speeds"].setdefault(shape, {}).setdefault(method, {})[stage] = result["speeds"]
+        grid["methods"] = complete(grid)
+        path.write_text(json.dumps(grid, separators=(",", ":")) + "\n", encoding="utf-8")
+        console.print(f"{name}: {len(tasks)} settings, {time.perf_counter() - began:.0f} s")
+    console.print(f"{path}: {path.stat().st_size / 1000:.0f} kB, {len(grid['peaks'])} shapes")
+    return int(failed)
+
+
+def grid_path() -> Path:
+    """Where the grid lies, in the package."""
+    import lowtide.planner.answers as answers
+    from lowtide.planner.answers.page import GRID
+
+    return Path(next(iter(answers.__path__))) / GRID
+
+
+def frame() -> dict[str, Any]:
+    """All of the grid that is not traced."""
+    from lowtide.planner.answers.known_models import known_models
+    from lowtide.planner.answers.ways import ways_of
+
+    models, positions, shapes = {}, {}, {}
+    for name, each in known_models().items():
+        config = {key: value for key, value in each["config"].items() if key != "max_position_embeddings"}
+        shape = shapes.setdefault(json.dumps(config, sort_keys=True), str(len(shapes)))
+        models[name] = shape
+        positions[name] = each["config"]["max_position_embeddings"]
+    ways = [
+        {
+            "name": way.name,
+            "written": written(way.written),
+            "changes": way.changes,
+            "stages": [
+                {"key": key_of(stage), "whole": stage.whole, "written": written(stage.options)}
+                for stage in way.stages
+                if on_the_page(stage)
+            ],
+        }
+        for way in ways_of(run_of_model("Qwen/Qwen2.5-0.5B", "sft"))
+        if any(map(on_the_page, way.stages))
+    ]
+    factors = {method: sum(map(int, parts.split("+"))) / 1024 for method, parts in METHODS.items()}
+    return {
+        "date": date.today().isoformat(),
+        "methods": list(METHODS),
+        "models": models,
+        "positions": positions,
+        "factors": factors,
+        "tokens": {method: [round(1024 * rows * factor) for rows in ROWS] for method, factor in factors.items()},
+        "ways": ways,
+        "devices": [
+            {"name": each.name, "memory": each.memory_bytes, "context": each.context_bytes, "number": number}
+            for number, each in enumerate(devices())
+        ],
+    }
+
+
+def devices() -> list[Any]:
+    """GPUs with bfloat16, in the order in which they are listed."""
+    from lowtide.planner.answers.device_table import as_bought
+    from lowtide.planner.answers.traces import kind_of
+    from lowtide.planner.devices import DEVICES
+
+    return [each for each in sorted(DEVICES.values(), key=as_bought) if kind_of(each) == "cuda"]
+
+
+def complete(grid: Mapping[str, Any]) -> list[str]:
+    """The methods of which all shapes are traced that have any numbers."""
+    return [method for method in METHODS if all(method in each for each in grid["peaks"].values())]
+
+
+def on_the_page(stage: Any) -> bool:
+    """Whether the page has these settings: with checkpointing, those that are traced in seconds."""
+    from lowtide.planner.answers.ways import SAVING, SIXTEEN
+
+    return stage.name == SAVING and stage.way != SIXTEEN
+
+
+def stages() -> Iterator[tuple[str, str]]:
+    """Ways to train, with the keys of their settings."""
+    from lowtide.planner.answers.ways import ways_of
+
+    for way in ways_of(run_of_model("Qwen/Qwen2.5-0.5B", "sft")):
+        for stage in way.stages:
+            if on_the_page(stage):
+                yield way.name, key_of(stage)
+
+
+def traced(task: tuple[str, str, str, str]) -> dict[str, Any] | str:
+    """The peaks of one way's settings, in MiB, and tokens a second by device; or why there are none."""
+    from lowtide.planner.answers.traces import point_of
+    from lowtide.planner.answers.ways import run_of, ways_of
+
+    name, method, way_name, key = task
+    asked = run_of_model(name, method)
+    way = next(each for each in ways_of(asked) if each.name == way_name)
+    stage = next(each for each in way.stages if key_of(each) == key)
+    spaces = max((each.workspaces for each in devices()), key=sum)
+    held: list[dict[str, int]] = []
+    try:
+        for rows in ROWS:
+            several = 1 if stage.whole else 2
+            batch = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": several}
+            run = run_of(replace(asked, requested={**asked.requested, **batch}), way)
+            point = point_of(run, rows_of(method, rows, asked), stage.options, [spaces])
+            held.append({phase: size >> 20 for phase, size in point.phases[spaces].items()})
+        speeds = [round(point.tokens_per_second(device)) for device in devices()]
+    except ValueError as reason:
+        return str(reason)
+    return {"peaks": envelope(held), "speeds": speeds}
+
+
+def envelope(held: list[dict[str, int]]) -> list[list[int]]:
+    """Of each phase what is held at the sizes that were traced; of phases that another is above at all of them none."""
+    lines = sorted({tuple(each.get(phase, 0) for each in held) for phase in held[0]}, reverse=True)
+    kept: list[tuple[int, ...]] = []
+    for line in lines:
+        if not any(all(size <= other for size, other in zip(line, above, strict=True)) for above in kept):
+            kept.append(line)
+    return [list(line) for line in kept]
+
+
+def rows_of(method: str, rows: int, run: Any) -> Any:
+    """So many rows of a method."""
+    from lowtide.planner.answers.row_lengths import row_lengths
+
+    return row_lengths(f"{METHODS[method]}x{rows}", run.method)
+
+
+def run_of_model(name: str, method: str) -> Any:
+    """The run of a well-known model, with nothing asked for."""
+    from lowtide.planner.answers.known_models import known_config
+    from lowtide.planner.candidate import PlannedRun
+    from lowtide.planner.devices import DEVICES
+    from lowtide.run.options.configs import method_named
+
+    described = known_config(name)
+    assert described is not None
+    requested = {"rehearsal": False, "save_strategy": "no", "eval_strategy": "no"}
+    return PlannedRun(method_named(method), described, requested, DEVICES[CUDA], prepared=True)
+
+
+def key_of(stage: Any) -> str:
+    """Of settings, in the grid."""
+    return f"{stage.way} {stage.name}"
+
+
+def written(settings: Mapping[str, Any]) -> str:
+    """As a command line has them, each with a space behind it."""
+    words = (f"--{name} " if value is True else f"--{name} {str(value).lower()} " for name, value in settings.items())
+    return "".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

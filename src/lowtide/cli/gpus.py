@@ -1,0 +1,182 @@
+"""`lowtide gpus dpo --model M`: on which devices a model can be trained, and how; from its config alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli import train
+from lowtide.cli.described_run import add_lengths, described_run, noted, plain_table
+from lowtide.cli.endings import DOES_NOT_FIT, UsageError
+from lowtide.compat.argparse import Subparsers
+from lowtide.deferred_imports import defer_imports
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lowtide.planner.answers.device_table import DeviceRow, DeviceTable, Fit
+
+LENGTHS = "1024x8"
+"""Of the rows, where nobody says which."""
+
+
+def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentParser:
+    """Add the subcommand to `lowtide`'s parser, with that of a method beneath it, which is returned."""
+    description = (
+        "List the devices on which a model can be trained, the smallest first: all weights, LoRA, QLoRA, each with its "
+        "settings, predicted peak, speed and longest row. Needs the model's config alone; well-known ones are built in."
+    )
+    own, group = train.add_command(subparsers, "gpus", method, description)
+    if group is not None:
+        add_lengths(group, LENGTHS)
+        group.add_argument("--json", action="store_true", help="print JSON")
+    own.set_defaults(run=run)
+    return own
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List the devices; the exit status is 1 where there is none.
+
+    Raises:
+        ValueError: something that the user can mend; OSError likewise.
+    """
+    defer_imports()
+    described = described_run(arguments)
+    if described.run.what.dataset or described.run.what.datasets:
+        raise UsageError("gpus reads no dataset: say how long its rows are by --lengths 1024x8")
+    from rich.console import Console
+
+    from lowtide.planning import gpus
+
+    own, named = described.adapters(), {**described.rewards()}
+    found = gpus(
+        described.method,
+        described.model,
+        lengths=arguments.lengths,
+        config=described.requested,
+        **own,
+        **named,
+    )
+    status = 0 if found.smallest() else DOES_NOT_FIT
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2, default=str))
+        return status
+    console = Console()
+    for part in _parts(found):
+        console.print(part)
+    return status
+
+
+def _parts(table: DeviceTable) -> list[RenderableType]:
+    from rich.text import Text
+
+    keys: dict[str, int] = {}
+    parts: list[RenderableType] = [Text(""), Text(_about(table), style="bold")]
+    for way in table.changes:
+        if way in table.refused:
+            parts += [Text(""), Text(f"{way}: cannot be predicted: {table.refused[way]}", style="yellow")]
+            continue
+        parts += [Text(""), *_way(table, way, keys)]
+    parts.append(Text("\nSettings"))
+    parts += [_numbered(number, settings) for settings, number in keys.items()]
+    parts += [Text(""), *(noted(note) for note in (*_assumptions(table), *table.notes))]
+    parts += _next(table)
+    return parts
+
+
+def _about(table: DeviceTable) -> str:
+    return f"{table.method} of {table.model} ({table.parameters / 1e9:.3g}B parameters), {table.lengths}"
+
+
+def _way(table: DeviceTable, way: str, keys: dict[str, int]) -> list[RenderableType]:
+    """One way's devices that hold it; of machines that differ in memory alone the smallest."""
+    from rich.text import Text
+
+    there = [row for row in table.rows if way in row.fits and row.fits[way].fits]
+    shown = [row for row in there if row.kind == "cuda"]
+    shown += [next((row for row in there if row.device.startswith(name)), None) for name in ("CPU", "Apple")]  # type: ignore[list-item]
+    if not there:
+        needs = min((row.fits[way].peak_bytes for row in table.rows if way in row.fits), default=0)
+        return [Text.assemble((way, "bold"), f": fits none of them; it takes {_gb(needs)}")]
+    smallest = there[0]
+    made = plain_table(f"{way}: from {smallest.device} on")
+    for name in ("device", "peak", "of", "tokens/s", "longest row", "settings"):
+        made.add_column(name, justify="left" if name == "device" else "right", no_wrap=True)
+    for row in filter(None, shown):
+        made.add_row(*_cells(row, row.fits[way], keys), style="bold green" if row is smallest else None)
+    without = [row for row in table.rows if row.kind == "cuda" and row not in there and way in row.fits]
+    parts: list[RenderableType] = [made]
+    if without:
+        least = _gb(without[-1].fits[way].peak_bytes)
+        parts.append(noted(f"Does not fit {', '.join(row.device for row in without)}: it takes {least} at least."))
+    if table.changes[way]:
+        what = "what is trained" if way in ADAPTED else "the numbers"
+        parts.append(noted(f"It changes {what}: {table.changes[way]}."))
+    return parts
+
+
+ADAPTED = ("LoRA", "QLoRA")
+
+
+def _cells(row: DeviceRow, fit: Fit, keys: dict[str, int]) -> Sequence[str]:
+    number = keys.setdefault(_written(fit.settings), len(keys) + 1)
+    longest = "-"
+    if fit.longest_row is not None:
+        longest = f"{fit.longest_row:,} [{_key_of_longest(fit, keys)}]"
+    larger = "" if row.kind == "cuda" else " and larger"
+    speed = "-" if fit.tokens_per_second is None else f"{fit.tokens_per_second:,.0f}"
+    return f"{row.device}{larger}", _gb(fit.peak_bytes), _gb(row.memory_bytes), speed, longest, f"[{number}]"
+
+
+def _key_of_longest(fit: Fit, keys: dict[str, int]) -> int:
+    settings = {name: value for name, value in fit.longest_settings.items() if name != "tokens_per_microbatch"}
+    return keys.setdefault(_written(settings), len(keys) + 1)
+
+
+def _written(settings: Mapping[str, Any]) -> str:
+    """As a command line has them."""
+    words = []
+    for name, value in settings.items():
+        words.append(f"--{name}" if value is True else f"--{name} {str(value).lower() if value is False else value}")
+    return " ".join(words) or "the defaults"
+
+
+def _numbered(number: int, settings: str) -> RenderableType:
+    from rich.table import Table
+
+    line = Table.grid(padding=(0, 1))
+    line.add_column(no_wrap=True)
+    line.add_column(overflow="fold")
+    line.add_row(f"[{number}]".replace("[", "\\["), settings)
+    return line
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB"
+
+
+def _assumptions(table: DeviceTable) -> list[str]:
+    return [
+        "All of this is predicted, from traces of a step without weights; a part of each device is left for what that "
+        "may miss (5%, on a CPU 6%). The longest row is interpolated between traced lengths, and is at most what the "
+        "model has positions for. Speeds are a roofline at the rates of data sheets, for an order of magnitude.",
+        "A row has all tokens of its parts. Mixed precision in bfloat16 (float16 on a T4 and V100). CPU and Apple are "
+        "planned for as a CPU; what Metal keeps beside tensors is not modelled.",
+    ]
+
+
+def _next(table: DeviceTable) -> list[RenderableType]:
+    """What to type next, for the smallest device."""
+    from rich.text import Text
+
+    smallest = table.smallest()
+    if smallest is None:
+        return [Text("No device of the table holds it: take a smaller model, shorter rows, or several GPUs "
+                     f"(lowtide plan {table.method} --devices 8xH100 ...).", style="bold red")]  # fmt: skip
+    fit = next(each for each in smallest.fits.values() if each.fits)
+    words = f"lowtide {table.method} --model {shlex.quote(table.model)} --dataset DATA"
+    line = f"The smallest that works is {smallest.device}, with {fit.way}: {words} {_written(fit.settings)}"
+    return [Text(""), Text(line, style="bold")]

@@ -1,0 +1,58 @@
+"""What a prediction takes for granted, in words: precision, optimizer, the tokens of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lowtide.engine.weights.model_init import model_init
+from lowtide.memory.optimizers.states import optimizer_name
+from lowtide.planner.candidate import PlannedRun
+
+
+def assumptions_of(run: PlannedRun, settings: Mapping[str, Any], tokens: int) -> tuple[str, ...]:
+    """In a line each.
+
+    Args:
+        run: that is predicted.
+        settings: that a plan chose beyond the user's own.
+        tokens: of the heaviest micro-batch.
+    """
+    config = run.config(settings)
+    computes = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
+    stored = str(stored_dtype(run, settings)).removeprefix("torch.")
+    adapters = run.adapters(settings)
+    if run.quantization_config is not None:
+        stored = f"{4 if run.quantization_config.load_in_4bit else 8} bits, the rest {stored}"
+    trained = "all weights" if adapters is None else f"adapters ({type(adapters).__name__.removesuffix('Config')})"
+    if (rank := getattr(adapters, "r", None)) is not None:
+        trained = f"adapters of rank {rank}"
+    checkpointing = "with" if config.gradient_checkpointing else "without"
+    return (
+        f"Assumed: {tokens:,} tokens in the heaviest micro-batch; {trained} trained by {optimizer_name(config)}; "
+        f"weights stored in {stored}, computed in {computes}; {checkpointing} gradient checkpointing; nothing else "
+        f"runs on the device.",
+    )
+
+
+def stored_dtype(run: PlannedRun, settings: Mapping[str, Any] | None = None) -> torch.dtype:
+    """In which the weights lie that are not quantized."""
+    name = model_init(run.config(settings or {}).model_init_kwargs).get("dtype") or "float32"
+    if name == "auto":
+        name = getattr(run.described, "dtype", None) or "float32"
+    return getattr(torch, str(name).removeprefix("torch."))
+
+
+def in_bfloat16(run: PlannedRun, settings: Mapping[str, Any]) -> str | None:
+    """What there is to say of frozen weights that are float32; None where there are none."""
+    frozen = run.adapters(settings) is not None and run.quantization_config is None
+    if not frozen or stored_dtype(run, settings) != torch.float32:
+        return None
+    published = getattr(run.described, "dtype", None)
+    rounds = "rounds none of them, as the model was published in it" if published == torch.bfloat16 else "rounds them"
+    return (
+        "The frozen weights are stored in float32. --dtype bfloat16 stores them in half the memory, which "
+        f"{rounds}; layers then pass bfloat16 on."
+    )

@@ -1,0 +1,97 @@
+"""What a few traces say of all lengths: bytes of each phase, as a line between traced sizes of a micro-batch.
+
+Within a phase bytes are those of its fullest moment. That is the largest of several that are linear in the tokens, so
+a line between two sizes is at or above it: what is between traced sizes is never predicted too low.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from lowtide.planner.devices import Device
+from lowtide.planner.speed import Operation, OperationCosts
+from lowtide.planner.tracing.fake_run import TracedRun
+
+
+@dataclass(frozen=True)
+class Point:
+    """One trace, with what an allocator makes of it."""
+
+    tokens: int
+    """Of a micro-batch."""
+    micro_batches: int
+    """In a step."""
+    head_share: float
+    costs: Mapping[str, tuple[Mapping[Operation, int], float]]
+    """By part of a step, its operations and the bytes that go to the host or come from there."""
+    phases: Mapping[tuple[int, ...], Mapping[str, int]]
+    """By the workspaces that a device's libraries take, what is held of it in each phase."""
+    notes: tuple[str, ...] = ()
+
+    def grown(self, low: Point, high: Point) -> Point:
+        """A larger micro-batch, whose phases grow as much as between two others that grow at least as much."""
+        phases = {
+            spaces: {
+                name: size + max(0, high.phases[spaces].get(name, 0) - low.phases[spaces].get(name, 0))
+                for name, size in held.items()
+            }
+            for spaces, held in self.phases.items()
+        }
+        return replace(self, tokens=self.tokens + high.tokens - low.tokens, phases=phases)
+
+    def tokens_per_second(self, device: Device) -> float:
+        """By a roofline, on one device."""
+        costs = {
+            name: OperationCosts({None: Counter(operations)}, host_bytes=moved)
+            for name, (operations, moved) in self.costs.items()
+        }
+        return TracedRun((), costs, self.tokens, self.micro_batches, self.head_share).tokens_per_second(device)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The peak of some settings by the tokens of a micro-batch."""
+
+    points: Sequence[Point]
+    """Few, with growing sizes."""
+
+    def peak(self, tokens: int, device: Device, beside: int) -> int:
+        """Bytes at some size; below the smallest that was traced as much as that takes.
+
+        Args:
+            tokens: of a micro-batch.
+            device: of which kind the traces are.
+            beside: bytes that a process holds beside the allocator.
+        """
+        held = [each.phases[device.workspaces] for each in self.points]
+        phases = {name for each in held for name in each}
+        return beside + max(round(self._at(tokens, [each.get(name, 0) for each in held])) for name in phases)
+
+    def most_tokens(self, room: float, device: Device, beside: int, most: int) -> int:
+        """The largest micro-batch that fits; 0 where none does.
+
+        Args:
+            room: bytes.
+            most: tokens, above which nobody asks.
+        """
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.peak(middle, device, beside) <= room:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _at(self, tokens: int, sizes: Sequence[int]) -> float:
+        known = list(zip([each.tokens for each in self.points], sizes, strict=True))
+        if tokens <= known[0][0] or len(known) == 1:
+            return known[0][1]
+        last = known[-2:]
+        for (start, low), (end, high) in [*pairwise(known), (last[0], last[1])]:
+            if tokens <= end or end == known[-1][0]:
+                return low + (high - low) * (tokens - start) / (end - start)
+        raise AssertionError("the last pair serves all sizes beyond")

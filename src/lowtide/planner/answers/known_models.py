@@ -1,0 +1,56 @@
+"""The shapes of well-known models, so that a question about one is answered offline and without its weights.
+
+They are in `known_models.json`: what the config.json of each says, as far as memory and time depend on it. `parameters`
+is what its page counts, which a test compares with the model that the shape makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+FILE = "known_models.json"
+TUNED = re.compile(r"-(?:instruct|chat|it|pt|hf|base|chat-hf|instruct-[0-9]{4}|v?2407|v?2501)$")
+"""Ends of names of models that have the shape of what they were made from."""
+
+
+@functools.cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """By name: `config` and `parameters`."""
+    return json.loads(files("lowtide.planner.answers").joinpath(FILE).read_text(encoding="utf-8"))["models"]
+
+
+def known_name(model: str) -> str | None:
+    """The entry of a name, with or without its owner, in any case, tuned for instructions or not; None where there is
+    none, or a folder has the name."""
+    if Path(model).exists():
+        return None
+    wanted = _plain(model)
+    for name in known_models():
+        if wanted in (_plain(name), _plain(name).split("/")[-1]):
+            return name
+    return None
+
+
+def known_config(model: str) -> PretrainedConfig | None:
+    """The config of a well-known model; None where it is not known here."""
+    name = known_name(model)
+    if name is None:
+        return None
+    config = dict(known_models()[name]["config"])
+    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    config.dtype = "bfloat16"
+    return config
+
+
+def _plain(name: str) -> str:
+    plain = name.lower()
+    while TUNED.search(plain):
+        plain = TUNED.sub("", plain)
+    return plain

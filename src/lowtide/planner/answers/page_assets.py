@@ -1,0 +1,135 @@
+"""The style and the script of the page of devices (`page`)."""
+
+STYLE = """
+form { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 1rem; margin: 1.5rem 0 0; }
+label { display: block; color: var(--dim); font-size: .9rem; }
+output { float: right; color: var(--ink); font-weight: 600; font-variant-numeric: tabular-nums; }
+select, input { display: block; width: 100%; margin: .25rem 0 0; min-height: 2.4rem; font: inherit;
+  color: var(--ink); accent-color: var(--best); }
+select { padding: .3rem .5rem; background: var(--panel); border: 1px solid var(--dim); border-radius: 4px; }
+select:focus-visible, input:focus-visible, .scroll:focus-visible { outline: 3px solid var(--best);
+  outline-offset: 2px; }
+.ways { display: grid; gap: .75rem; }
+.way { padding: .7rem 1rem; background: var(--panel); border: 1px solid var(--line); border-radius: 4px; }
+.way h3 { display: flex; flex-wrap: wrap; justify-content: space-between; gap: .25rem 1rem; margin: 0;
+  font-size: 1rem; }
+.way p { color: var(--dim); font-size: .9rem; overflow-wrap: anywhere; }
+.bar { position: relative; height: 1rem; margin: .45rem 0; background: var(--line); border-radius: 3px;
+  overflow: hidden; }
+.bar i { position: absolute; inset: 0 auto 0 0; background: var(--best); }
+.no .bar i { background: var(--bad); } .no h3 span { color: var(--bad); } .yes h3 span { color: var(--best); }
+tr.first td { background: var(--tint); font-weight: 600; }
+h2 { scroll-margin-top: 1rem; }
+code { font-size: .92em; }
+:root { --bad: #b3372b; }
+@media (prefers-color-scheme: dark) { :root { --bad: #f08a7e; } }
+@media (min-width: 70rem) { main { max-width: 78rem; } .ways { grid-template-columns: 1fr 1fr; } }
+"""
+
+SCRIPT = r"""
+const grid = JSON.parse(document.getElementById("grid").textContent), at = id => document.getElementById(id);
+const MIB = 1048576, BAND = 1.05, gb = size => (size / 1e9).toFixed(size < 1e10 ? 1 : 0) + " GB";
+const count = number => Math.round(number).toLocaleString("en-US");
+
+/* Bytes at some tokens of a micro-batch: the fullest phase, each a line between two traced sizes. */
+function peak(lines, tokens) {
+  const [start, end] = grid.tokens[at("method").value], share = Math.max(0, (tokens - start) / (end - start));
+  return Math.max(...lines.map(([low, high]) => low + share * (high - low))) * MIB;
+}
+function mostTokens(points, room, limit) {
+  let low = 0, high = limit;
+  while (low < high) {
+    const middle = Math.ceil((low + high) / 2);
+    if (peak(points, middle) <= room) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+/* What fits of one way on one device; a row of a method takes `factor` times its length in tokens. */
+function fit(way, device, asked) {
+  const room = device.memory / BAND - device.context, factor = grid.factors[asked.method];
+  const row = Math.ceil(asked.length * factor), batch = row * asked.rows;
+  const positions = Math.floor(asked.positions * factor);
+  let best = null, longest = 0, least = Infinity;
+  for (const stage of way.stages) {
+    const points = grid.peaks[asked.shape][asked.method][stage.key];
+    if (!points) continue;
+    const smallest = stage.whole ? batch : row, most = mostTokens(points, room, Math.max(batch, positions));
+    least = Math.min(least, peak(points, smallest) + device.context);
+    longest = Math.max(longest, Math.min(positions, stage.whole ? most / asked.rows : most) / factor);
+    if (smallest > most || best) continue;
+    const tokens = Math.min(most, batch), cut = tokens < batch;
+    const speeds = (grid.speeds[asked.shape][asked.method] || {})[stage.key] || [];
+    best = {bytes: peak(points, tokens) + device.context, speed: speeds[device.number],
+      settings: way.written + stage.written + (cut ? " --tokens_per_microbatch " + Math.floor(tokens / 16) * 16 : "")};
+  }
+  return {fits: !!best, bytes: best ? best.bytes : least, longest: Math.floor(longest), speed: best && best.speed,
+    settings: best && best.settings};
+}
+function row(cells, name) {
+  const line = document.createElement("tr");
+  if (name) line.className = name;
+  for (const text of cells) {
+    const cell = document.createElement(name === "head" ? "th" : "td");
+    cell.textContent = text;
+    if (name === "head") cell.scope = "col";
+    line.append(cell);
+  }
+  return line;
+}
+function shown(way, found, device) {
+  const box = document.createElement("div"), title = document.createElement("h3");
+  box.className = "way " + (found.fits ? "yes" : "no");
+  box.setAttribute("role", "listitem");
+  const said = document.createElement("span"), bar = document.createElement("div"), part = document.createElement("i");
+  title.textContent = way.name + " ";
+  const beyond = found.bytes * BAND - device.memory;
+  said.textContent = found.fits ? "fits: " + gb(found.bytes) + " of " + gb(device.memory)
+    : "does not fit: " + gb(found.bytes) + ", " + gb(Math.max(beyond, 0)) + " too much";
+  title.append(said);
+  bar.className = "bar"; bar.append(part);
+  part.style.width = Math.min(100, 100 * found.bytes / device.memory) + "%";
+  const more = document.createElement("p");
+  more.textContent = (found.longest ? "Longest row " + count(found.longest) + " tokens. " : "No row fits. ")
+    + (found.speed ? "Some " + count(found.speed) + " tokens/s. " : "");
+  box.append(title, bar, more);
+  if (found.settings) {
+    const code = document.createElement("code");
+    code.textContent = "lowtide " + at("method").value + " " + found.settings.trim();
+    box.append(code);
+  }
+  if (way.changes) {
+    const note = document.createElement("p");
+    note.textContent = way.changes[0].toUpperCase() + way.changes.slice(1) + ".";
+    box.append(note);
+  }
+  return box;
+}
+function update() {
+  const device = grid.devices.find(each => each.name === at("device").value), name = at("model").value;
+  const shape = grid.models[name], positions = grid.positions[name];
+  const length = Math.min(Math.round(2 ** Number(at("length").value)), positions), rows = Number(at("rows").value);
+  const asked = {method: at("method").value, shape, positions, length, rows};
+  at("length_said").textContent = count(length); at("rows_said").textContent = rows;
+  at("length").setAttribute("aria-valuetext", count(length) + " tokens");
+  const found = grid.ways.map(way => fit(way, device, asked)), first = found.findIndex(each => each.fits);
+  at("best_label").textContent = name + " on " + device.name;
+  at("best").textContent = first < 0 ? "does not fit" : grid.ways[first].name + " fits";
+  const other = grid.devices.find(each => grid.ways.some(way => fit(way, each, asked).fits));
+  at("best_more").textContent = first >= 0 ? gb(found[first].bytes) + " of " + gb(device.memory) + ", rows of up to "
+    + count(found[first].longest) + " tokens" : other ? "The smallest device that works is " + other.name
+    : "No single device of the table holds it.";
+  at("ways_title").textContent = "Ways to train it on " + device.name;
+  at("ways").replaceChildren(...grid.ways.map((way, k) => shown(way, found[k], device)));
+  const head = row(["device", "memory", ...grid.ways.map(way => way.name)], "head");
+  let marked = false;
+  const body = grid.devices.map(each => {
+    const fits = grid.ways.map(way => fit(way, each, asked)), any = fits.some(one => one.fits), mark = any && !marked;
+    marked = marked || any;
+    return row([each.name + (mark ? " (smallest)" : ""), gb(each.memory),
+      ...fits.map(one => one.fits ? gb(one.bytes) : "no")], mark ? "first" : "");
+  });
+  at("devices").replaceChildren(head, ...body);
+}
+for (const id of ["model", "method", "device", "length", "rows"]) at(id).addEventListener("input", update);
+update();
+"""

@@ -1,0 +1,148 @@
+"""Rows by their lengths alone, where there is no dataset: `1024x8`, or numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+
+from lowtide.methods.method import Method
+
+Length = int | Sequence[int]
+Lengths = str | Sequence[Length]
+"""Of each row, its tokens or those of its parts; or the same in words."""
+DEFAULT = "1024x8"
+COLUMNS = {
+    1: ("input_ids",),
+    2: ("prompt_ids", "completion_ids"),
+    3: ("prompt_ids", "chosen_ids", "rejected_ids"),
+}
+"""Of a prepared row, by how many parts it has."""
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Rows of such lengths."""
+
+    lengths: tuple[Length, ...]
+    method: Method
+
+    @property
+    def batch(self) -> int:
+        """How many rows there are, which are a batch where nothing else says how many are."""
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, of which all parts count."""
+        return max(each if isinstance(each, int) else sum(each) for each in self.lengths)
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of the longest sequence, of which a pair has two."""
+        return max(each if isinstance(each, int) else each[0] + max(each[1:]) for each in self.lengths)
+
+    def rows(self) -> Dataset:
+        """Prepared rows; of prompts alone, where the policy writes what follows."""
+        return Dataset.from_list(rows_of(self.lengths, writes=self.method.writes is not None, parts=self.parts))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The columns of tokens, where their number does not say which they are."""
+        return self.method.rows.parts
+
+    def of(self, tokens: int) -> RowLengths:
+        """As many rows, whose longest has so many tokens."""
+        return RowLengths(tuple(_scaled(each, tokens / self.longest) for each in self.lengths), self.method)
+
+    def __str__(self) -> str:
+        """In words."""
+        first = self.lengths[0]
+        if any(each != first for each in self.lengths):
+            return f"{len(self.lengths)} rows of up to {self.longest:,} tokens"
+        count = f"{len(self.lengths)} row{'s' * (len(self.lengths) > 1)} of"
+        if isinstance(first, int):
+            return f"{count} {'prompts of ' * (self.method.writes is not None)}{first:,} tokens"
+        names = self.parts or COLUMNS[len(first)]
+        parts = ", ".join(f"{name.removesuffix('_ids')} {size:,}" for name, size in zip(names, first, strict=True))
+        return f"{count} {self.longest:,} tokens ({parts})"
+
+
+def row_lengths(lengths: Lengths, method: Method) -> RowLengths:
+    """Reads lengths.
+
+    Args:
+        lengths: numbers, or "1024x8": so many tokens in so many rows. Of a pair it is the tokens of each of its two
+            sequences, of which prompt and completion have a half; "512+256+256x8" gives the parts themselves. Several
+            are separated by commas.
+        method: whose rows they are.
+
+    Raises:
+        ValueError: they are none, or have another number of parts than the method's rows.
+    """
+    if not isinstance(lengths, str):
+        return RowLengths(tuple(lengths), method)
+    found: list[Length] = []
+    for word in lengths.replace(",", " ").split():
+        match = re.fullmatch(r"([0-9_]+(?:\+[0-9_]+)*)(?:x([0-9]+))?", word.lower())
+        sizes = tuple(int(each) for each in match[1].split("+")) if match else ()
+        if match is None or not all(sizes) or match[2] == "0":
+            raise ValueError(
+                f"lengths {lengths!r} are none: write '1024x8' (8 rows of 1,024 tokens), '512+256+256x8' (the parts of "
+                "each), or several with commas between"
+            )
+        found += [_parts(sizes, method)] * int(match[2] or 1)
+    if not found:
+        raise ValueError("there are no lengths: write '1024x8', 8 rows of 1,024 tokens")
+    return RowLengths(tuple(found), method)
+
+
+def _parts(sizes: tuple[int, ...], method: Method) -> Length:
+    """The tokens of a row's parts.
+
+    Raises:
+        ValueError: it has others.
+    """
+    wanted = _wanted(method)
+    if len(sizes) == 1 and wanted > 1:
+        half = max(1, sizes[0] // 2)
+        return (half,) * wanted
+    if len(sizes) != wanted:
+        raise ValueError(f"a row of {method.name} has {wanted} parts, and {'+'.join(map(str, sizes))} has {len(sizes)}")
+    return sizes[0] if wanted == 1 else sizes
+
+
+def _wanted(method: Method) -> int:
+    if method.writes is not None or (method.rows.completions == 0 and not method.rows.parts):
+        return 1
+    return len(method.rows.parts) or 1 + method.rows.completions
+
+
+def _scaled(length: Length, factor: float) -> Length:
+    if isinstance(length, int):
+        return max(1, round(length * factor))
+    return tuple(max(1, round(each * factor)) for each in length)
+
+
+def rows_of(lengths: Sequence[Length], *, writes: bool = False, parts: Sequence[str] = ()) -> list[dict]:
+    """Prepared rows of such lengths; of prompts alone, where the policy writes what follows.
+
+    Args:
+        parts: the columns of tokens, where their number does not say which they are.
+    """
+    if writes:
+        return [{"prompt_ids": [1] * (length if isinstance(length, int) else length[0])} for length in lengths]
+    columns = COLUMNS | {len(parts): tuple(parts)}
+    made = []
+    for length in lengths:
+        each = (length,) if isinstance(length, int) else tuple(length)
+        row: dict[str, Any] = {name: [1] * size for name, size in zip(columns[len(each)], each, strict=True)}
+        if "input_ids" in row:
+            row |= {"labels": row["input_ids"], "number": len(made), "text_label": len(made) % 2}
+        if "completion_ids" in row:
+            row |= {"kl_completion_ids": row["completion_ids"], "label": True}
+        made.append(row)
+    return made

@@ -1,0 +1,129 @@
+"""The ways to train a model that a device table compares, each with its settings from the fastest to the smallest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lowtide.memory.options import TWO_PASS
+from lowtide.memory.table import EIGHT, TECHNIQUES
+from lowtide.planner.candidate import PlannedRun
+from lowtide.planner.choices import FROZEN_BFLOAT16
+
+FULL, SIXTEEN, LORA, QLORA = "full", "full, 16 bits", "LoRA", "QLoRA"
+PLAIN, SAVING = "plain", "checkpointing"
+SMALL = {"activation_offloading": True, "mlp_tile_tokens": 8192}
+ROUNDED = "adamw_stochastic_8bit"
+ROUNDING = "bfloat16 AdamW with stochastic rounding"
+
+
+@dataclass(frozen=True)
+class FourBits:
+    """Weights in 4 bits, as `BitsAndBytesConfig` says it, which asks for bitsandbytes."""
+
+    load_in_4bit: bool = True
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Settings of one way."""
+
+    way: str
+    options: Mapping[str, Any]
+    """Of the method's config and of the command."""
+    whole: bool = False
+    """Whether they do something only where a batch is one micro-batch."""
+    begins_with: str = ""
+    """The stage of the same way that takes at least as much for short rows, and need not be traced there."""
+    name: str = ""
+    grows_like: tuple[str, str] | None = None
+    """The way and stage that grow at least as much with the tokens, so that long rows need not be traced here."""
+    long: bool = True
+    """Whether it is also asked for the longest row."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train, with its settings from the fastest to the smallest."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """What a user writes for all of them."""
+    changes: str | None = None
+    """What it changes in the numbers of the method."""
+
+
+def ways_of(run: PlannedRun) -> list[Way]:
+    """Those that agree with what a user asked for; adapters leave out what trains all weights."""
+    found = [_full(run), *([_sixteen()] if modern(run) else [])] if run.peft_config is None else []
+    found += [_adapters(run, four_bits=False)] if run.quantization_config is None else []
+    found.append(_adapters(run, four_bits=True))
+    kept = [replace(way, stages=tuple(each for each in way.stages if _agrees(each, run))) for way in found]
+    return [way for way in kept if way.stages]
+
+
+def modern(run: PlannedRun) -> bool:
+    """Whether it is on a GPU that has bfloat16, where all ways are compared; elsewhere the plain ones are."""
+    return run.device.kind == "cuda" and (run.device.capability or (0, 0)) >= (8, 0)
+
+
+def in_float16(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What to write on a GPU without bfloat16, of settings that were traced in that: as many bytes."""
+    changed = {name: "float16" if name == "dtype" and value == "bfloat16" else value for name, value in options.items()}
+    return {"fp16": True, **changed}
+
+
+def run_of(run: PlannedRun, way: Way) -> PlannedRun:
+    """The run that a way makes of what was asked for."""
+    if way.name not in (LORA, QLORA):
+        return run
+    adapters = run.adapters({"use_peft": True})
+    quantized = (run.quantization_config or FourBits()) if way.name == QLORA else run.quantization_config
+    return replace(run, peft_config=adapters, quantization_config=quantized)
+
+
+def _full(run: PlannedRun) -> Way:
+    """In a second stage on a GPU nothing but weights and the gradient of one of them is there at a time."""
+    stages = [Stage(FULL, {"gradient_checkpointing": True}, name=SAVING)]
+    if modern(run):
+        small = {"gradient_checkpointing": True, "optimizer_in_backward": TWO_PASS, "optimizer_states_on_host": True}
+        offloaded = {**small, "activation_offloading": True}
+        stages.append(Stage(FULL, offloaded, whole=True, name="smallest", grows_like=(FULL, SAVING)))
+    return Way(FULL, tuple(stages))
+
+
+def _sixteen() -> Way:
+    options = {"gradient_checkpointing": True, "optim": ROUNDED}
+    stages = (Stage(SIXTEEN, options, name=SAVING, grows_like=(FULL, SAVING)),)
+    return Way(SIXTEEN, stages, changes=f"{TECHNIQUES[ROUNDING].changes}; {EIGHT}")
+
+
+def _adapters(run: PlannedRun, *, four_bits: bool) -> Way:
+    name, half = QLORA if four_bits else LORA, {} if _dtype_of(run) else {"dtype": "bfloat16"}
+    mixed = {"bf16": True} if run.device.kind == "cpu" and "bf16" not in run.requested else {}
+    saving = {**half, **mixed, "gradient_checkpointing": True}
+    stages = [Stage(name, saving, name=SAVING)]
+    if modern(run):
+        stages.insert(0, Stage(name, {**saving, "gradient_checkpointing": False}, name=PLAIN, long=False))
+        stages.append(Stage(name, {**saving, **SMALL}, name="smallest", begins_with=SAVING))
+    written = {"use_peft": True, **({"load_in_4bit": True} if four_bits else {})}
+    changes = "an adapter is trained in place of the weights"
+    if four_bits:
+        changes += ", which are rounded to 4 bits"
+    elif half:
+        changes += f"; {FROZEN_BFLOAT16}"
+    return Way(name, tuple(stages), written, changes)
+
+
+def _dtype_of(run: PlannedRun) -> Any:
+    return (run.requested.get("model_init_kwargs") or {}).get("dtype") or run.requested.get("dtype")
+
+
+def _agrees(stage: Stage, run: PlannedRun) -> bool:
+    return all(run.requested.get(name, value) == value for name, value in stage.options.items())

@@ -1,0 +1,65 @@
+"""`lowtide gpus`: from a model's config to a list of devices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import LlamaConfig
+
+from lowtide.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("described")
+    LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096,
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_from_a_config_alone_it_lists_devices(described, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["gpus", "dpo", "--model", described, "--lengths", "64x2"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= 80
+    said = " ".join(out.split())
+    texts = ["full: from T4-16GB on", "QLoRA: from T4-16GB on", "longest row", "CPU-16GB and larger", "predicted"]
+    rows = "2 rows of 96 tokens (prompt 32, chosen 32, rejected 32)"
+    for text in (*texts, rows, f"lowtide dpo --model {described}"):
+        assert text in said, text
+
+
+@pytest.mark.slow
+def test_as_json_with_adapters(described, capsys):
+    assert main(["gpus", "sft", "--model", described, "--use_peft", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["smallest"] == {"LoRA": "T4-16GB", "QLoRA": "T4-16GB"}
+    row = next(each for each in found["rows"] if each["device"] == "RTX-4090")
+    fit = row["fits"]["LoRA"]
+    assert fit["fits"] is True
+    assert fit["settings"]["use_peft"] is True
+    assert fit["longest_row"] == 4096
+    assert fit["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--lengths", "much"), "write '1024x8'"),
+        (("--dataset", "rows.jsonl"), "reads no dataset"),
+        (("--lenghts", "8x8"), "--lengths"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_message(described, capsys, words, says):
+    assert main(["gpus", "sft", "--model", described, *words]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_is_needed(capsys):
+    assert main(["gpus", "sft"]) == 2
+    assert "--model is missing" in capsys.readouterr().err

@@ -1,0 +1,96 @@
+"""Which devices hold a run: beside estimates of the same settings, one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from transformers import LlamaConfig
+
+from lowtide.methods import METHODS
+from lowtide.planner.answers import device_table as tables
+from lowtide.planner.answers.device_table import device_table
+from lowtide.planner.answers.row_lengths import row_lengths
+from lowtide.planner.answers.ways import LORA, QLORA, Stage, Way, run_of, ways_of
+from lowtide.planner.candidate import PlannedRun
+from lowtide.planner.devices import DEVICES, GIB
+from lowtide.planner.estimate import estimate_run
+
+DESCRIBED = LlamaConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=4096,
+)  # fmt: skip
+DEVICE = DEVICES["A100-40GB"]
+SETTINGS = {"gradient_checkpointing": True, "dtype": "bfloat16"}
+
+
+def run(**more) -> PlannedRun:
+    return PlannedRun(METHODS["sft"], DESCRIBED, {"save_strategy": "no"}, DEVICE, prepared=True, **more)
+
+
+@pytest.fixture
+def one_way(monkeypatch):
+    """Of all ways LoRA alone, with one stage, in this process."""
+    way = Way(LORA, (Stage(LORA, SETTINGS, name="checkpointing"),), {"use_peft": True})
+    monkeypatch.setattr("lowtide.planner.answers.traces.ways_of", lambda run: [way])
+    monkeypatch.setattr("lowtide.planner.answers.parallel._cores", lambda: 1)
+    return way
+
+
+def test_the_rows_that_are_asked_for_take_what_an_estimate_says(one_way):
+    lengths = row_lengths("256x4", METHODS["sft"])
+    found = device_table({"cuda": run()}, lengths, model="tiny", devices=[DEVICE])
+    (row,) = found.rows
+    fit = row.fits[LORA]
+    adapted = run_of(run(), one_way)
+    batch = {"per_device_train_batch_size": 4, **SETTINGS}
+    alone = estimate_run(adapted.faked(lengths.rows(), {**batch, "tokens_per_microbatch": 256}), DEVICE)
+    whole = estimate_run(adapted.faked(lengths.rows(), batch), DEVICE)
+    assert fit.fits
+    assert fit.settings == {"use_peft": True, **SETTINGS}
+    assert fit.longest_row == 4096
+    assert alone.peak_bytes <= fit.peak_bytes
+    assert fit.peak_bytes >= 0.98 * whole.peak_bytes
+    assert fit.tokens_per_second == pytest.approx(alone.tokens_per_second)
+    assert found.smallest().device == DEVICE.name
+
+
+def test_where_a_batch_is_too_large_it_is_cut(one_way, monkeypatch):
+    lengths = row_lengths("256x4", METHODS["sft"])
+    whole = device_table({"cuda": run()}, lengths, model="tiny", devices=[DEVICE]).rows[0].fits[LORA]
+    room = int((whole.peak_bytes - 2**19) * 1.05)
+    small = dataclasses.replace(DEVICE, memory_bytes=room)
+    cut = device_table({"cuda": run()}, lengths, model="tiny", devices=[small]).rows[0].fits[LORA]
+    assert cut.fits
+    assert 256 <= cut.settings["tokens_per_microbatch"] < 1024
+    assert cut.longest_row < 4096
+
+
+def test_what_does_not_fit_says_what_it_takes(one_way):
+    small = dataclasses.replace(DEVICE, memory_bytes=GIB // 4)
+    found = device_table({"cuda": run()}, row_lengths("256x4", METHODS["sft"]), model="tiny", devices=[small])
+    fit = found.rows[0].fits[LORA]
+    assert (fit.fits, fit.longest_row, found.smallest()) == (False, 0, None)
+    assert fit.peak_bytes > fit.room_bytes
+    assert found.to_dict()["rows"][0]["fits"][LORA]["fits"] is False
+
+
+def test_the_smaller_and_the_cheaper_come_first():
+    names = [each.name for each in sorted(DEVICES.values(), key=tables.as_bought)]
+    order = ["T4-16GB", "RTX-3090", "RTX-4090", "A100-40GB", "H100-80GB", "B200-180GB", "CPU-16GB", "Apple-16GB"]
+    assert [name for name in names if name in order] == order
+
+
+def test_adapters_leave_out_what_trains_all_weights():
+    from peft import LoraConfig
+
+    assert [way.name for way in ways_of(run())] == ["full", "full, 16 bits", LORA, QLORA]
+    assert [way.name for way in ways_of(run(peft_config=LoraConfig()))] == [LORA, QLORA]
+
+
+def test_what_a_user_sets_stays(monkeypatch):
+    asked = dataclasses.replace(run(), requested={"gradient_checkpointing": False})
+    assert [stage.name for way in ways_of(asked) for stage in way.stages] == ["plain", "plain"]
+    asked = dataclasses.replace(run(), requested={"model_init_kwargs": {"dtype": "float32"}})
+    (lora,) = [way for way in ways_of(asked) if way.name == LORA]
+    assert all("dtype" not in stage.options for stage in lora.stages)

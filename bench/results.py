@@ -32,6 +32,7 @@ DEVICES = "devices"
 HEADS = "attention heads"
 LOSSES = "losses"
 RECIPES = "recipes"
+STREAMED = "streamed"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
 

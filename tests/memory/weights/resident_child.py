@@ -30,6 +30,7 @@ def main(folder: str, options: dict) -> None:
             vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=LAYERS, num_attention_heads=12
         )
         AutoModelForCausalLM.from_config(config).save_pretrained(model)
+        print(0)
         return
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(1, 32_000, (64,), generator=generator).tolist() for _ in range(4)]

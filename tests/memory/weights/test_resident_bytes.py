@@ -25,7 +25,7 @@ def peak(folder: Path, **options) -> int:
         [sys.executable, script, folder, json.dumps(options)], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[-1]) if done.stdout.split() else 0
+    return int(done.stdout.split()[-1])
 
 
 def test_a_streamed_base_takes_a_layer(tmp_path):

@@ -178,8 +178,7 @@ class TrainingRun:
         adapted = inputs.peft_config is not None or (
             isinstance(inputs.model, str) and base_of_adapters(inputs.model) is not None
         )
-        loaded = not isinstance(inputs.model, str)
-        if loaded:
+        if not isinstance(inputs.model, str):
             adapted |= any(not p.requires_grad for p in inputs.model.parameters())
         others = self._references is not None or self.method.writes is not None
         if not adapted and inputs.adapts and not others:

@@ -70,13 +70,13 @@ def environment() -> dict[str, str]:
     return {**steady_malloc({}), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def saved_weights() -> str:
-    """The folder of the model in bfloat16, made on the first call by a process of its own."""
-    folder = cache_folder() / "qwen2.5-0.5b-bfloat16"
+def saved_weights(dtype: str = "bfloat16") -> str:
+    """The folder of the model in a dtype, made on the first call by a process of its own."""
+    folder = cache_folder() / f"qwen2.5-0.5b-{dtype}"
     if not folder.exists():
         cache_folder().mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=cache_folder()))
-        run_child({"save": str(scratch)}, lambda step: None, 600, module="bench.memory_child")
+        run_child({"save": str(scratch), "dtype": dtype}, lambda step: None, 600, module="bench.memory_child")
         scratch.replace(folder)
     return str(folder)
 

@@ -19,6 +19,8 @@ LEAN_ROW = {"activation_offloading": True, "mlp_tile_tokens": 128}
 """The same for micro-batches of one row, which adapters are trained in."""
 DEFAULTS = {"gradient_checkpointing", "padding_free", "rehearsal", "tokens_per_microbatch"}
 """Options of techniques that are on in every row."""
+OF_FILES = {"base_weights", "trained_weights"}
+"""Options of techniques that need a model on disk, which `streamed.py` measures."""
 TILE = 512
 
 
@@ -72,7 +74,7 @@ def _is_measured(technique: Technique) -> bool:
     """Whether a technique can be switched on in this benchmark and is not on already."""
     known = {each.name for each in fields(SFTConfig)}
     names = technique.options.keys()
-    return bool(names) and names <= known and not names <= DEFAULTS
+    return bool(names) and names <= known and not names <= DEFAULTS and not names & OF_FILES
 
 
 FLASH = {"optim": "adamw_flash"}

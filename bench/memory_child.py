@@ -24,7 +24,7 @@ STEPS = 2
 
 def main(spec: dict[str, Any]) -> None:
     if "save" in spec:
-        build_model(Shape(QWEN_05B, device="cpu", dtype="bfloat16")).save_pretrained(spec["save"])
+        build_model(Shape(QWEN_05B, device="cpu", dtype=spec["dtype"])).save_pretrained(spec["save"])
         say("result")
     else:
         say("result", **measure(CASES[spec["case"]], **{name: spec[name] for name in spec if name != "case"}))

@@ -24,6 +24,8 @@ PAGES = {
     "attention heads in turn": "memory/attention-heads.md",
     "optimizer in backward": "memory/optimizer-in-backward.md",
     "optimizer in backward, two passes": "memory/optimizer-in-backward.md",
+    "streamed base weights": "memory/streamed-weights.md",
+    "streamed trained weights": "memory/streamed-weights.md",
     "bfloat16 mixed precision": "memory/precision.md",
     "liger kernels": "memory/liger.md",
     "compiled layers": "memory/compile.md",

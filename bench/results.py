@@ -34,6 +34,7 @@ LOSSES = "losses"
 RECIPES = "recipes"
 CHAINS = "chains"
 PUBLISHED = "published"
+STREAMED = "streamed"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
 

@@ -47,8 +47,10 @@ from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.memory.table import TECHNIQUES
 from lowtide.memory.technique import Technique
+from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops import linear_logprobs
 from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.ops.mapped import is_mapped
 
 TRAINERS = ("SFT", "DPO", "KTO", "Reward", "ORPO", "CPO", "BCO")
 ONLINE = ("GRPO", "RLOO", "OnlineDPO", "PPO")
@@ -126,6 +128,8 @@ class Adapters(LoraConfig):
 
 
 ADAPTERS = {"peft_config": Adapters(r=8, lora_alpha=16, target_modules="all-linear")}
+FROM_FILES = {"from_files": True}
+"""A model that is given by its folder, with adapters on it."""
 PLAIN: dict[str, dict[str, Any]] = {
     # moments of fewer than 4,096 elements stay in 32 bits
     "8-bit AdamW (torchao)": WIDE,
@@ -136,6 +140,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "optimizer in backward": {"max_grad_norm": 0.0},
     "padding-free batches": {"padding_free": False},
     "prefix sharing": {"prefix_sharing": False},
+    "streamed base weights": FROM_FILES,
     "packing": {"per_device_train_batch_size": ROWS},
 }
 """Options of the plain run of a technique, and of its model; those that the technique does not set itself are of both
@@ -156,12 +161,30 @@ BITWISE = {
 """The techniques that change no bit; the other exact ones add up in another order."""
 CHANGES = {("MaskedLM", "packing"): "masks are drawn of bins, with the same probabilities"}
 """What a technique changes in one trainer, where it does not in others."""
-EXCLUDED = [
-    {"tiled MLP", "compiled layers"},
-    {"attention heads in turn", "compiled layers"},
-    {"tiled MLP", "compiled layers within an activation budget"},
-    {"attention heads in turn", "compiled layers within an activation budget"},
-]
+EXCLUDED: Mapping[frozenset[str], str] = {
+    **{
+        frozenset({other, compiled}): "cannot work here: it replaces what"
+        for other in ("tiled MLP", "attention heads in turn")
+        for compiled in ("compiled layers", "compiled layers within an activation budget")
+    },
+    **{
+        frozenset({streamed, compiled}): "compiled layers hold the weights"
+        for streamed in ("streamed base weights", "streamed trained weights")
+        for compiled in ("compiled layers", "compiled layers within an activation budget")
+    },
+    frozenset({"streamed base weights", "bfloat16 mixed precision"}): "would be a resident copy",
+    frozenset({"streamed base weights", "streamed trained weights"}): "are frozen",
+    **{
+        frozenset({"streamed base weights", name}): "are frozen"
+        for name in TECHNIQUES
+        if "stochastic rounding" in name or name in ("compressed AdamW", "FlashAdamW")
+    },
+    **{
+        frozenset({"streamed trained weights", technique.name}): "number by number"
+        for technique in TECHNIQUES.values()
+        if technique.options.keys() == {"optim"}
+    },
+}
 """Pairs that are refused, with the reason."""
 BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.3
 """How far the last loss may be from the plain run's, as a share of the fall from its first to its last: where numbers
@@ -234,6 +257,14 @@ def build(kind: str, intermediate_size: int, seed: int = 0) -> PreTrainedModel:
     return family.from_config(LlamaConfig(**sizes, num_key_value_heads=2, eos_token_id=0))
 
 
+@functools.cache
+def saved(kind: str, intermediate_size: int, seed: int = 0) -> str:
+    """The folder of the model."""
+    made = folder() / f"{kind}-{intermediate_size}-{seed}"
+    build(kind, intermediate_size, seed).save_pretrained(made)
+    return str(made)
+
+
 def rows(kind: str) -> Dataset:
     """`ROWS` rows of different lengths; single completions come in twos with one prompt."""
     pairs = [
@@ -285,11 +316,11 @@ def is_answer(completions: list[str], answer: list[str], **_: Any) -> list[float
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
 
-def beside(kind: str) -> dict[str, Any]:
+def beside(kind: str, *, from_files: bool = False) -> dict[str, Any]:
     """Further arguments of a trainer. Of an online one: the same completions are written in every run, and rewarded. Of
     one that distils: a teacher."""
     if kind in TAUGHT:
-        return {"teacher_model": build(kind, 64, seed=1)}
+        return {"teacher_model": saved(kind, 64, seed=1) if from_files else build(kind, 64, seed=1)}
     return {"rollout_func": write, "reward_funcs": is_answer} if kind in ONLINE else {}
 
 
@@ -373,15 +404,19 @@ def make(
     options = {"output_dir": str(folder()), **COMMON, **OF_KIND.get(kind, {}), **options}
     width = options.pop("intermediate_size", 64)
     options["per_device_train_batch_size"] //= options.get("gradient_accumulation_steps", 1)
+    from_files = options.pop("from_files", False)
+    given: Any = model
+    if model is None:
+        given = saved(kind, width) if from_files else build(kind, width)
     with mock.patch.object(table, "ActivationOffload", SmallOffload):
         made = trainer_class(
-            model=build(kind, width) if model is None else model,
+            model=given,
             args=config_class(**options),
             data_collator=data_collator,
             train_dataset=rows(kind),
             processing_class=tokenizer(),
-            peft_config=peft_config,
-            **(beside(kind) if arguments is None else arguments),
+            peft_config=peft_config or (LoraConfig(r=4, target_modules="all-linear") if from_files else None),
+            **(beside(kind, from_files=from_files) if arguments is None else arguments),
         )
     if options.get("activation_offloading"):
         made.run.offload = SmallOffload.last
@@ -639,6 +674,16 @@ def _in_backward(run: Run, plain: Run) -> bool:
     return isinstance(steps, OptimizerInBackward) and steps.started
 
 
+def _streams(run: Run) -> bool:
+    """Whether the weights of the model lie in files, from which they come."""
+    stream = stream_of(run.trainer.model)
+    return stream is not None and all(map(is_mapped, stream.weights))
+
+
+def _frozen(run: Run) -> set[int]:
+    return {id(p) for p in run.trainer.model.parameters() if not p.requires_grad}
+
+
 def _compressed(remainder: str, moment_bits: int = 32) -> Callable[[Run, Run], bool]:
     def stepped(run: Run, plain: Run) -> bool:
         optimizer = run.trainer.optimizer.optimizer
@@ -680,6 +725,10 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "tiled MLP": lambda run, plain: run.activations > 2 * plain.activations,
     "attention heads in turn": lambda run, plain: run.projections > 2 * plain.projections,
     "optimizer in backward": _in_backward,
+    "streamed base weights": lambda run, plain: (
+        _streams(run) and _frozen(run) == {id(weight) for weight in stream_of(run.trainer.model).weights}
+    ),
+    "streamed trained weights": lambda run, plain: _streams(run) and _in_backward(run, plain),
     "optimizer in backward, two passes": lambda run, plain: _in_backward(run, plain) and run.graphs >= 2 * plain.graphs,
     "compressed AdamW": _compressed("exact"),
     "bfloat16 AdamW with stochastic rounding": _compressed("stochastic"),
@@ -716,7 +765,7 @@ CANNOT_ACT: Mapping[tuple[str, str], str] = {
     **{(name, "checkpointing of every k-th layer"): EVERY_OTHER for name in TECHNIQUES if "checkpointing" in name},
     **{
         (name, other): SEVERAL
-        for name in ("optimizer in backward", "optimizer in backward, two passes")
+        for name in ("optimizer in backward", "optimizer in backward, two passes", "streamed trained weights")
         for other in ("token budget", "gradient accumulation")
     },
 }
@@ -758,8 +807,9 @@ def check_pair(kind: str, first: Technique, second: Technique) -> None:
         AssertionError: they do not.
     """
     options = {**with_it(first), **with_it(second), "max_steps": PAIR_STEPS}
-    if {first.name, second.name} in EXCLUDED:
-        with pytest.raises(ValueError, match="cannot work here: it replaces what"):
+    reason = EXCLUDED.get(frozenset({first.name, second.name}))
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
             make(kind, **options)
         return
     with uncompiled(first, second):

@@ -87,6 +87,7 @@ LAYOUT: dict[str, list[str]] = {
         "memory_budget",
         "tokens_per_microbatch",
         "gradient_checkpointing",
+        "base_weights",
         "dtype",
         "bf16",
         "fp16",

@@ -366,6 +366,14 @@ def with_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -
     return twin
 
 
+def leave_in_place(module: nn.Module) -> None:
+    """Has `to`, `cuda`, `half` and their like pass a module by, with all that is in it.
+
+    `Module.to` of a model calls this method of each part; the Trainer, accelerate and evaluation all call it.
+    """
+    module._apply = lambda *_args, **_kwargs: module  # type: ignore[method-assign]
+
+
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The dictionary in which a module keeps its children, to be put back as it was after others have patched it."""
     return module._modules

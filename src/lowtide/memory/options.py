@@ -55,6 +55,19 @@ class MemoryOptions:
         "Step each parameter as its gradient arrives, and free that. 'two_pass' clips exactly, at twice the time.",
     )
     optimizer_states_on_host: bool = option(False, "Keep the optimizer's states in host memory, for a GPU.")
+    base_weights: str = option(
+        "resident",
+        "Where weights that are not trained are: 'stream' leaves them in the model's safetensors files (from a GPU, in "
+        "host memory), and brings in a layer at a time. Needs adapters, or a reference or teacher of its own.",
+        choices=["resident", "stream"],
+    )
+    trained_weights: str = option(
+        "resident",
+        "Where all weights are that are trained: 'stream' keeps them and the optimizer's states in a temporary file in "
+        "output_dir, and holds a layer at a time, on a CPU. Needs optimizer_in_backward, and saves most with one "
+        "micro-batch a step.",
+        choices=["resident", "stream"],
+    )
     rehearsal: bool = option(
         True, "Before the first step, run the heaviest micro-batch once, so that what will not fit fails at once."
     )
@@ -67,6 +80,7 @@ class MemoryOptions:
             ValueError: naming the options and the way out.
         """
         self._take_checkpointing_kwargs()
+        self._check_streamed()
         for name in ("activation_offloading_dir", "activation_offloading_max_bytes"):
             if getattr(self, name) is not None and not self.activation_offloading:
                 raise ValueError(f"{name} requires activation_offloading=True: set that, or leave this out")
@@ -89,6 +103,23 @@ class MemoryOptions:
             raise ValueError(
                 f"optimizer_in_backward={TWO_PASS!r} takes a pass for the norm, which max_grad_norm=0 does not clip "
                 "by: set optimizer_in_backward=True"
+            )
+
+    def _check_streamed(self) -> None:
+        """Refuses weights in files where weights are cut, or stepped all at once."""
+        sharding: Any = getattr(self, "sharding", None)
+        if self.trained_weights == "stream" and not self.optimizer_in_backward:
+            raise ValueError(
+                "trained_weights='stream' steps each layer in backward while it is resident: set "
+                f"optimizer_in_backward={TWO_PASS!r}, which clips exactly, or optimizer_in_backward=True with "
+                "max_grad_norm=0"
+            )
+        if self.base_weights != "stream" or sharding is None:
+            return
+        if sharding.cuts_weights or sharding.by_deepspeed or sharding.pipeline_parallel > 1:
+            raise ValueError(
+                f"base_weights='stream' has each rank read whole layers, and the run is spread as {sharding}, which "
+                "cuts weights: leave one of them out"
             )
 
     def _take_checkpointing_kwargs(self) -> None:

@@ -19,6 +19,7 @@ from lowtide.memory.kernels.liger import liger_kernels, why_no_kernels
 from lowtide.memory.optimizers.lora_fa import freeze_down_projections, why_no_projections
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.technique import Site, Technique
+from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.target import kind_of
 
 PACKAGES = {
@@ -29,6 +30,7 @@ PACKAGES = {
     "liger_kernel": "'lowtide[liger]'",
 }
 """What to install for a package that a technique needs."""
+COMPILED = "compiled layers hold the weights that they were compiled with: switch torch_compile off"
 SEVERAL = "steps of several micro-batches keep their gradients to the end, as they would without it"
 LAYERS = ("use_liger_kernel", "torch_compile", "mlp_tile_tokens")
 EIGHT = "moments are rounded to 8 bits in blocks (arXiv 2110.02861)"
@@ -149,6 +151,26 @@ def _liger(site: Site) -> Callable[[], None]:
     if not kernels.applied:
         raise ValueError(f"liger kernels (use_liger_kernel=True) cannot work here: {kernels.reason}")
     return kernels.undo
+
+
+def _streamed(site: Site) -> Callable[[], Any]:
+    stream = stream_of(site.model)
+    return nullcontext if stream is None else stream.store.around
+
+
+def _base_refused(site: Site) -> str | None:
+    compares = hasattr(site.options, "ref_model_storage")
+    if not compares and all(parameter.requires_grad for parameter in site.model.parameters()):
+        return "all weights are trained: pass a `peft_config`, or take trained_weights='stream'"
+    return COMPILED if site.options.torch_compile else None
+
+
+def _trained_refused(site: Site) -> str | None:
+    if kind_of(site.device) != "cpu":
+        return "it is built for a CPU: on a GPU take optimizer_states_on_host=True"
+    if not all(parameter.requires_grad for parameter in site.model.parameters()):
+        return "some weights are frozen: take base_weights='stream', which streams these"
+    return COMPILED if site.options.torch_compile else _gradients_that_wait(site)
 
 
 def _no_vocabulary(site: Site) -> str | None:
@@ -328,6 +350,23 @@ TECHNIQUES: dict[str, Technique] = {
             option_is("optimizer_states_on_host"),
             lowers=("optimizer",),
             idle=_states_at_home,
+        ),
+        Technique(
+            "streamed base weights",
+            "weights that are not trained: a layer at a time is resident, the others are in their files or on the host",
+            {"base_weights": "stream"},
+            option_is("base_weights", "stream"),
+            lowers=("weights",),
+            refused=_base_refused,
+            around=_streamed,
+        ),
+        Technique(
+            "streamed trained weights",
+            "weights and moments, which lie in a file; a layer's are resident at a time, and all gradients at none",
+            {"trained_weights": "stream", "optimizer_in_backward": TWO_PASS},
+            option_is("trained_weights", "stream"),
+            lowers=("weights", "optimizer"),
+            refused=_trained_refused,
         ),
         Technique(
             "bfloat16 mixed precision",

@@ -32,6 +32,7 @@ from torch import Tensor
 from lowtide.ops.compared_rows import ComparedRows
 from lowtide.ops.in_place import gradient_in_place, lies_here, lying_as, takes_gradient_in_place
 from lowtide.ops.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
+from lowtide.ops.mapped import bands, is_mapped
 from lowtide.ops.rows_of import Rows, rows_of
 from lowtide.ops.split_vocabulary import SplitRows, SplitScores, SplitVocabulary
 from lowtide.ops.target import target_of
@@ -345,9 +346,8 @@ class ChunkedHead:
         for span in scores.spans():
             xs = [scores.taken(term.x, span, self.dtype) for term in self.terms]
             logits = buffer[: span.stop - span.start]
-            torch.mm(xs[0], self.terms[0].weight.t(), out=logits)
-            for x, term in zip(xs[1:], self.terms[1:], strict=True):
-                logits.addmm_(x, term.weight.t())
+            for x, term in zip(xs, self.terms, strict=True):
+                _put_logits(logits, x, term.weight, add=x is not xs[0])
             if self.bias is not None:
                 logits += self.bias
             yield span, xs, logits
@@ -388,13 +388,43 @@ class ChunkedHead:
         )
 
 
+def _put_logits(
+    logits: Float[Tensor, "rows vocab"],
+    x: Float[Tensor, "rows hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    *,
+    add: bool = False,
+) -> None:
+    """logits = x @ weight.T, or that added; a mapped weight is resident by bands of rows."""
+    for rows in bands(weight):
+        part = logits[:, rows]
+        if add:
+            part.addmm_(x, weight[rows].t())
+        else:
+            torch.mm(x, weight[rows].t(), out=part)
+
+
+def _back(slope: Float[Tensor, "rows vocab"], weight: Float[Tensor, "vocab hidden"]) -> Float[Tensor, "rows hidden"]:
+    """slope @ weight; of a mapped weight, a sum over bands of rows, at least in float32."""
+    if not is_mapped(weight):
+        return slope @ weight
+    total = slope.new_zeros(len(slope), weight.shape[1], dtype=torch.promote_types(slope.dtype, torch.float32))
+    for rows in bands(weight):
+        total += slope[:, rows] @ weight[rows]
+    return total
+
+
 def _in_bands(x: Float[Tensor, "rows hidden"], weight: Float[Tensor, "vocab hidden"]) -> Float[Tensor, "rows vocab"]:
     """Their product, a band of the weight after the other."""
     whole = len(weight) // BANDS * BANDS
+    if is_mapped(weight):
+        product = x.new_empty(len(x), len(weight))
+        _put_logits(product, x, weight)
+        return product
     if whole == 0:
         return x @ weight.t()
-    bands = weight[:whole].unflatten(0, (BANDS, -1)).transpose(1, 2)
-    product = torch.bmm(x.expand(BANDS, *x.shape), bands).transpose(0, 1).reshape(len(x), whole)
+    parts = weight[:whole].unflatten(0, (BANDS, -1)).transpose(1, 2)
+    product = torch.bmm(x.expand(BANDS, *x.shape), parts).transpose(0, 1).reshape(len(x), whole)
     return product if whole == len(weight) else torch.cat([product, x @ weight[whole:].t()], dim=1)
 
 
@@ -416,7 +446,7 @@ class _Gradients:
         for number, (x, term) in enumerate(zip(xs, self.head.terms, strict=True)):
             into_x, into_weight = self.xs[number], self.weights[number]
             if into_x is not None:
-                self.head.scores.add_back(into_x, span, (slope @ term.weight).to(into_x.dtype))
+                self.head.scores.add_back(into_x, span, _back(slope, term.weight).to(into_x.dtype))
             if into_weight is not None:
                 _add_product(into_weight, slope, x, self.head.scores.factor)
         if self.bias is not None:

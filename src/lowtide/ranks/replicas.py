@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,17 @@ ROOMS = 2
 """Buckets that are copied together for it at a time: while one is on its way, the next is filled."""
 
 
-def broadcast_weights(model: nn.Module) -> None:
-    """Gives every rank the weights and buffers of the first."""
+def broadcast_weights(model: nn.Module, keep: Collection[Tensor] = ()) -> None:
+    """Gives every rank the weights and buffers of the first.
+
+    Args:
+        keep: those that each rank has from files of its own, and that are not to be written to.
+    """
+    kept = {id(tensor) for tensor in keep}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor, src=0)
+            if id(tensor) not in kept:
+                dist.broadcast(tensor, src=0)
 
 
 @dataclass(frozen=True)

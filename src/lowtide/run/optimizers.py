@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.compat.torch import FakeTensor
 from lowtide.compat.trainer_optimizers import trainer_optimizer
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.memory.optimizers.file_states import FileStates
 from lowtide.memory.optimizers.host_states import HostStates, check_host_states
 from lowtide.memory.optimizers.lora_fa import LoraFA, projections_of
 from lowtide.memory.optimizers.muon import ADJUSTMENTS, MuonWithAdamW, matrices_of
 from lowtide.memory.optimizers.narrow_step import check_separable
 from lowtide.memory.optimizers.states import optimizer_name
+from lowtide.memory.weights.written_file import NoFile, file_beside
 from lowtide.ops.target import kind_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -186,10 +189,32 @@ def check_one_by_one(optimizer: torch.optim.Optimizer, args: Any) -> None:
     Raises:
         ValueError: says why.
     """
-    if wants_host_states(args):
+    if streams_trained(args):
+        check_in_file(optimizer)
+    elif wants_host_states(args):
         check_host_states(optimizer)
     elif args.optimizer_in_backward:
         check_separable(optimizer)
+
+
+def streams_trained(args: Any) -> bool:
+    """Whether trained weights and their states lie in a file."""
+    return getattr(args, "trained_weights", "resident") == "stream"
+
+
+def check_in_file(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that is not known to act number by number, as it has to where a weight is stepped by rows.
+
+    Raises:
+        ValueError: says what to take instead.
+    """
+    if type(optimizer) not in BY_NUMBER:
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at more of a weight than one number, or keeps its states in a form of "
+            "its own, and trained_weights='stream' steps a weight by rows: take optim='adamw_torch_fused', or another "
+            f"that acts number by number ({', '.join(sorted(each.__name__ for each in BY_NUMBER))})"
+        )
+    check_separable(optimizer)
 
 
 def wants_host_states(args: Any) -> bool:
@@ -207,6 +232,10 @@ def make_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
 def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any) -> None:
     """What happens to an optimizer before a scheduler is made for it."""
     host = HostStates(optimizer) if wants_host_states(args) else None
+    if streams_trained(args):
+        first = optimizer.param_groups[0]["params"][0]
+        file = NoFile() if isinstance(first, FakeTensor) else file_beside(args.output_dir)
+        optimizer.host_states = FileStates(optimizer, file)  # type: ignore[attr-defined]
     if host is not None:
         optimizer.host_states = host  # type: ignore[attr-defined]
     if isinstance(optimizer, CompressedAdamW):

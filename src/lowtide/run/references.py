@@ -24,12 +24,15 @@ from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.engine.weights.stages import cut_into_stages
 from lowtide.memory.allocators.measure import bytes_text
+from lowtide.memory.weights.streaming import stream_of
+from lowtide.ops.mapped import let_go
 from lowtide.ranks.shards import is_sharded, whole_shape
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import Engine, cut, disable_dropout
 from lowtide.run.inputs.arguments import check_kind
 from lowtide.run.inputs.loading import model_name
 from lowtide.run.optimizers import OPTIMIZERS
+from lowtide.run.streamed_weights import check_before_loading, stream_frozen, text_of, wants_stream
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +57,13 @@ class ReferenceMaker:
     def __init__(self, args: Any, requested: Any, *, adapters_came: bool) -> None:
         self.args, self.requested, self.adapters_came = args, requested, adapters_came
         self._aside: nn.Module | None = None
+        self.source: str | None = None
+        """The name that the policy was loaded by, where a streamed copy of it is loaded once more."""
         self.temperature = float(getattr(args, "scored_at", 1.0))
         """At which an online method compares."""
 
+    what = "ref_model"
+    """The argument that it comes in."""
     in_dtype_of_policy = True
     """Whether the reference's weights are in the dtype that the policy's will be in."""
 
@@ -90,6 +97,7 @@ class ReferenceMaker:
                 "the policy with its adapters off; it costs nothing",
             )
         copied, sharded = self._is_copied(model), is_sharded(model)
+        requested = self._streamed(requested, model, copied=copied)
         self.requested = None
         if requested is None and not copied:
             return Reference(
@@ -116,6 +124,7 @@ class ReferenceMaker:
         if args.optim in OPTIMIZERS and self.in_dtype_of_policy:
             for parameter in frozen.parameters():  # as the policy's will be; buffers stay
                 parameter.data = parameter.data.to(torch.bfloat16)
+        stream_frozen(frozen.requires_grad_(False), args, what=self.what)
         reference = FrozenModel.of(frozen, **how | self._runs(frozen, engine))
         compute_in(frozen, engine.computed_in)
         stage = stage_of(causal_model(model))
@@ -123,15 +132,57 @@ class ReferenceMaker:
             cut_into_stages(frozen, stage.pipeline, args.device)
         if args.sharding.cuts_weights:
             cut(reference.model, args)
-        elif not sharded:
+        elif not sharded and not wants_stream(args):
             STORAGES[args.ref_model_storage](reference.model, args.device)
         split_over(reference.model, sequence_of(model))
-        return Reference(reference, self._text(reference.model, own_model=requested is None))
+        return Reference(reference, self._text(reference.model, own_model=copied))
+
+    def _streamed(self, requested: Any, model: nn.Module, *, copied: bool) -> Any:
+        """What is loaded so that it can be streamed, if it is to be: a copy of the policy lies in no file, and its
+        files are loaded again in its place. Else what was requested.
+
+        Raises:
+            ValueError: the policy did not come from files, or a reference's weights are to change or lie elsewhere.
+        """
+        args = self.args
+        if not wants_stream(args):
+            if copied and stream_of(model) is not None:
+                raise ValueError(
+                    "trained_weights='stream' leaves the model in a file, and the reference would be a resident copy: "
+                    "set base_weights='stream' too, or precompute_ref_log_probs=True"
+                )
+            return requested
+        for name, off in (("ref_model_storage", "same"), ("sync_ref_model", False)):
+            if getattr(args, name, off) != off:
+                raise ValueError(
+                    f"{name}={getattr(args, name)!r} and base_weights='stream' both say where a reference's weights "
+                    "are: streamed ones stay as their files have them. Leave one of them out"
+                )
+        if args.optim in OPTIMIZERS and self.in_dtype_of_policy:
+            raise ValueError(
+                f"optim={args.optim!r} makes a reference bfloat16 in memory, and base_weights='stream' takes it from "
+                "its files: leave base_weights out, or take optim='adamw_torch_fused'"
+            )
+        if requested is None and not copied:
+            raise ValueError(
+                "base_weights='stream' has nothing to stream: all weights are trained, and "
+                "precompute_ref_log_probs=True keeps no reference. Leave base_weights out"
+            )
+        if copied and isinstance(embedding_weight(model), FakeTensor):
+            return None
+        if copied and self.source is None:
+            raise ValueError(
+                "base_weights='stream' takes the reference from the files that the model came from, and the model was "
+                "passed loaded: pass its name or folder, or a `ref_model`"
+            )
+        return self.source if copied else requested
 
     def _text(self, reference: nn.Module, *, own_model: bool) -> str:
         whose = "a frozen copy of the model" if own_model else "the ref_model that was passed"
         exact = "" if self.args.ref_model_storage in ("same", "cpu") else ", not exact"
         text = f"{whose}, {size_text(reference)}{exact}"
+        if wants_stream(self.args):
+            text = f"{text}, streamed: {text_of(stream_of(reference))}"
         if not hasattr(self.args, "precompute_ref_log_probs"):
             return text
         if self.args.precompute_ref_log_probs:
@@ -165,8 +216,10 @@ class ReferenceMaker:
         if isinstance(reference, str):
             init = model_init(self.args.model_init_kwargs, trust_remote_code=self.args.trust_remote_code)
             trusts = init["trust_remote_code"]
+            dtype = embedding_weight(policy).dtype
+            check_before_loading(reference, self.args, {**init, "dtype": dtype}, frozen=True, what=self.what)
             check_its_tokenizer("ref_model", reference, tokenizer, trust_remote_code=trusts)
-            reference = load_model(reference, trust_remote_code=trusts, dtype=embedding_weight(policy).dtype)
+            reference = load_model(reference, trust_remote_code=trusts, dtype=dtype)
         check_kind(reference, head=LanguageModel, name="ref_model")
         ours, theirs = vocabulary(policy), vocabulary(reference)
         if ours != theirs:
@@ -185,7 +238,11 @@ def check_unchanged(before: dict[str, tuple[Tensor, Tensor]], peft_config: Any) 
     Args:
         before: by `some_of_weights`, before adapters were made.
     """
-    changed = [name for name, (p, some) in before.items() if not torch.equal(_some_of(p), some)]
+    changed = []
+    for name, (p, some) in before.items():
+        if not torch.equal(_some_of(p), some):
+            changed.append(name)
+        let_go(p)
     if changed:
         made = getattr(peft_config, "init_lora_weights", None)
         raise ValueError(
@@ -197,7 +254,12 @@ def check_unchanged(before: dict[str, tuple[Tensor, Tensor]], peft_config: Any) 
 
 def some_of_weights(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """Each weight of a model, with a few of its numbers."""
-    return {name: (p, _some_of(p)) for name, p in model.named_parameters() if not isinstance(p, FakeTensor)}
+    found = {}
+    for name, p in model.named_parameters():
+        if not isinstance(p, FakeTensor):
+            found[name] = p, _some_of(p)
+            let_go(p)
+    return found
 
 
 def check_its_tokenizer(

@@ -19,6 +19,7 @@ from lowtide.run.engine import Engine
 from lowtide.run.inputs.arguments import check_kind
 from lowtide.run.inputs.loading import model_name
 from lowtide.run.references import Reference, ReferenceMaker, check_its_tokenizer, size_text
+from lowtide.run.streamed_weights import check_before_loading
 
 MISSING = (
     "there is no teacher: pass a model or its name as `teacher_model`, or set teacher_model_name_or_path. With "
@@ -28,6 +29,8 @@ MISSING = (
 
 class TeacherMaker(ReferenceMaker):
     """Makes the teacher of a run; the arguments are `ReferenceMaker`'s."""
+
+    what = "teacher_model"
 
     def __init__(self, args: Any, requested: Any, *, adapters_came: bool) -> None:
         requested = args.teacher_model_name_or_path if requested is None else requested
@@ -80,7 +83,9 @@ class TeacherMaker(ReferenceMaker):
         if isinstance(reference, str) or Path(name).is_dir():
             check_its_tokenizer("teacher_model", name, tokenizer, trust_remote_code=init["trust_remote_code"])
         if isinstance(reference, str):
-            reference = load_model(name, **{"dtype": embedding_weight(policy).dtype, **init})
+            init = {"dtype": embedding_weight(policy).dtype, **init}
+            check_before_loading(name, self.args, init, frozen=True, what=self.what)
+            reference = load_model(name, **init)
         check_kind(reference, head=LanguageModel, name="teacher_model")
         ours, theirs = vocabulary(policy), vocabulary(reference)
         tokens = min(ours, theirs) if tokenizer is None else len(tokenizer)

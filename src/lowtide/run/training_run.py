@@ -29,11 +29,12 @@ from lowtide.engine.heads.token_value import TokenValue
 from lowtide.engine.positions import position_table
 from lowtide.engine.stage import stage_of
 from lowtide.engine.vision import freeze_tower
-from lowtide.engine.weights.complete_weights import new_modules
+from lowtide.engine.weights.complete_weights import base_of_adapters, new_modules
 from lowtide.engine.weights.labels import names_of, set_problem
 from lowtide.engine.weights.loading import adapt
 from lowtide.memory.activations.chain_storage import place_maker
 from lowtide.memory.activations.spill_file import folder_on_a_disk
+from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Labels, Method, Objective, Scorer
@@ -56,6 +57,7 @@ from lowtide.run.inputs.images import check_images, check_takes_images, image_re
 from lowtide.run.inputs.loading import load_inputs, set_padding
 from lowtide.run.inputs.row_checks import check_budget, check_masks
 from lowtide.run.references import ReferenceMaker, check_unchanged, some_of_weights
+from lowtide.run.streamed_weights import check_before_loading, declare_base, stream_frozen, stream_trained, wants_stream
 from lowtide.run.teachers import TeacherMaker
 from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
@@ -123,6 +125,7 @@ class TrainingRun:
         if method.compares and args.compares:
             maker = TeacherMaker if method.taught else ReferenceMaker
             self._references = maker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
+            self._references.source = inputs.model if isinstance(inputs.model, str) else None
         self.model, self.tokenizer, self.processing_class = self._loaded()
         check_trained(self.model)
         self.reader = image_reader(self.model, self.processing_class) if method.rows.takes_images else None
@@ -135,6 +138,7 @@ class TrainingRun:
     def _loaded(self) -> tuple[nn.Module, PreTrainedTokenizerBase | None, Any]:
         """The model as it will be trained, the tokenizer, and what it is a part of."""
         args, inputs, method = self.args, self.inputs, self.method
+        self._check_streamed()
         beside = head_with_adapter(args) if inputs.adapts else None
         if beside is not None:
             check_second_adapter(inputs.peft_config)
@@ -150,6 +154,8 @@ class TrainingRun:
         )
         if getattr(args, "freeze_vision_tower", False):
             freeze_tower(model)
+        if inputs.peft_config is not None:
+            declare_base(model, args)
         if inputs.problem is not None:
             set_problem(causal_model(model).config, inputs.problem, asked=args.problem_type is not None)
         if beside is None:
@@ -160,11 +166,40 @@ class TrainingRun:
             add_adapter_of(model, beside)
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
+        stream_frozen(model, args)
+        stream_trained(model, args)
         check_kind(model, head=method.head)
         check_attention(model, args)
         if isinstance(method.head.score_rule(cast(Any, causal_model(model))), LastToken):
             set_padding(causal_model(model), tokenizer, args)  # what the head passes over
         return model, tokenizer, processing_class
+
+    def _check_streamed(self) -> None:
+        """Refuses weights that cannot be streamed, before they are loaded.
+
+        Raises:
+            ValueError: says why, and what to do.
+        """
+        args, inputs = self.args, self.inputs
+        if not wants_stream(args):
+            return
+        adapted = inputs.peft_config is not None or (
+            isinstance(inputs.model, str) and base_of_adapters(inputs.model) is not None
+        )
+        if not isinstance(inputs.model, str):
+            adapted |= any(not p.requires_grad for p in inputs.model.parameters())
+        others = self._references is not None or self.method.writes is not None
+        if not adapted and inputs.adapts and not others:
+            raise ValueError(
+                "base_weights='stream' streams weights that are not trained, and this run trains all of them: pass a "
+                "`peft_config` (use_peft=True), or leave base_weights out"
+            )
+        init = model_init(
+            cast(dict, args.model_init_kwargs),
+            trust_remote_code=args.trust_remote_code,
+            quantization_config=inputs.quantization_config,
+        )
+        check_before_loading(inputs.model, args, init, frozen=adapted)
 
     def _attach_head(self, model: nn.Module) -> None:
         """Adds what the head needs, which adapters that came with the model would not be saved with."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowtide.compat.torch import let_go, reset_fully_sharded, without_exchange
 from lowtide.engine.forward import direct_weights, tensor_parallel_of
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.split_vocabulary import exchanging_nothing
 from lowtide.ranks.replicas import Averaging, broadcast_weights
 from lowtide.ranks.shards import is_gathered, local_gradients, local_twin, norm_of
@@ -72,7 +73,8 @@ class Updater:
     def start(self, model: nn.Module) -> None:
         """Before the first step: ranks have equal weights."""
         if distributed():
-            broadcast_weights(model)
+            stream = stream_of(model)
+            broadcast_weights(model, keep=() if stream is None else stream.weights)
 
     def backward(self, loss: Tensor) -> None:
         if self.accelerator is None:

@@ -46,7 +46,7 @@ def load_complete(kind: Any, name: str, *, new_head: bool = False, **init: Any) 
     Raises:
         ValueError: weights are missing or of another shape; or a file cannot be read. Names the weights, or the file.
     """
-    base = _base_of_adapters(name)
+    base = base_of_adapters(name)
     if base is not None:
         model = load_complete(kind, base, new_head=new_head, **init)
         _put_adapters(name, model)
@@ -109,7 +109,7 @@ def some_of(names: Collection[str]) -> str:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-def _base_of_adapters(name: str) -> str | None:
+def base_of_adapters(name: str) -> str | None:
     """The model that a folder of adapters was trained on; None for the folder of a model."""
     config = Path(name, ADAPTER_CONFIG)
     if not config.is_file() or Path(name, MODEL_CONFIG).is_file():

@@ -35,7 +35,7 @@ def broken_files_named(name: str) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        fault = find_fault(_folder(name))
+        fault = find_fault(model_folder(name))
         if fault is None:
             raise
         raise ValueError(f"model {name!r} cannot be loaded: {fault}: {AGAIN}") from error
@@ -73,7 +73,7 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
     return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
 
 
-def _folder(name: str) -> Path | None:
+def model_folder(name: str) -> Path | None:
     """The folder of a model, in the hub's cache for one that was downloaded."""
     if Path(name).is_dir():
         return Path(name)

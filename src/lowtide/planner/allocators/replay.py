@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from lowtide.planner.tracing.trace import ON_HOST, Block, Event
+from lowtide.planner.tracing.trace import ELSEWHERE, Block, Event
 
 REST = ("states", "clear", "evaluation", "rollout", "gradients", "step", "optimizer", "clear", "saving")
 RUN = ("loading", "rollout", "gradients", "step", *REST)
@@ -56,7 +56,7 @@ def peaks(events: Iterable[Event], allocator: Allocator | None = None) -> dict[s
             if allocator is not None:
                 allocator.trim()
             continue
-        if born == (block in alive) or block.category in ON_HOST:
+        if born == (block in alive) or block.category in ELSEWHERE:
             continue
         (alive.add if born else alive.discard)(block)
         if allocator is not None and born:

@@ -40,7 +40,7 @@ from lowtide.planner.tracing.described_model import DescribedModel
 from lowtide.planner.tracing.faked import faked
 from lowtide.planner.tracing.following import follow_layers, follow_phases, label, stack_of
 from lowtide.planner.tracing.four_bit import check_four_bit, reference_in_four_bits
-from lowtide.planner.tracing.host_memory import followed_to_the_host, with_transfers
+from lowtide.planner.tracing.host_memory import followed_to_the_host, weights_wait, with_transfers
 from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planner.tracing.package_optimizers import as_stepped
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards, make_reward_models
@@ -294,6 +294,7 @@ class FakeRun:
         model = self.model.of_layers(layers)
         follow_layers(model, layers, trace)
         run = self._assembled(model, self.peft_config, teacher=self._made_teacher())
+        weights_wait(run.model, trace)
         if self.config.gradient_checkpointing:
             inner: Any = causal_model(run.model)
             newer = getattr(inner, "activation_checkpointing_enable", None)  # older transformers have the other name
@@ -307,6 +308,8 @@ class FakeRun:
             evaluated = self._evaluated(run, device) if self.evaluates else None
         runner = run.runner(run.objective(), self._reference(run))
         for each in (runner.model, getattr(runner.reference, "model", None)):
+            if each is not None:
+                weights_wait(each, trace)
             if sequence is not None and each is not None:
                 split_traced(each, sequence)
         rewarding = make_reward_models(self.rewards.models, trace)

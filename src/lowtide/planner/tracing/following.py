@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import body
 from lowtide.engine.vision import TOWERS
-from lowtide.planner.tracing.trace import PHASES, PINNED, StorageTrace
+from lowtide.memory.optimizers.file_states import FileStates
+from lowtide.planner.tracing.trace import IN_FILES, PHASES, PINNED, StorageTrace
 from lowtide.step.runner import StepRunner
 
 
@@ -102,7 +103,8 @@ def label(runner: StepRunner, layers: int, trace: StorageTrace, optimizer: Any =
     trace.belongs([tensor.grad for tensor in policy if tensor.grad is not None], "gradients")
     states = [state for tensor in policy for state in states_of(tensor)]
     if hasattr(optimizer, "host_states"):
-        trace.belongs([state for state in states if state.dim()], PINNED)  # counts of steps stay
+        place = IN_FILES if isinstance(optimizer.host_states, FileStates) else PINNED
+        trace.belongs([state for state in states if state.dim()], place)  # counts of steps stay
     trace.belongs(states, "optimizer")
     if reference is not None:
         theirs = [tensor for tensor in (*reference.parameters(), *reference.buffers()) if tensor not in policy]

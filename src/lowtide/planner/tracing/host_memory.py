@@ -20,17 +20,53 @@ from torch import Tensor, nn
 from lowtide.engine.weights.reference_storage import STORAGES, layer_lists
 from lowtide.memory.activations import offloading
 from lowtide.memory.allocators.pinned_host import pinned_bytes
+from lowtide.memory.weights.streaming import Unit, Unresident, stream_of
 from lowtide.planner.devices import Device
 from lowtide.planner.speed import OperationCosts
-from lowtide.planner.tracing.trace import HOST, ON_HOST, PINNED, Block, Event, StorageTrace
+from lowtide.planner.tracing.trace import HOST, IN_FILES, ON_HOST, PINNED, Block, Event, StorageTrace
+from lowtide.run import streamed_weights
 
 
 @contextlib.contextmanager
 def followed_to_the_host(trace: StorageTrace, device: Device) -> Iterator[None]:
     """While it lasts, a trace notes what goes to the memory of a GPU's host; a CPU's own offloading is to a file."""
-    if device.kind != "cuda":
-        yield
-        return
+    with patch.object(streamed_weights, "Unresident", partial(_Visiting, trace)):
+        if device.kind == "cuda":
+            with _offloaded_to_the_host(trace):
+                yield
+        else:
+            yield
+
+
+def weights_wait(model: nn.Module, trace: StorageTrace) -> None:
+    """Tells a trace which weights of a model are streamed, if any are."""
+    stream = stream_of(model)
+    if stream is not None:
+        trace.belongs(stream.weights, PINNED if stream.store.layers_only else IN_FILES)
+
+
+class _Visiting(Unresident):
+    """What is brought in of streamed weights."""
+
+    def __init__(self, trace: StorageTrace, *, on_device: bool) -> None:
+        super().__init__(on_device=on_device)
+        self.trace = trace
+        self._layers: dict[Unit, int | None] = {}
+
+    def hold(self, unit: Unit, size: int) -> Tensor:
+        self._layers[unit] = self.trace.layer
+        with self.trace.owned_by("weights"):
+            return super().hold(unit, size)
+
+    def leave(self, unit: Unit) -> None:
+        """What was brought in for a layer goes as a part of it, whichever runs by then: layers are unrolled."""
+        now, self.trace.layer = self.trace.layer, self._layers.get(unit)
+        super().leave(unit)
+        self.trace.layer = now
+
+
+@contextlib.contextmanager
+def _offloaded_to_the_host(trace: StorageTrace) -> Iterator[None]:
     in_host_memory = {"cpu": partial(_brought_for_each_forward, trace)}
     with patch.object(offloading, "Nowhere", partial(_Away, trace)), patch.dict(STORAGES, in_host_memory):
         yield
@@ -102,6 +138,7 @@ def with_transfers(costs: Mapping[str, OperationCosts], events: Iterable[Event])
         if block is None and born:
             part = phase
         elif block is not None and born and block.category in ON_HOST:
-            left[part] += block.size
+            streamed = part == "loading" and block.category == PINNED  # weights come in forward and in backward
+            left[part] += 2 * block.size if streamed else block.size
     moved = {"layers": 2 * left["step"] + left["loading"], "optimizer": 2 * left["states"]}
     return {name: replace(each, host_bytes=moved.get(name, 0)) for name, each in costs.items()}

@@ -43,6 +43,10 @@ REWARD = "reward"
 """The category of the weights of reward models; they run in the phase of the same name."""
 HOST, PINNED = ON_HOST = ("host", "pinned")
 """The categories of what lies in host memory and not on the device: in pinned memory, or not."""
+IN_FILES = "files"
+"""The category of weights that a CPU reads from their files as they are used."""
+ELSEWHERE = (*ON_HOST, IN_FILES)
+"""The categories of what the device does not hold."""
 FOR_ALL = ("aten::_foreach", "aten::_fused_ad", "aten::_fused_sgd")
 """How the names of an optimizer's operations begin that are given lists of all parameters."""
 
@@ -128,7 +132,7 @@ class StorageTrace(StorageWatch[Block], Mode):
         for tensor in (part for each in tensors for part in parts_of(each)):
             block = self.block_of(tensor.untyped_storage())
             if block is not None:
-                if block.category not in ON_HOST:
+                if block.category not in ELSEWHERE:
                     block.category = category or block.category
                 block.layer = block.layer if layer is None else layer
 

@@ -103,6 +103,12 @@ class Rewards:
             if isinstance(source, ModelReward):
                 source.cut(cutter)
 
+    def each_model(self, change: Callable[[nn.Module], None]) -> None:
+        """Changes where the weights of the reward models are."""
+        for source in self.sources:
+            if isinstance(source, ModelReward):
+                change(source.model)
+
     def to(self, device: torch.device | str | int) -> Rewards:
         """Moves the reward models that are not placed already (quantized, or by a device map)."""
         for source in self.sources:

@@ -21,6 +21,7 @@ from lowtide.rollout.judges import JudgedPairs
 from lowtide.rollout.rewards.models import RewardModelOptions
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.run.engine import cut
+from lowtide.run.streamed_weights import stream_frozen, wants_stream
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ def make_rewards(
     config: Any = args
     if config.sharding.cuts_weights:
         made.cut(lambda model: cut(model, config))
+    if wants_stream(config):
+        made.each_model(lambda model: stream_frozen(model.requires_grad_(False), config, what="a reward model"))
     return made.to(config.device)
 
 

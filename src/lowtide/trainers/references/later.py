@@ -22,6 +22,7 @@ from lowtide.engine.weights.stages import cut_into_stages
 from lowtide.methods.method import Scorer
 from lowtide.run.inputs.loading import model_name
 from lowtide.run.optimizers import OPTIMIZERS
+from lowtide.run.streamed_weights import stream_frozen
 from lowtide.trainers.references.precompute import state_digest, with_column
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class LaterReference:
         if trainer.args.optim in OPTIMIZERS:
             for parameter in loaded.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
+        stream_frozen(loaded.requires_grad_(False), trainer.args, what="the reference")
         reference = FrozenModel.of(loaded, padding_free=padding_free)
         compute_in(loaded, self.computed_in)
         if (stage := stage_of(causal_model(trainer.model))) is not None:

@@ -27,6 +27,7 @@ from lowtide.data.cache.fingerprint import cache_file, combine, function_fingerp
 from lowtide.data.sources.titles import title_of
 from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
+from lowtide.ops.mapped import let_go
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.shards import is_sharded, local_of
 from lowtide.ranks.world import distributed, worst_of_ranks
@@ -190,6 +191,7 @@ def state_digest(model: nn.Module) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(local_of(tensor).detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+        let_go(tensor)
     if not is_sharded(model) and stage_of(causal_model(model)) is None:
         return digest.hexdigest()
     everyones: list[str] = gather_object([digest.hexdigest()])

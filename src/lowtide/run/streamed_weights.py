@@ -1,0 +1,180 @@
+"""Streams the frozen weights of a run's models: what is refused, and where the weights wait.
+
+Asked for by `base_weights="stream"`: the base under adapters, a reference, a teacher, a reward model. They are streamed
+from the moment that they are loaded, so that the probe and the making of adapters take no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.compat.torch import FakeTensor, leave_in_place
+from lowtide.engine.forward import causal_model
+from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.weights.streamed_files import check_streamable
+from lowtide.memory.allocators.measure import bytes_text
+from lowtide.memory.weights.mapped_files import MappedFiles, lying_in_files
+from lowtide.memory.weights.pinned_layers import PinnedLayers
+from lowtide.memory.weights.streaming import STREAM, Store, Unresident, WeightStream, stream_of
+from lowtide.memory.weights.written_file import file_beside
+from lowtide.ops.mapped import can_let_go, declare, keep
+from lowtide.ops.target import kind_of
+from lowtide.run.optimizers import streams_trained
+
+FEW = 0.02
+"""Of the bytes of frozen weights, what may be resident all the same: such as buffers that are weights by name."""
+OUT = "or leave base_weights out"
+
+
+def wants_stream(args: Any) -> bool:
+    """Whether frozen weights are to be streamed."""
+    return getattr(args, "base_weights", "resident") == "stream"
+
+
+def check_before_loading(model: Any, args: Any, init: Mapping[str, Any], *, frozen: bool, what: str = "model") -> None:
+    """Refuses what cannot be streamed, before anything is loaded.
+
+    Args:
+        model: a name, or a model that is loaded already.
+        init: the arguments of loading.
+        frozen: whether any of its weights will be.
+
+    Raises:
+        ValueError: says why, and what to do.
+    """
+    if not wants_stream(args):
+        return
+    if args.device.type not in ("cpu", "cuda") or (args.device.type == "cpu" and not can_let_go()):
+        raise ValueError(
+            f"base_weights='stream' needs Linux with a CPU or a CUDA device: here, leave it out ({args.device})"
+        )
+    if init.get("quantization_config") is not None:
+        raise ValueError(
+            f"base_weights='stream' does not stream quantized weights, which are made as {what} is loaded and lie in "
+            f"no file: leave quantization_config (load_in_4bit, load_in_8bit) out, {OUT}"
+        )
+    if isinstance(model, str) and frozen:
+        check_streamable(model, init, what=what)
+
+
+def stream_frozen(model: nn.Module, args: Any, *, what: str = "model") -> None:
+    """Streams the weights of a model that are not trained, if this is asked for; once it has its adapters.
+
+    Raises:
+        ValueError: they lie in no file, or are cast as they are used; says what to do.
+    """
+    if not wants_stream(args) or stream_of(model) is not None:
+        return
+    frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+    weights = [*frozen.values()]
+    if not weights:
+        return
+    if isinstance(weights[0], FakeTensor):
+        store: Store = Unresident(on_device=kind_of(args.device) == "cuda")
+    else:
+        weights = _checked(model, weights, args, what)
+        store = MappedFiles() if args.device.type == "cpu" else PinnedLayers(args.device)
+    stream = WeightStream(model, weights, store)
+    vars(causal_model(model))[STREAM] = stream
+    if isinstance(store, MappedFiles):
+        declare_all(weights)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                keep(parameter)
+    if isinstance(store, PinnedLayers):
+        _place_the_rest(model, stream, args.device)
+    stream.let_all_go()
+
+
+def stream_trained(model: nn.Module, args: Any) -> None:
+    """Moves the weights of a model that is trained whole into a temporary file, if this is asked for.
+
+    Raises:
+        ValueError: some are frozen, or it is not on a CPU, or there is no room for a file; says what to do.
+    """
+    if not streams_trained(args):
+        return
+    if args.device.type != "cpu" or kind_of(args.device) != "cpu":
+        raise ValueError(
+            "trained_weights='stream' is built for a CPU: on a GPU take optimizer_in_backward with "
+            "optimizer_states_on_host=True, which leave weights alone on it"
+        )
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"trained_weights='stream' is for a run that trains all weights, and {len(frozen)} are frozen "
+            f"({frozen[0]}, ...): take base_weights='stream', which streams these"
+        )
+    parameters = [*model.parameters()]
+    planned = isinstance(parameters[0], FakeTensor)
+    if not planned:
+        declare_all(lying_in_files(parameters))
+        file_beside(args.output_dir).take(parameters)
+    stream = WeightStream(model, parameters, Unresident(on_device=False) if planned else MappedFiles())
+    vars(causal_model(model))[STREAM] = stream
+    stream.let_all_go()
+
+
+def declare_base(model: nn.Module, args: Any) -> None:
+    """Has what reads a model's weights before it has its adapters let their pages go."""
+    if wants_stream(args) and args.device.type == "cpu" and can_let_go():
+        declare_all(lying_in_files(p for p in model.parameters() if not isinstance(p, FakeTensor)))
+
+
+def declare_all(weights: Iterable[torch.Tensor]) -> None:
+    for weight in weights:
+        declare(weight)
+
+
+def text_of(stream: WeightStream | None) -> str:
+    """What the start-up report says of a stream."""
+    if stream is None:
+        return "nothing is frozen"
+    waits = "in their files" if isinstance(stream.store, MappedFiles) else "in pinned host memory"
+    return f"{bytes_text(stream.bytes)} wait {waits}, of which a layer takes {bytes_text(stream.largest)}"
+
+
+def _checked(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str) -> list[nn.Parameter]:
+    """Those that can be streamed: few may stay resident."""
+    if any(is_quantized(weight) for weight in weights):
+        raise ValueError(
+            f"base_weights='stream' does not stream quantized weights, and {what} has some: load it in bfloat16, {OUT}"
+        )
+    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    cast = next((w for w in weights if half is not None and w.dtype != half and w.dim() > 1), None)
+    if cast is not None:
+        asked = "bf16" if args.bf16 else "fp16"
+        wanted = str(half).removeprefix("torch.")
+        raise ValueError(
+            f"{asked}=True computes in {wanted}, and each weight of {what}, stored in "
+            f"{str(cast.dtype).removeprefix('torch.')}, would be a resident copy once it is cast: set {asked}=False, "
+            f"save the model in {wanted} and load it with dtype={wanted!r}, {OUT}"
+        )
+    if args.device.type != "cpu":
+        return weights
+    in_files = lying_in_files(weights)
+    names = {id(p): name for name, p in model.named_parameters()}
+    lost = [weight for weight in weights if weight not in in_files]
+    if sum(weight.nbytes for weight in lost) > FEW * sum(weight.nbytes for weight in weights):
+        raise ValueError(
+            f"base_weights='stream' maps weights from the files that they came from, and {names[id(lost[0])]} of "
+            f"{what} (one of {len(lost)}) does not lie in a file as it is used. It was made or cast in memory: the "
+            "model was not loaded from safetensors, or in another dtype than it is stored in (set dtype), or its "
+            "experts are joined as they are loaded, or its adapters changed it (init_lora_weights). Give the model by "
+            f"name, in the dtype of its files, {OUT}"
+        )
+    return [weight for weight in weights if weight in in_files]
+
+
+def _place_the_rest(model: nn.Module, stream: WeightStream, device: torch.device) -> None:
+    """Moves to a device what is not streamed, and has what is stay where it is."""
+    streamed = {id(weight) for weight in stream.weights}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in streamed:
+            tensor.data = tensor.data.to(device)
+    for unit in stream.units:
+        leave_in_place(unit.module)

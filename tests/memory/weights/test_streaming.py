@@ -1,0 +1,325 @@
+"""Frozen weights that stay in their files: the same values and gradients, and what is refused."""
+
+import copy
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from lowtide import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from lowtide.engine.forward import causal_model
+from lowtide.memory.weights.streaming import stream_of
+from lowtide.ops import mapped
+from tests.support.matrix import tokenizer
+from tests.support.tiny_models import build
+
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+
+
+@pytest.fixture(autouse=True)
+def _small_bands(monkeypatch):
+    monkeypatch.setattr(mapped, "BAND_BYTES", 4096)
+
+
+def saved(folder: Path, dtype=torch.float32, **changes) -> str:
+    model = build(dtype=dtype, vocab_size=400, tie_word_embeddings=False, **changes)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def rows(count: int = 16) -> Dataset:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, 30, (count,), generator=generator).tolist()
+    made = [torch.randint(1, 400, (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_dict({"input_ids": made, "labels": made})
+
+
+def pairs(count: int = 8) -> Dataset:
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    side = rows(count)["input_ids"]
+    return Dataset.from_dict({name: [[*row, k] for row in side] for k, name in enumerate(names)})
+
+
+COMMON = {
+    "per_device_train_batch_size": 4,
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+}
+
+
+def sft(model, folder, *, peft=LORA, **options):
+    torch.manual_seed(0)
+    args = SFTConfig(output_dir=str(folder), **{**COMMON, **options})
+    return SFTTrainer(model, args, train_dataset=rows(), peft_config=None if peft is None else LoraConfig(**peft))
+
+
+def dpo(model, folder, *, peft=LORA, **options):
+    torch.manual_seed(0)
+    given = {name: options.pop(name) for name in ("ref_model",) if name in options}
+    given["processing_class"] = tokenizer()
+    common = {name: value for name, value in COMMON.items() if name != "dataset_kwargs"}
+    args = DPOConfig(output_dir=str(folder), **{**common, "learning_rate": 1e-3, **options})
+    peft_config = None if peft is None else LoraConfig(**peft)
+    return DPOTrainer(model, args=args, train_dataset=pairs(), peft_config=peft_config, **given)
+
+
+def outcome(trainer):
+    trainer.train()
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    return losses, {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def assert_like(got, wanted, tolerance=1e-5):
+    assert len(got[0]) == len(wanted[0]) > 1
+    assert wanted[0][0] != wanted[0][-1]
+    assert got[0] == pytest.approx(wanted[0], rel=tolerance)
+    assert got[1].keys() == wanted[1].keys()
+    apart = {n: float((got[1][n] - w).norm() / w.norm().clamp(min=1e-6)) for n, w in wanted[1].items()}
+    assert {name: far for name, far in apart.items() if far > tolerance} == {}
+
+
+def mapped_bytes(model) -> int:
+    """Resident bytes of the streamed weights of a model, by the system's map of pages."""
+    import mmap
+
+    import numpy as np
+
+    total = 0
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        for weight in stream_of(model).weights:
+            first = -(-weight.data_ptr() // mmap.PAGESIZE)
+            file.seek(8 * first)
+            pages = max((weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE - first, 0)
+            flags = np.frombuffer(file.read(8 * pages), dtype=np.uint64)
+            total += int((flags >> np.uint64(63)).sum()) * mmap.PAGESIZE
+    return total
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_lora_over_a_streamed_base_takes_the_steps_of_a_resident_one(tmp_path, tied, checkpointing):
+    build(vocab_size=400, tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
+    name = str(tmp_path / "model")
+    options = {"gradient_checkpointing": checkpointing is not None, "gradient_checkpointing_kwargs": checkpointing}
+    wanted = outcome(sft(name, tmp_path / "out", **options))
+    trainer = sft(name, tmp_path / "out", base_weights="stream", **options)
+    assert_like(outcome(trainer), wanted)
+    stream = stream_of(trainer.model)
+    base = {id(p) for p in trainer.model.parameters() if not p.requires_grad}
+    assert {id(weight) for weight in stream.weights} == base
+    stream.let_all_go()
+    assert mapped_bytes(trainer.model) == 0
+
+
+def test_layers_come_and_go(tmp_path):
+    """One layer is resident at a time, forward, recomputed and backward."""
+    name = saved(tmp_path / "model", num_hidden_layers=4, hidden_size=256, intermediate_size=1024)
+    trainer = sft(name, tmp_path / "out", base_weights="stream", gradient_checkpointing=True)
+    stream = stream_of(trainer.model)
+    layers = [unit for unit in stream.units if unit.is_layer]
+    assert len(layers) == 4
+    present = []
+    bring = stream.store.bring
+
+    def seen(unit, following):
+        bring(unit, following)
+        present.append((unit, mapped_bytes(trainer.model)))
+
+    stream.store.bring = seen
+    outcome(trainer)
+    order = [layers.index(unit) for unit, _ in present if unit.is_layer]
+    assert [number for number, _ in itertools.groupby(order)][-7:] == [0, 1, 2, 3, 2, 1, 0]
+    most = max(size for _, size in present)
+    assert 0.9 * layers[0].bytes <= most < 1.6 * layers[0].bytes
+
+
+def test_a_reference_of_its_own_is_streamed(tmp_path):
+    name = saved(tmp_path / "model")
+    wanted = outcome(dpo(name, tmp_path / "out", ref_model=name))
+    trainer = dpo(name, tmp_path / "out", ref_model=name, base_weights="stream")
+    assert_like(outcome(trainer), wanted)
+    assert stream_of(trainer.reference.model).bytes == sum(p.nbytes for p in trainer.reference.model.parameters())
+
+
+def test_a_copy_of_a_policy_that_is_trained_whole_is_taken_from_its_files(tmp_path):
+    name = saved(tmp_path / "model")
+    wanted = outcome(dpo(name, tmp_path / "out", peft=None))
+    trainer = dpo(name, tmp_path / "out", peft=None, base_weights="stream")
+    assert_like(outcome(trainer), wanted)
+    assert stream_of(trainer.model) is None
+    assert stream_of(trainer.reference.model) is not None
+
+
+def test_a_run_that_is_resumed_gives_the_same_bits(tmp_path):
+    name = saved(tmp_path / "model")
+    options = {"base_weights": "stream", "save_strategy": "steps", "save_steps": 2}
+    wanted = outcome(sft(name, tmp_path / "out", **options))
+    trainer = sft(name, tmp_path / "out", **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    got = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert [name for name, w in wanted[1].items() if not torch.equal(got[name], w)] == []
+
+
+def test_in_bfloat16(tmp_path):
+    name = saved(tmp_path / "model", torch.bfloat16)
+    options = {"model_init_kwargs": {"dtype": "bfloat16"}}
+    wanted = outcome(sft(name, tmp_path / "out", **options))
+    got = outcome(sft(name, tmp_path / "out", **options, base_weights="stream"))
+    assert_like(got, wanted, 2e-2)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(match, make, *args, **options):
+    with pytest.raises(ValueError, match=match):
+        make(*args, base_weights="stream", **options)
+
+
+def test_what_cannot_be_streamed_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    name, out = saved(tmp_path / "model"), tmp_path / "out"
+    monkeypatch.setattr("lowtide.run.training_run.load_inputs", lambda *_, **__: pytest.fail("it was loaded"))
+    refused("trains all of them", sft, name, out, peft=None)
+    refused("set dtype='float32'", sft, name, out, model_init_kwargs={"dtype": "bfloat16"})
+    refused("quantized", sft, name, out, model_init_kwargs={"quantization_config": {"load_in_4bit": True}})
+    whole = (tmp_path / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "model" / "model.safetensors").write_bytes(whole[:-100])
+    refused("truncated", sft, name, out)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    refused("not on disk as safetensors", sft, name, out)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    build(vocab_size=400).save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    gone = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
+    gone.unlink()
+    refused(f"{gone.name} is not there", sft, str(tmp_path / "model"), tmp_path / "out")
+
+
+def test_weights_in_memory_are_refused(tmp_path):
+    refused("does not lie in a file", sft, build(), tmp_path / "out")
+
+
+def test_a_loaded_model_whose_weights_are_mapped_is_streamed(tmp_path):
+    model = type(build()).from_pretrained(saved(tmp_path / "model"))
+    trainer = sft(model, tmp_path / "out", base_weights="stream")
+    assert stream_of(trainer.model) is not None
+
+
+def test_adapters_that_change_the_base_are_refused(tmp_path):
+    refused(
+        "init_lora_weights",
+        sft,
+        saved(tmp_path / "model"),
+        tmp_path / "out",
+        peft={**LORA, "init_lora_weights": "pissa"},
+    )
+
+
+def test_mixed_precision_would_copy_each_weight(tmp_path):
+    refused("bf16=False", sft, saved(tmp_path / "model"), tmp_path / "out", bf16=True)
+
+
+def test_compiled_layers_are_refused(tmp_path):
+    refused("torch_compile", sft, saved(tmp_path / "model"), tmp_path / "out", torch_compile=True)
+
+
+def test_a_reference_that_moves_or_is_stored_otherwise_is_refused(tmp_path):
+    name, out = saved(tmp_path / "model"), tmp_path / "out"
+    refused("sync_ref_model=True", dpo, name, out, ref_model=name, sync_ref_model=True)
+    refused("ref_model_storage='8bit'", dpo, name, out, ref_model=name, ref_model_storage="8bit")
+    loaded = type(build()).from_pretrained(name)
+    refused("passed loaded", dpo, loaded, out, peft=None)
+
+
+def test_a_weight_that_is_changed_in_place_stays(tmp_path, caplog):
+    """Its pages are the process's own then, and would be lost."""
+    name = saved(tmp_path / "model")
+    found = []
+    for options in ({}, {"base_weights": "stream"}):
+        trainer = sft(name, tmp_path / "out", **options)
+        inner = causal_model(trainer.model)
+        for weight in (inner.model.layers[0].mlp.down_proj.base_layer.weight, inner.lm_head.weight):
+            weight.data.mul_(2)
+        found.append(outcome(trainer))
+    assert_like(found[1], found[0])
+    assert "was changed in place" in caplog.text
+
+
+def test_merging_after_training(tmp_path):
+    trainer = sft(saved(tmp_path / "model"), tmp_path / "out", base_weights="stream")
+    outcome(trainer)
+    adapted = copy.deepcopy(trainer.model)
+    ids = torch.arange(1, 9)[None]
+    wanted = adapted(input_ids=ids).logits
+    merged = trainer.model.merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_not_declared_is_never_let_go():
+    weight = torch.nn.Parameter(torch.ones(1000, 10))
+    mapped.let_go(weight)
+    assert weight.sum() == 10_000
+    assert not mapped.is_mapped(weight)
+    assert [*mapped.bands(weight)] == [slice(0, 1000)]
+
+
+# -- trained weights -------------------------------------------------------------------------------------------------
+
+WRITTEN = {"trained_weights": "stream", "optimizer_in_backward": "two_pass", "max_grad_norm": 0.1}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
+def test_all_weights_in_a_file_take_the_steps_of_resident_ones(tmp_path, tied, optim):
+    build(vocab_size=400, tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
+    name, options = str(tmp_path / "model"), {"optim": optim, "learning_rate": 2e-3, "weight_decay": 0.1}
+    wanted = outcome(sft(name, tmp_path / "out", peft=None, max_grad_norm=0.1, **options))
+    trainer = sft(name, tmp_path / "out", peft=None, **WRITTEN, **options)
+    assert_like(outcome(trainer), wanted)
+    stream = stream_of(trainer.model)
+    assert {id(weight) for weight in stream.weights} == {id(p) for p in trainer.model.parameters()}
+    states = trainer.optimizer.optimizer.state.values()
+    large = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+    assert all(mapped.is_mapped(value) for value in large)
+    assert bool(large) == (optim != "sgd")
+
+
+def test_all_weights_in_a_file_resumed_to_the_same_bits(tmp_path):
+    name = saved(tmp_path / "model")
+    options = {**WRITTEN, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
+    wanted = outcome(sft(name, tmp_path / "out", peft=None, **options))
+    trainer = sft(name, tmp_path / "out", peft=None, **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert [n for n, p in trainer.model.named_parameters() if not torch.equal(p, wanted[1][n])] == []
+    again = type(build()).from_pretrained(tmp_path / "out" / "checkpoint-4")
+    assert [n for n, p in again.named_parameters() if not torch.equal(p, wanted[1][n])] == []
+
+
+def test_several_micro_batches_are_stepped_by_rows_too(tmp_path):
+    name = saved(tmp_path / "model")
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+    wanted = outcome(sft(name, tmp_path / "out", peft=None, max_grad_norm=0.1, **options))
+    assert_like(outcome(sft(name, tmp_path / "out", peft=None, **WRITTEN, **options)), wanted)
+
+
+def test_what_trained_weights_in_a_file_do_not_go_with(tmp_path):
+    name, out = saved(tmp_path / "model"), tmp_path / "out"
+    with pytest.raises(ValueError, match="optimizer_in_backward='two_pass'"):
+        SFTConfig(output_dir=str(out), trained_weights="stream")
+    with pytest.raises(ValueError, match="base_weights='stream'"):
+        sft(name, out, **WRITTEN)
+    with pytest.raises(ValueError, match="number by number"):
+        sft(name, out, peft=None, **WRITTEN, optim="adafactor")

@@ -1,0 +1,71 @@
+"""Estimates know which weights are not resident."""
+
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from transformers import LlamaConfig
+
+from lowtide import DPOConfig, SFTConfig
+from lowtide.planning import estimate
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 8_000,
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+TEXTS, PAIRS = [300, 200, 250, 120], [(60, 120, 200)] * 4
+LAYER = 4 * (192 * 192 * 2 + 192 * 64 * 2 + 3 * 192 * 768 + 2 * 192)
+ENDS = 4 * 8_000 * 192
+"""Bytes of the head, and of the embedding."""
+ADAPTERS = 4 * 8 * 7 * (4 * 192 + 2 * (192 + 64) + 3 * (192 + 768))
+
+
+def weights(config: type, lengths: Any, device: str = "cpu", *, lora: bool = True, **options: Any) -> dict[str, int]:
+    """The most that weights, and a reference's, hold in forward and in backward; and what lies elsewhere."""
+    made = config(output_dir="run", use_cpu=True, bf16=False, report_to="none", **options)
+    peft_config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    found = estimate(made, LlamaConfig(**SIZES), lengths=lengths, device=device, peft_config=peft_config)
+    assert found.peak_bytes > 0
+    most = {
+        name: max(found.phases[phase].get(name, 0) for phase in ("forward", "backward"))
+        for name in ("weights", "reference", "optimizer")
+    }
+    return {**most, "elsewhere": found.host_bytes}
+
+
+def test_a_streamed_base_takes_a_layer():
+    resident = weights(SFTConfig, TEXTS)
+    streamed = weights(SFTConfig, TEXTS, base_weights="stream")
+    assert resident["weights"] == pytest.approx(7 * LAYER + 2 * ENDS + ADAPTERS, rel=0.01)
+    assert LAYER + ADAPTERS <= streamed["weights"] <= 1.01 * (2 * LAYER + ADAPTERS)
+
+
+@pytest.mark.slow
+def test_on_a_gpu_the_layers_wait_in_pinned_memory():
+    streamed = weights(SFTConfig, TEXTS, "H100-80GB", base_weights="stream")
+    assert 7 * LAYER <= streamed["elsewhere"] <= 2 * 7 * LAYER
+    rest = 2 * ENDS + ADAPTERS
+    assert LAYER + rest <= streamed["weights"] <= 1.01 * (3 * LAYER + rest)
+
+
+@pytest.mark.slow
+def test_a_streamed_reference_takes_a_layer():
+    resident = weights(DPOConfig, PAIRS, lora=False)
+    streamed = weights(DPOConfig, PAIRS, lora=False, base_weights="stream")
+    assert resident["reference"] > 7 * LAYER + 2 * ENDS
+    assert streamed["reference"] <= 0.05 * resident["reference"]
+    assert streamed["weights"] <= resident["weights"] + max(LAYER, ENDS)
+
+
+@pytest.mark.slow
+def test_trained_weights_and_moments_in_a_file():
+    options = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
+    resident = weights(SFTConfig, TEXTS, lora=False, **options)
+    streamed = weights(SFTConfig, TEXTS, lora=False, **options, trained_weights="stream")
+    assert resident["optimizer"] > 2 * 7 * LAYER
+    assert streamed["weights"] <= 1.01 * (ENDS + LAYER)
+    assert streamed["optimizer"] <= 0.1 * resident["optimizer"]

@@ -32,9 +32,9 @@ from lowtide.engine.vision import freeze_tower
 from lowtide.engine.weights.complete_weights import base_of_adapters, new_modules
 from lowtide.engine.weights.labels import names_of, set_problem
 from lowtide.engine.weights.loading import adapt
+from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.activations.chain_storage import place_maker
 from lowtide.memory.activations.spill_file import folder_on_a_disk
-from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
 from lowtide.methods.method import Labels, Method, Objective, Scorer

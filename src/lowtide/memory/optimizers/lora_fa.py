@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -116,7 +116,6 @@ def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, float
         layer: Any = module
         if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict):
             continue
-        down: Any
         for name, down in layer.lora_A.items():
             up = layer.lora_B[name]
             if not isinstance(down, nn.Linear) or not up.weight.requires_grad:
@@ -124,4 +123,4 @@ def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, float
             if name in getattr(layer, "lora_variant", {}):
                 kind = type(layer.lora_variant[name]).__name__
                 raise ValueError(f"the adapter of {path} is more than a product ({kind}): take plain LoRA or rsLoRA")
-            yield down.weight, up.weight, float(layer.scaling[name])
+            yield cast(nn.Parameter, down.weight), up.weight, float(layer.scaling[name])

@@ -189,7 +189,7 @@ EXCLUDED: Mapping[frozenset[str], str] = {
 BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.3
 """How far the last loss may be from the plain run's, as a share of the fall from its first to its last: where numbers
 are rounded, where they are to 4 bits, and with another optimizer."""
-BANDS = {"Muon": 0.6}
+BANDS = {"Muon": 0.9}
 """The same for one whose first steps are a fifth as long as AdamW's."""
 
 

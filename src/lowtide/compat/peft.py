@@ -52,13 +52,15 @@ def adapter_active(model: nn.Module, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_weights_trained(model: nn.Module) -> Iterator[None]:
-    """What is trained stays so.
+    """What is trained stays so, and what is frozen too.
 
-    PEFT makes all adapters but the active one untrained when it sets one, switches adapters on again or loads one.
+    PEFT makes all adapters but the active one untrained when it sets one, switches adapters on again or loads one, and
+    all of the active one trained, parts of it that were frozen (LoRA-FA) among them.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
     finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        for parameter, was in trained:
+            if parameter.requires_grad != was:
+                parameter.requires_grad_(was)

@@ -448,4 +448,8 @@ def adapters_of(method: Method, args: Any, peft_config: Any, new_modules: Sequen
         return peft_config
     peft_config = copy.copy(peft_config)
     peft_config.task_type = method.head.task_type  # by which its base is loaded, and PEFT trains a new head whole
+    excluded = getattr(peft_config, "exclude_modules", None) or []
+    if getattr(peft_config, "target_modules", None) == "all-linear" and isinstance(excluded, list):
+        # PEFT would adapt the head of a token classifier too, which is trained whole.
+        peft_config.exclude_modules = [*excluded, method.head.new_module]
     return peft_config

@@ -148,8 +148,8 @@ class ReferenceMaker:
         if not wants_stream(args):
             if copied and stream_of(model) is not None:
                 raise ValueError(
-                    "trained_weights='stream' leaves the model in a file, and the reference would be a resident copy: "
-                    "set base_weights='stream' too, or precompute_ref_log_probs=True"
+                    "streamed trained weights (trained_weights='stream') cannot work here: the reference would be a "
+                    "resident copy: set base_weights='stream' too, or precompute_ref_log_probs=True"
                 )
             return requested
         for name, off in (("ref_model_storage", "same"), ("sync_ref_model", False)):

@@ -129,6 +129,7 @@ class Adapters(LoraConfig):
 
 
 ADAPTERS = {"peft_config": Adapters(r=8, lora_alpha=16, target_modules="all-linear")}
+SMALL_ADAPTERS = LoraConfig(r=4, target_modules="all-linear")
 FROM_FILES = {"from_files": True}
 """A model that is given by its folder, with adapters on it."""
 PLAIN: dict[str, dict[str, Any]] = {

@@ -148,7 +148,7 @@ def train_step(
     elif objective.whole and (len(parts) > 1 or ranks > 1):
         runs = [WholeRun(models, objective, *shared, totals, parts, sync, batch.token_ids.device)]
     else:
-        own = len(batch.plan_split(limits.tokens, limits.rows, pieces=pieces))
+        own = len(batch.plan_split(limits.tokens, limits.rows, pieces=pieces, long_rows=True))
         runs = [RowRun(models, term, *shared, totals, own) for term in objective.terms]
     runs[0].begin()
     loss = torch.zeros(())

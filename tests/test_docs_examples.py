@@ -36,7 +36,11 @@ TRAINERS = (
     "replaced-token-detection",
     "seq2seq",
 )
-RUN = (*(f"{method}.md" for method in TRAINERS), *MEMORY, "prefix-sharing.md", "rollouts.md", "rewards.md", "plan.md")
+RUN = (
+    *(f"{method}.md" for method in TRAINERS),
+    *MEMORY,
+    *("chains.md", "prefix-sharing.md", "rollouts.md", "rewards.md", "plan.md"),
+)
 """Pages whose Python tests below run."""
 ALONE = ("after-training.md",)
 """Pages whose Python runs, and leaves no trainer behind."""

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from lowtide.engine.forward import install, score
 from lowtide.memory.activations.offloading import ActivationOffload
-from lowtide.ragged import RaggedBatch
+from tests.support.gpu_batch import batch
 
 CUDA = torch.device("cuda")
 
@@ -19,13 +19,6 @@ def build() -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config).to(CUDA, torch.bfloat16).train()
     install(model)
     return model
-
-
-def batch() -> RaggedBatch:
-    generator = torch.Generator().manual_seed(1)
-    lengths = (3000, 1, 500, 2000, 900)
-    rows = [torch.randint(0, 500, (length,), generator=generator).tolist() for length in lengths]
-    return RaggedBatch.from_segments(rows, prefix=[-1, -1, -1, 2, 2], row=[0, 1, 2, 2, 2]).to(CUDA)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.test_wheel import DEPENDENCIES, MISSING, ROOT, run
+from tests.support.packaging import DEPENDENCIES, MISSING, ROOT, run
 
 SCRIPT = ROOT / "examples" / "first_steps.sh"
 OFFLINE = {"PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", "PYTHONPATH": DEPENDENCIES}

@@ -1,32 +1,18 @@
 """The wheel is complete, and works in an environment that has nothing of the checkout."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.packaging import DEPENDENCIES, MISSING, ROOT, run
+
 SOURCES = ROOT / "src"
-DEPENDENCIES = sysconfig.get_paths()["purelib"]
-"""The packages that the tests run with; as a plain entry of the path it brings no editable install with it."""
 UNBUILT = shutil.ignore_patterns("__pycache__", "*.egg-info")
-MISSING = "needs setuptools in the environment, to build without a network"
-
-
-def run(*words: str | Path, folder: Path, **environment: str) -> str:
-    """What a command prints; raises where it fails."""
-    done = subprocess.run(
-        [str(word) for word in words], cwd=folder, capture_output=True, text=True, env=os.environ | environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

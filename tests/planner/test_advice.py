@@ -76,6 +76,7 @@ def test_with_predictions_the_best_exact_setting_comes_first_and_what_lowers_not
         (): 100,
         ("activation_offloading",): 98,
         ("mlp_tile_tokens",): 90,
+        ("attention_head_chunks",): 98,
         ("tokens_per_microbatch",): 70,
         ("torch_compile",): None,
     }

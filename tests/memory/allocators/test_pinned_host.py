@@ -1,100 +1,16 @@
-"""The order of copies on a CUDA device, on a CPU: streams that copy as late as their events allow.
-
-A copy on a side stream runs only when somebody waits for it. A tensor let go too early, a missing wait or a host
-buffer read before it is written then shows as a wrong value or a failed assertion. The computation itself runs at once.
-"""
+"""The order of copies on a CUDA device, on a CPU."""
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lowtide.memory.activations.checkpointing import POLICIES, set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.allocators.pinned_host import PinnedHost
+from tests.support.late_copies import CPU, FakeCuda
 from tests.support.tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared
-
-CPU = torch.device("cpu")
-
-
-class Stream:
-    def __init__(self, device=None):
-        self.queue, self.done, self.synced = [], 0, False
-
-    def record_event(self):
-        return self, self.done + len(self.queue)
-
-    def wait_event(self, event):
-        stream, position = event
-        self.queue.append(lambda: stream.run(position))
-
-    def wait_stream(self, other):
-        assert isinstance(other, Computation)
-        self.synced = True
-
-    def run(self, position):
-        while self.done < position:
-            self.done += 1
-            self.queue.pop(0)()
-
-
-class Computation(Stream):
-    def wait_event(self, event):
-        stream, position = event
-        stream.run(position)
-
-
-class Late(TorchDispatchMode):
-    """Puts copies into the queue of a stream."""
-
-    def __init__(self, stream):
-        super().__init__()
-        self.stream = stream
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.copy_.default:
-            return func(*args, **(kwargs or {}))
-        assert self.stream.synced, "a copy must wait for the computation before it"
-        self.stream.synced = False
-        target, source = args[:2]
-        self.stream.queue.append(Copy(target, source))
-        return target
-
-
-class Copy:
-    """Holds neither tensor, as a kernel does not; pinned memory is held by its pool."""
-
-    def __init__(self, target, source):
-        self.sides = [self._side(target), self._side(source)]
-
-    def _side(self, tensor):
-        return tensor if getattr(tensor, "is_host", False) else StorageWeakRef(tensor.untyped_storage())
-
-    def __call__(self):
-        target, source = map(self._tensor, self.sides)
-        target.copy_(source)
-
-    def _tensor(self, side):
-        if isinstance(side, torch.Tensor):
-            return side
-        storage = torch.UntypedStorage._new_with_weak_ptr(side.cdata)
-        assert storage is not None, "device memory was let go before its copy was done"
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-class FakeCuda:
-    Stream = Stream
-
-    def __init__(self):
-        self.computation = Computation()
-
-    def current_stream(self, device):
-        return self.computation
-
-    def stream(self, stream):
-        return Late(stream)
 
 
 class Host(PinnedHost):

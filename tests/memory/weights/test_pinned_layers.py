@@ -10,7 +10,7 @@ import torch
 from lowtide.engine.forward import install
 from lowtide.memory.weights.pinned_layers import PinnedLayers
 from lowtide.memory.weights.streaming import WeightStream
-from tests.memory.allocators.test_pinned_host import CPU, FakeCuda
+from tests.support.late_copies import CPU, FakeCuda
 from tests.support.tiny_models import assert_same, build, checkpointed, gradients, loss_of, separate, with_adapters
 
 

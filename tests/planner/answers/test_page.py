@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 
-import pytest
-
 from lowtide.cli.main import main
 from lowtide.planner.answers.known_models import known_models
 from lowtide.planner.answers.page import grid, html_of
@@ -69,13 +67,3 @@ def test_the_grid_has_the_models_and_devices_that_there_are():
 def test_names_cannot_end_the_script():
     made = {**grid(), "date": "</script><b>"}
     assert "</script><b>" not in html_of(made)
-
-
-@pytest.mark.slow
-def test_a_number_of_the_grid_is_what_a_trace_says():
-    from bench.page_grid import traced
-
-    found = grid()
-    shape = found["models"]["HuggingFaceTB/SmolLM2-135M"]
-    again = traced(("HuggingFaceTB/SmolLM2-135M", "sft", "LoRA", "LoRA checkpointing"))
-    assert again["peaks"] == found["peaks"][shape]["sft"]["LoRA checkpointing"]

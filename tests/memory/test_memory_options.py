@@ -48,6 +48,9 @@ def test_an_activation_budget_needs_a_compiler_that_chooses(tmp_path):
             config(str(tmp_path), use_cpu=True, torch_compile=True, activation_memory_budget=share)
     with pytest.raises(ValueError, match=r"torch_compile_backend='eager' does not choose what is kept"):
         make("SFT", torch_compile=True, torch_compile_backend="eager", activation_memory_budget=0.5)
+    kept = {"torch_compile": True, "gradient_checkpointing": True, "checkpointing_policy": "matmul"}
+    with pytest.raises(ValueError, match="both say what a compiled layer keeps: leave one"):
+        config(str(tmp_path), use_cpu=True, activation_memory_budget=0.5, **kept)
 
 
 def test_a_runs_seed_is_that_of_stochastic_rounding():

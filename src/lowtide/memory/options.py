@@ -89,6 +89,7 @@ class MemoryOptions:
                 f"activation_memory_budget={self.activation_memory_budget:g} is a share of what compiled graphs keep, "
                 "and torch_compile is off: set torch_compile=True, or leave it out"
             )
+        self._check_what_layers_keep()
         if self.optimizer_in_backward not in (False, True, TWO_PASS):
             raise ValueError(
                 f"optimizer_in_backward={self.optimizer_in_backward!r} must be true, false or {TWO_PASS!r}"
@@ -104,6 +105,17 @@ class MemoryOptions:
                 f"optimizer_in_backward={TWO_PASS!r} takes a pass for the norm, which max_grad_norm=0 does not clip "
                 "by: set optimizer_in_backward=True"
             )
+
+    def _check_what_layers_keep(self) -> None:
+        """Refuses two answers to what of a layer is kept for backward."""
+        if self.activation_memory_budget is None or not getattr(self, "gradient_checkpointing", False):
+            return
+        for name, plain in (("checkpointing_policy", "full"), ("checkpointing_every", 1)):
+            if getattr(self, name) != plain:
+                raise ValueError(
+                    f"activation_memory_budget={self.activation_memory_budget:g} and {name}={getattr(self, name)!r} "
+                    "both say what a compiled layer keeps: leave one of them out"
+                )
 
     def _check_streamed(self) -> None:
         """Refuses weights in files where weights are cut, or stepped all at once."""

@@ -191,6 +191,7 @@ EXCLUDED: Mapping[frozenset[str], str] = {
         for technique in TECHNIQUES.values()
         if technique.options.keys() == {"optim"}
     },
+    frozenset({"streamed trained weights", "LoRA-FA"}): "are frozen",
 }
 """Pairs that are refused, with the reason."""
 BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.3
@@ -794,7 +795,8 @@ def pairs(kind: str) -> Iterator[tuple[str, str]]:
     """The names of all techniques two by two that a trainer runs together on any machine.
 
     Left out are what always is (the fused head), what does nothing on a CPU or needs a package that is not there, two
-    values of one option, and another way to step beside streamed base weights, where a few adapters alone are stepped.
+    values of one option, another way to step beside streamed base weights (a few adapters alone are stepped there), and
+    streamed trained weights beside a reference, which is refused.
     """
     alone = [
         each
@@ -806,6 +808,8 @@ def pairs(kind: str) -> Iterator[tuple[str, str]]:
         options, more = with_it(first), with_it(second)
         names, lossy = {first.name, second.name}, first.changes is not None or second.changes is not None
         if "streamed base weights" in names and lossy and frozenset(names) not in EXCLUDED:
+            continue
+        if "streamed trained weights" in names and kind != "SFT":
             continue
         if all(more.get(name, value) == value for name, value in options.items()):
             yield first.name, second.name

@@ -247,7 +247,8 @@ def rank_main(rank: int, rendezvous: str, path: str) -> None:
     for name in ("sft", "aot", "kto"):
         for place in (*PLACES, None):
             model = dropping(build())
-            plan = BackwardPlan(exchange=Averaging(model).complete)
+            exchange = Averaging(model)
+            plan = BackwardPlan(exchange=exchange.complete, overlap=exchange.overlap, forgo=exchange.forgo)
             number = random.Random(f"{name} {place}").randrange(3)
             # The second rank alone fails; the first learns of it where they meet.
             limits = Limits(rows=2) if place else taken  # noqa: F821

@@ -61,7 +61,8 @@ def fit_budget(
     try:
         plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)
     except PlanError as error:
-        warnings.warn(f"{error} The run goes on with {settings_text(error.settings)}.", stacklevel=2)
+        chosen = settings_text(error.settings) if error.settings else "the settings that it has"
+        warnings.warn(f"{error} The run goes on with {chosen}.", stacklevel=2)
         _set(args, error.settings)
         peak = error.peak_bytes if run.device.kind == "cpu" else None
         return Fitted(dict(error.settings), f"nothing fits by the estimate: {error.reason}", peak or None)

@@ -21,6 +21,8 @@ NOT_TRAINED = {
     "ddp_backend": "of several ranks",
     "local_rank": "of several ranks",
     "use_cpu": "chooses another device",
+    "desirable_weight": "a weight of 2^64 overflows gradients, and the message is of these",
+    "undesirable_weight": "likewise",
     "dataloader_num_workers": "starts processes",
     "output_dir": "writes there",
     "memory_report": "writes there",

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Estimate, and show it; the exit status is 1 where the run does not fit.
 
     Raises:
-        ValueError: something that the user can mend; OSError likewise.
+        ValueError, OSError: an argument, a file or the model is wrong; the message says which, and what to do.
     """
     defer_imports()
     described = described_run(arguments)

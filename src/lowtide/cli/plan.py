@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, and show the plan; the exit status is 1 where nothing fits.
 
     Raises:
-        ValueError: something that the user can mend; OSError likewise.
+        ValueError, OSError: an argument, a file or the model is wrong; the message says which, and what to do.
     """
     defer_imports()
     if arguments.devices and arguments.device:

@@ -45,5 +45,5 @@ def ways_out(run: PlannedRun, weights: int, *, exact: bool) -> tuple[str, ...]:
         found.append(f"--devices 2x{name} shares it between GPUs, or between GPUs and their host's memory")
     if "max_length" in names:
         found.append("--max_length or fewer tokens in a row, where activations are most")
-    found.append(f"lowtide gpus {run.method.name} --model ... lists what holds it")
+    found.append(f"lowtide gpus {run.method.name} --model ... shows which devices this run fits")
     return tuple(found)

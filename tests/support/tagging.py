@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from torch import nn
 from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedTokenizerFast
 
 from lowtide import TokenClassificationConfig, TokenClassificationTrainer
+from tests.support.encoders import STEPS, with_larger_weights
 
 TAGS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
@@ -84,29 +84,12 @@ def tagger(family: str = "bert", labels: Sequence[str] = TAGS, **changes: Any) -
     values = {**SIZES, **NO_DROPOUT, **FAMILIES[family], **changes}
     config = AutoConfig.for_model(family, **values, num_labels=len(labels), id2label=dict(enumerate(labels)))
     model = AutoModelForTokenClassification.from_config(config)
-    for name, p in model.named_parameters():
-        if "norm" not in name.lower() and p.ndim > 1:
-            nn.init.normal_(p, std=0.1)
-    return model
+    return with_larger_weights(model)
 
 
 def trainer(folder: Path, rows: Dataset | None = None, arguments: dict | None = None, **options: Any) -> Any:
     """A small trainer without dropout."""
-    settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 8,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "rehearsal": False,
-        **options,
-    }
+    settings = {"output_dir": str(folder), **STEPS, **options}
     given = {"model": None, "processing_class": tokenizer(), **(arguments or {})}
     model = given.pop("model")
     return TokenClassificationTrainer(

@@ -17,6 +17,7 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.encoders import with_larger_weights
 
 SPECIAL = (
     *("<pad>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
@@ -106,10 +107,7 @@ def vision_model(family: str = "qwen2_5_vl", seed: int = 0, config: Any = None) 
     """A tiny float32 model whose attention is far from uniform."""
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config or CONFIGS[family](), dtype=torch.float32)
-    for name, p in model.named_parameters():
-        if "norm" not in name.lower() and p.ndim > 1:
-            nn.init.normal_(p, std=0.1)
-    return model
+    return with_larger_weights(model)
 
 
 def processor(family: str = "qwen2_5_vl") -> Any:

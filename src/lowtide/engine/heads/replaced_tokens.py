@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PretrainedConfig, PreTrainedModel
 
@@ -25,6 +23,7 @@ from lowtide.engine.heads.head_parts import head_parts, head_terms, projection_o
 from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, reading
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel, decoded, scores_alone
 from lowtide.engine.heads.own_head import own_head
+from lowtide.engine.weights.weight_files import saved_module
 from lowtide.ops.drawing import draw
 from lowtide.ops.linear_logprobs import NOTHING_MORE, Want, read_logits
 from lowtide.ragged import OWN_TOKEN, ScoreRule
@@ -237,7 +236,7 @@ def _generator(model: PreTrainedModel, options: Any) -> PreTrainedModel:
     config = smaller(model.config, GENERATOR_SIZE if size is None else size) if known is None else _like(model, known)
     with torch.device(like.device):
         generator = AutoModelForMaskedLM.from_config(config, dtype=like.dtype)
-    saved = {} if known is None else _saved(model.config.name_or_path or "")
+    saved = {} if known is None else saved_module(model.config.name_or_path or "", GENERATOR)
     if saved:
         generator.load_state_dict(saved, strict=False)
     return generator
@@ -280,14 +279,3 @@ def _share_embeddings(model: PreTrainedModel, generator: PreTrainedModel) -> Non
     prefix = f"{model.base_model_prefix}.embeddings."
     names = [f"{prefix}{name}" for name, _ in ours.embeddings.named_parameters()]
     declare_tied(model, {f"{GENERATOR}.{name}": name for name in names})
-
-
-def _saved(folder: str) -> dict[str, Tensor]:
-    """The generator's weights in a discriminator's folder; empty where there are none."""
-    found: dict[str, Tensor] = {}
-    for path in sorted(Path(folder).glob("model*.safetensors")) if folder else ():
-        with safe_open(str(path), "pt") as file:  # type: ignore[no-untyped-call]
-            for key in file.keys():  # noqa: SIM118
-                if key.startswith(f"{GENERATOR}."):
-                    found[key.removeprefix(f"{GENERATOR}.")] = file.get_tensor(key)
-    return found

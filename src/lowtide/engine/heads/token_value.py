@@ -10,18 +10,17 @@ are no entries of `engine.heads.HEADS`: who asks names them, and to all others t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowtide.engine.heads.head import Scores
 from lowtide.engine.heads.language_model import LanguageModel, TokenOutput
 from lowtide.engine.heads.value import ValueOutput
+from lowtide.engine.weights.weight_files import saved_module
 from lowtide.ops.linear_logprobs import TokenStats
 
 VALUE_HEAD = "value_head"
@@ -67,7 +66,7 @@ class WithValues(LanguageModel):
         made = nn.Linear(hidden, 1, device=like.device, dtype=like.dtype)
         nn.init.normal_(made.weight, std=1 / (hidden + 1))
         nn.init.zeros_(made.bias)
-        for name, saved in _saved(model.config.name_or_path or "").items():
+        for name, saved in saved_module(model.config.name_or_path or "", VALUE_HEAD).items():
             getattr(made, name).data.copy_(saved)
         model.add_module(VALUE_HEAD, made)
 
@@ -116,14 +115,3 @@ def _layer(model: Any) -> nn.Linear:
     """The value head that is trained, out of PEFT's wrapper."""
     found = model.value_head
     return found.modules_to_save[found.active_adapters[0]] if hasattr(found, "modules_to_save") else found
-
-
-def _saved(name: str) -> dict[str, Tensor]:
-    """The value head's weights in a model's folder; empty where there are none."""
-    found: dict[str, Tensor] = {}
-    for path in sorted(Path(name).glob("model*.safetensors")) if name else ():
-        with safe_open(str(path), "pt") as file:  # type: ignore[no-untyped-call]
-            for key in file.keys():  # noqa: SIM118
-                if key.startswith(f"{VALUE_HEAD}."):
-                    found[key.removeprefix(f"{VALUE_HEAD}.")] = file.get_tensor(key)
-    return found

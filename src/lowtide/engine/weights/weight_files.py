@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
 AGAIN = "copy or download the folder again"
@@ -81,6 +82,22 @@ def model_folder(name: str) -> Path | None:
         cached = try_to_load_from_cache(name, "config.json")
         return Path(cached).parent if isinstance(cached, str) else None
     return None
+
+
+def saved_module(folder: str, name: str) -> dict[str, Tensor]:
+    """The weights of one module in the files of a model, by their names within it; empty where there are none.
+
+    Args:
+        folder: of the model; nothing is read if it is empty.
+        name: of the module, as in `model.named_modules()`.
+    """
+    found: dict[str, Tensor] = {}
+    for path in _matching(Path(folder), "model*.safetensors") if folder else ():
+        with safe_open(str(path), "pt") as file:  # type: ignore[no-untyped-call]
+            for key in file.keys():  # noqa: SIM118
+                if key.startswith(f"{name}."):
+                    found[key.removeprefix(f"{name}.")] = file.get_tensor(key)
+    return found
 
 
 def _fault_of_index(index: Path) -> str | None:

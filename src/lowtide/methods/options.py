@@ -44,6 +44,29 @@ class TransformersDefaults:
 
 
 @dataclass(kw_only=True)
+class TaskLength(TransformersDefaults):
+    """Of the tasks of encoders whose scripts in transformers call the most tokens of a row `max_seq_length`."""
+
+    max_length: int | None = option(512, "Most tokens of a row. None is no limit.", COUNT)
+    max_seq_length: int | None = option(None, "The name of `max_length` in transformers' scripts.", COUNT)
+
+    def take_max_seq_length(self) -> None:
+        """Has `max_length` say what either of the two names does.
+
+        Raises:
+            ValueError: both are set, to different numbers.
+        """
+        if self.max_seq_length is None:
+            return
+        if self.max_length not in (512, self.max_seq_length):
+            raise ValueError(
+                f"{type(self).__name__}: max_length={self.max_length} and its other name max_seq_length="
+                f"{self.max_seq_length} contradict each other: keep max_length"
+            )
+        self.max_length, self.max_seq_length = self.max_seq_length, None
+
+
+@dataclass(kw_only=True)
 class VisionOptions:
     """Of the methods whose rows may show images."""
 

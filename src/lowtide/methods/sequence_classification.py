@@ -18,7 +18,7 @@ from lowtide.engine.heads.classes import ClassStats, SequenceClasses
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.methods.class_weights import WeightedClasses, class_weights
 from lowtide.methods.method import Labels, Method, RowObjective
-from lowtide.methods.options import TransformersDefaults
+from lowtide.methods.options import TaskLength
 from lowtide.methods.rows import LabelledTexts
 from lowtide.objectives.classes import binary_nll, label_nll, squared_errors
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
@@ -27,7 +27,7 @@ from lowtide.ragged import RaggedBatch
 
 
 @dataclass(kw_only=True)
-class SequenceClassificationOptions(WeightedClasses, TransformersDefaults):
+class SequenceClassificationOptions(WeightedClasses, TaskLength):
     """The options of sequence classification, under the names of transformers' `run_classification.py` where it has
     them."""
 
@@ -41,7 +41,6 @@ class SequenceClassificationOptions(WeightedClasses, TransformersDefaults):
     )
     dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.", NOT_NEGATIVE)
     max_length: int | None = option(512, "Most tokens of a row, of a pair in all. None is no limit.", COUNT)
-    max_seq_length: int | None = option(None, "The name of `max_length` in `run_classification.py`.", COUNT)
     pad_token: str | None = option(
         None, "Token that a trained decoder takes for padding. None: the tokenizer's, or the one that ends a text."
     )
@@ -59,13 +58,7 @@ class SequenceClassificationOptions(WeightedClasses, TransformersDefaults):
         Raises:
             ValueError: an option has no such value, or two options exclude each other.
         """
-        if self.max_seq_length is not None:
-            if self.max_length not in (512, self.max_seq_length):
-                raise ValueError(
-                    f"{type(self).__name__}: max_length={self.max_length} and its other name max_seq_length="
-                    f"{self.max_seq_length} contradict each other: keep max_length"
-                )
-            self.max_length, self.max_seq_length = self.max_seq_length, None
+        self.take_max_seq_length()
         if self.text_column_names is not None and len(self.text_column_names) not in (1, 2):
             raise ValueError(f"text_column_names={self.text_column_names}: name one column, or the two of a pair")
         if self.class_names is not None and len(set(self.class_names)) < max(len(self.class_names), 2):

@@ -17,7 +17,7 @@ from lowtide.engine.heads.classes import ClassStats, TokenClasses
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.methods.class_weights import WeightedClasses, class_weights
 from lowtide.methods.method import Labels, Method, RowObjective
-from lowtide.methods.options import TransformersDefaults
+from lowtide.methods.options import TaskLength
 from lowtide.methods.rows import Tags
 from lowtide.objectives.classes import label_nll
 from lowtide.objectives.entities import PREFIXES, entity_scores
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class TokenClassificationOptions(WeightedClasses, TransformersDefaults):
+class TokenClassificationOptions(WeightedClasses, TaskLength):
     """The options of token classification, under the names of transformers' `run_ner.py` where it has them."""
 
     # data
@@ -43,7 +43,6 @@ class TokenClassificationOptions(WeightedClasses, TransformersDefaults):
         False, "Score all tokens of a word, with I- in place of B- after the first. False scores the first alone."
     )
     max_length: int | None = option(512, "Most tokens of a row, or of a window of one. None is no limit.", COUNT)
-    max_seq_length: int | None = option(None, "The name of `max_length` in `run_ner.py`.", COUNT)
     long_rows: str = option(
         "windows",
         "What becomes of longer rows: windows that overlap, each token scored in one of them; or cut.",
@@ -64,13 +63,7 @@ class TokenClassificationOptions(WeightedClasses, TransformersDefaults):
         Raises:
             ValueError: an option has no such value, or two options exclude each other.
         """
-        if self.max_seq_length is not None:
-            if self.max_length not in (512, self.max_seq_length):
-                raise ValueError(
-                    f"{type(self).__name__}: max_length={self.max_length} and its other name max_seq_length="
-                    f"{self.max_seq_length} contradict each other: keep max_length"
-                )
-            self.max_length, self.max_seq_length = self.max_seq_length, None
+        self.take_max_seq_length()
         if self.stride is not None and (self.long_rows == "cut" or self.max_length is None):
             why = "long_rows='cut'" if self.long_rows == "cut" else "max_length=None"
             raise ValueError(f"stride={self.stride} is of windows, and {why} makes none: leave stride out")

@@ -128,10 +128,19 @@ def check_flat(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: says what to take instead.
     """
+    _check_by_number(optimizer, "and DeepSpeed steps flat parts of many weights")
+
+
+def _check_by_number(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Refuses an optimizer that is not known to act number by number.
+
+    Raises:
+        ValueError: says `why` it has to, and what to take instead.
+    """
     if type(optimizer) not in BY_NUMBER:
         raise ValueError(
-            f"{type(optimizer).__name__} looks at more of a weight than one number, and DeepSpeed steps flat parts of "
-            "many weights: take optim='adamw_torch_fused', or another that acts number by number "
+            f"{type(optimizer).__name__} looks at more of a weight than one number, {why}: take "
+            "optim='adamw_torch_fused', or another that acts number by number "
             f"({', '.join(sorted(each.__name__ for each in BY_NUMBER))})"
         )
 
@@ -208,12 +217,9 @@ def check_in_file(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: says what to take instead.
     """
-    if type(optimizer) not in BY_NUMBER:
-        raise ValueError(
-            f"{type(optimizer).__name__} looks at more of a weight than one number, or keeps its states in a form of "
-            "its own, and trained_weights='stream' steps a weight by rows: take optim='adamw_torch_fused', or another "
-            f"that acts number by number ({', '.join(sorted(each.__name__ for each in BY_NUMBER))})"
-        )
+    _check_by_number(
+        optimizer, "or keeps its states in a form of its own, and trained_weights='stream' steps a weight by rows"
+    )
     check_separable(optimizer)
 
 

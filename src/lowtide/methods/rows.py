@@ -264,7 +264,12 @@ class _Completions(RowLayout):
             score_rule=score_rule,
             values=(*self.values(), "number"),
             reader=reader,
+            apart=self.apart(options),
         )
+
+    def apart(self, options: Any) -> tuple[str, ...]:
+        """Of the columns, the completions that are run in a forward of their own."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -315,7 +320,10 @@ class Singles(_Completions):
     takes_images = True
 
     def columns(self, options: Any) -> tuple[str, ...]:
-        return ("completion_ids", "kl_completion_ids") if self.mismatched(options) else ("completion_ids",)
+        return ("completion_ids", *self.apart(options))
+
+    def apart(self, options: Any) -> tuple[str, ...]:
+        return ("kl_completion_ids",) if self.mismatched(options) else ()
 
     def values(self) -> tuple[str, ...]:
         return ("label",)

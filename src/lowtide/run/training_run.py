@@ -284,9 +284,10 @@ class TrainingRun:
         """A batch with what is drawn of it in an epoch, by a method that draws something; else as it is."""
         return batch if self._drawing is None else self._drawing(batch, epoch)
 
-    def row_lengths(self, dataset: Any) -> np.ndarray | None:
-        """[rows]: the tokens of each row of a dataset, as batches have them; None for a stream."""
-        return row_lengths(dataset, self.collator)
+    def row_lengths(self, dataset: Any, *, trained: bool = False) -> np.ndarray | None:
+        """[rows]: the tokens of each row of a dataset, as batches have them, or those alone that go backward; None for
+        a stream."""
+        return row_lengths(dataset, self.collator, trained=trained)
 
     def why_whole(self) -> str | None:
         """What keeps a row above the token budget from being run in pieces, as a clause; None if nothing does."""

@@ -13,12 +13,14 @@ STARTS = 256
 """Row lengths to begin with, in the search for rows that fill a budget."""
 
 
-def row_lengths(dataset: Any, collator: Any = None) -> np.ndarray | None:
+def row_lengths(dataset: Any, collator: Any = None, *, trained: bool = False) -> np.ndarray | None:
     """[rows]: the tokens of each prepared row; None for streams and for data of other kinds.
 
     Args:
-        collator: makes batches of rows. It may say how often it computes a row's prompt (`prompts_per_row`), or what
-            each prompt, or row, comes to with completions that have yet to be written (`lengths`, `row_lengths`).
+        collator: makes batches of rows. It may say how often it computes a row's prompt (`prompts_per_row`), which
+            completions are only scored (`apart`), or what each prompt, or row, comes to with completions that have yet
+            to be written (`lengths`, `row_lengths`).
+        trained: count what goes backward alone.
     """
     if not isinstance(dataset, Dataset):
         return None
@@ -29,7 +31,9 @@ def row_lengths(dataset: Any, collator: Any = None) -> np.ndarray | None:
         return None
     if hasattr(collator, "lengths"):
         return collator.lengths(counted["prompt_ids"])
-    prompts = getattr(collator, "prompts_per_row", 1)
+    prompts, apart = getattr(collator, "prompts_per_row", 1), getattr(collator, "apart", ()) if trained else ()
+    prompts = max(prompts - len(apart), 1)
+    counted = {name: each for name, each in counted.items() if name not in apart}
     return sum(each * (prompts if name == "prompt_ids" else 1) for name, each in counted.items())  # type: ignore[return-value]
 
 

@@ -168,10 +168,10 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         finally:
             self.runner.end()
 
-    def row_lengths(self, dataset: Any = None) -> np.ndarray | None:
-        """[rows]: the tokens of each row of a dataset, by default the training set, as its batches have them; None for
-        a stream."""
-        return row_lengths(self.train_dataset if dataset is None else dataset, self.data_collator)
+    def row_lengths(self, dataset: Any = None, *, trained: bool = False) -> np.ndarray | None:
+        """[rows]: the tokens of each row of a dataset, by default the training set, as its batches have them, or those
+        alone that go backward; None for a stream."""
+        return row_lengths(self.train_dataset if dataset is None else dataset, self.data_collator, trained=trained)
 
     @property
     def rows_together(self) -> int:
@@ -221,7 +221,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         self.runner.begin()
         if self.args.rehearsal:
             with self.compute_loss_context_manager():
-                rehearse(self.runner, self.row_lengths(), self._batch_of, self.rows_together)
+                rehearse(self.runner, self.row_lengths(trained=True), self._batch_of, self.rows_together)
 
     def _batch_of(self, rows: Sequence[int]) -> RaggedBatch:
         dataset: Any = self.train_dataset

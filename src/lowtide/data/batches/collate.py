@@ -117,6 +117,8 @@ class CompletionCollator:
     """Columns that become row values."""
     reader: ImageReader | None = None
     """Makes the images of prompts ready, of a vision-language model."""
+    apart: tuple[str, ...] = ()
+    """Columns of completions that are only scored, without gradients, in a forward of their own."""
 
     @property
     def prompts_per_row(self) -> int:

@@ -407,7 +407,7 @@ class FakeRun:
         self.dataset = prepare()
 
     def _heaviest(self, run: TrainingRun, most: int) -> list[dict]:
-        lengths = run.row_lengths(self.dataset)
+        lengths = run.row_lengths(self.dataset, trained=True)
         if lengths is None:
             raise ValueError("the lengths of the rows are not known beforehand: give a dataset that is no stream")
         most = -(-most // self.method.rows.together(run.args))

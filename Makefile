@@ -27,7 +27,7 @@ help:
 	@echo "make test-ranks   all tests of several ranks: whole copies, FSDP2, ZeRO, split sequences, pipelines (15 minutes at most)"
 	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
 	@echo "make test-vllm    GRPO with a real vLLM, in an environment of its own (500 MB; 3 minutes, on two cores)"
-	@echo "make test-wheel   build the wheel, install it into an empty environment, and try it (2 minutes, with the network)"
+	@echo "make test-wheel   build the wheel, install it into an empty environment, and try it (a minute)"
 	@echo "make check        ruff, pyright, import-linter and the limits of bench.structure"
 	@echo "make bench        lowtide and TRL side by side"
 	@echo "make docs         regenerate the pages and tables that come from code and recorded results"
@@ -54,8 +54,8 @@ test-faults: $(VENV)/.extras
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm -n 0
 
-test-wheel: $(VENV)/.runtime
-	$(PY) -m bench.wheel --output_dir build/wheel
+test-wheel: $(VENV)/.extras
+	$(PY) -m pytest -n 0 tests/packaging
 
 check: $(VENV)/.extras
 	$(PY) -m ruff check .

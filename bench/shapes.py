@@ -115,6 +115,10 @@ SHAPES = {
 }
 
 
+OVER_RANKS = SHAPES | {"qwen2.5-0.5b-float32": Shape(QWEN_05B, device="cpu", dtype="float32")}
+"""Those that several ranks share on a CPU."""
+
+
 def build_model(shape: Shape, fastest_attention: bool = False):
     """Returns a causal language model with seeded random weights, on the shape's device."""
     from transformers import AutoModelForCausalLM

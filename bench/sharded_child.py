@@ -1,7 +1,8 @@
 """One rank of one run of `bench.sharded` or `bench.exchange`: trains a few steps and prints what they took.
 
 A `gigabits` in what it is given slows the exchange of gradients down to a link of so many a second; without `overlap`
-it follows backward, and without `by_rows` all rows of the embedding's are exchanged.
+it follows backward, and without `by_rows` all rows of the embedding's are exchanged. `counts_tensors` has the
+bytes of living tensors counted, and `options` are further ones of lowtide's config.
 """
 
 import contextlib
@@ -16,10 +17,11 @@ from typing import Any
 from bench.arguments import specification
 from bench.cases import CASES
 from bench.child import clock
+from bench.living_bytes import LivingBytes
 from bench.measure import PeakMeter
 from bench.methods import METHODS
 from bench.processes import MARK
-from bench.shapes import SHAPES, build_model
+from bench.shapes import OVER_RANKS, build_model
 from bench.tokenizer import load_tokenizer
 
 ZERO_3 = {
@@ -42,7 +44,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     method, folder = METHODS[spec["method"]], Path(spec["folder"])
     config_class, trainer_class = getattr(package, method.config), getattr(package, method.trainer)
     if dist.get_rank() == 0:
-        build_model(SHAPES[spec["shape"]]).save_pretrained(folder / "model")
+        build_model(OVER_RANKS[spec["shape"]]).save_pretrained(folder / "model")
     dist.barrier()
     gc.collect()
     dataset = Dataset.from_list(CASES[spec["method"]]["gsm8k"].rows())
@@ -60,10 +62,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     )
     loaded = loading.stop()["above_start_bytes"]
     training.start()
-    trainer.train()
+    with LivingBytes() if spec.get("counts_tensors") else contextlib.nullcontext() as living:
+        trainer.train()
     peak = training.stop()["peak_bytes"] - loading.start_bytes
     seconds = [after - before for before, after in pairwise(timer.ends)][-spec["timed"] :]
-    return {"step_seconds": seconds, "peak_above_start_bytes": peak, "loading_bytes": loaded}
+    tensors = {} if living is None else {"tensor_bytes": living.peak}
+    return {"step_seconds": seconds, "peak_above_start_bytes": peak, "loading_bytes": loaded, **tensors}
 
 
 def _meet(spec: dict[str, Any]) -> None:
@@ -131,6 +135,7 @@ def _options(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     elif spec["engine"] == "fsdp2" and spec["contestant"] == "lowtide":
         common["fsdp"] = True
     if spec["contestant"] == "lowtide":
+        common |= spec.get("options", {})
         common["rehearsal"] = False  # the heaviest rows of the whole dataset are no part of the steps
     return common
 

@@ -177,7 +177,7 @@ def build_trainer(library: Any, case: Case, output_dir: Any, steps: int, more: d
         model=model,
         args=config,
         train_dataset=Dataset.from_list(rows_of(format, case.rows)),
-        processing_class=tokenizer(),
+        processing_class=copy.deepcopy(tokenizer()),  # TRL writes its `pad_token` into it
         **arguments,
     )
 

@@ -1,0 +1,152 @@
+"""`python -m bench.sharded_peak`: the peak of a rank whose weights are sharded, beside the sum that it is made of.
+
+    states / N + activations + two layers + the head and its gradient
+
+States are 16 bytes a parameter (float32, AdamW) on N ranks. In the rows form of head and embedding
+(`fsdp_split_vocabulary`) no head is whole anywhere, and one chunk of logits takes its place. The activations of a
+rank's rows are those of `lowtide.estimate` on one device, the chunks of logits among them. Measured are the bytes of
+living tensors on the rank that holds most; what the process took above its imports stands beside them, with the copies
+that gloo makes and what the allocator keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.cases import CASES as METHOD_CASES
+from bench.measure import hardware
+from bench.results import SHARDED_PEAK, versions, write
+from bench.shapes import OVER_RANKS
+from bench.sharded import Case, parser_of_ranks, results_of_ranks
+from bench.tokenizer import load_tokenizer, tokenizer_for
+
+MOST = 1.1
+"""What is to be reached: measured over the sum."""
+BYTES = 4
+"""Of a number in float32."""
+LARGE = "qwen2.5-0.5b-float32"
+"""Two ranks of it take some 14 GB."""
+IN_ROWS = {"fsdp_split_vocabulary": True}
+
+
+@dataclass(frozen=True)
+class PeakCase:
+    """What is trained, over how many ranks, by which engine."""
+
+    engine: str
+    ranks: int
+    shape: str = "llama-22m"
+    in_rows: bool = False
+
+    @property
+    def name(self) -> str:
+        engine = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}[self.engine] + (", rows" if self.in_rows else "")
+        return f"{engine}, {self.shape}, {self.ranks} ranks"
+
+
+CASES = {
+    each.name: each
+    for shape in ("llama-22m", LARGE)
+    for ranks in (2, 4)
+    for each in (
+        PeakCase("fsdp2", ranks, shape),
+        PeakCase("fsdp2", ranks, shape, in_rows=True),
+        PeakCase("zero3", ranks, shape),
+    )
+}
+"""By name."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures, prints and records; returns 1 where the target is missed."""
+    options, console = parse(argv), Console()
+    table = Table("run", "states / N", "activations", "2 layers", "head", "sum", "measured", "ratio", "process, ratio")
+    found = {}
+    for name in options.cases:
+        with console.status(name):
+            found[name] = measured(CASES[name], options)
+        table.add_row(name, *cells(found[name]))
+        console.print(name, *cells(found[name]), sep="  ")
+        if options.record:
+            results = {"kind": SHARDED_PEAK, "hardware": hardware("cpu"), "versions": versions(), "cases": found}
+            write("sharded-peak", results)
+    console.print(table)
+    console.print(f"in MB; target: measured at most {MOST} of the sum")
+    return int(any(each["ratio"] > MOST for each in found.values()))
+
+
+def measured(case: PeakCase, options: argparse.Namespace) -> dict[str, Any]:
+    """The terms of the sum, and what the rank took that held most; in bytes."""
+    of_run = Case("sft", case.engine, ranks=case.ranks, shape=case.shape, rows=options.rows * case.ranks)
+    terms = terms_of(case, options)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = {**vars(of_run), "contestant": "lowtide", "folder": folder, "counts_tensors": True}
+        spec |= {"options": IN_ROWS if case.in_rows else {}, "warmup": options.warmup, "timed": options.timed}
+        spec["tokenizer"] = str(tokenizer_for(METHOD_CASES["sft"]["gsm8k"].rows()))
+        ranks = results_of_ranks(spec, options)
+    total = sum(terms.values())
+    tensors, process = (max(rank[name] for rank in ranks) for name in ("tensor_bytes", "peak_above_start_bytes"))
+    return {**terms, "sum": total, "measured": tensors, "ratio": tensors / total, "process": process}
+
+
+def terms_of(case: PeakCase, options: argparse.Namespace) -> dict[str, int]:
+    """The terms of the sum, in bytes."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lowtide import SFTConfig
+    from lowtide.planning import estimate
+
+    config = AutoConfig.for_model(**OVER_RANKS[case.shape].config)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    layer = sum(p.numel() for p in model.get_decoder().layers[0].parameters())
+    rows = METHOD_CASES["sft"]["gsm8k"].rows()
+    steps = options.warmup + options.timed
+    args = SFTConfig(
+        output_dir="unused", per_device_train_batch_size=options.rows, bf16=False, use_cpu=True, rehearsal=False
+    )
+    found = estimate(
+        args,
+        config,
+        dataset=Dataset.from_list(rows[: steps * options.rows * case.ranks]),
+        processing_class=load_tokenizer(Path(tokenizer_for(rows))),
+        device="cpu",
+    )
+    activations = max(held.get("activations", 0) + held.get("head", 0) for held in found.phases.values())
+    head = 0 if case.in_rows else 2 * config.vocab_size * config.hidden_size * BYTES
+    return {
+        "states": 4 * BYTES * sum(p.numel() for p in model.parameters()) // case.ranks,
+        "activations": activations,
+        "layers": 2 * layer * BYTES,
+        "head": head,
+    }
+
+
+def cells(found: dict[str, Any]) -> list[str]:
+    """Terms and ratios of a run, for a table."""
+    sizes = [f"{found[name] / 1e6:.0f}" for name in ("states", "activations", "layers", "head", "sum", "measured")]
+    process = f"{found['process'] / 1e6:.0f}, {found['process'] / found['sum']:.2f}"
+    return [*sizes, f"{found['ratio']:.2f}", process]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = parser_of_ranks(__doc__)
+    small = [name for name, case in CASES.items() if case.shape == "llama-22m"]
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=small, metavar="CASE")
+    parser.add_argument("--rows", type=int, default=4, help="of a rank in a step [%(default)s]")
+    parser.set_defaults(timed=1, warmup=1)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

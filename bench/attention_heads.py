@@ -20,6 +20,8 @@ SUMMARY = "Measure attention over groups of heads on one long row."
 GROUPS = (1, 2, 4, 8)
 OFF = 0.1
 """By which share of A a peak may be off A / N + B."""
+WITHOUT_HOLES = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"}
+"""For a child: what a MiB or more held goes back to the system at once, so a peak has no holes of the heap."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(groups: int, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Returns what a child measured with so many groups, and prints it."""
     spec = {"groups": groups, "tokens": options.tokens}
-    run = run_child(spec, lambda step: None, options.timeout, module="bench.attention_heads_child")
+    run = run_child(spec, lambda step: None, options.timeout, "bench.attention_heads_child", WITHOUT_HOLES)
     console.print(
         f"{groups} groups: {run['peak_bytes'] / GIGABYTE:.3f} GB, {run['cpu_seconds']:.1f} s of the processor, "
         f"loss {run['loss']:.6f}, norm of the gradients {run['norm']:.6f}"

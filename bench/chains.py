@@ -14,7 +14,6 @@ nothing else.
 """
 
 import argparse
-import json
 import sys
 from typing import Any
 
@@ -22,8 +21,9 @@ from rich.console import Console
 
 from bench.measure import GIGABYTE, hardware
 from bench.processes import ChildFailed, run_child
-from bench.results import CHAINS, path_of, versions, write
+from bench.results import CHAINS, over_earlier, versions, write
 
+NAME = "chains-llama-22m"
 CAP = 4096
 LAYERS, KV_HEADS, DIM = 6, 2, 64
 KEY_BYTES = LAYERS * 2 * KV_HEADS * DIM * 4
@@ -48,10 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"{name}: {measured[name]['text']}", soft_wrap=True)
     if options.record:
         machine = hardware("cpu")
-        path = path_of("chains-llama-22m", machine)
-        before = json.loads(path.read_text())["measured"] if path.exists() else {}
-        results = {"kind": CHAINS, "measured": before | measured, "hardware": machine, "versions": versions()}
-        console.print(f"recorded in {write('chains-llama-22m', results)}")
+        results = {"kind": CHAINS, "hardware": machine, "versions": versions()}
+        results["measured"] = over_earlier(NAME, machine, "measured", measured)
+        console.print(f"recorded in {write(NAME, results)}")
     return 0 if all(each["met"] for each in measured.values()) else 1
 
 

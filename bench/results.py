@@ -110,6 +110,12 @@ def path_of(name: str, hardware: dict[str, Any]) -> Path:
     return FOLDER / (re.sub(r"[^a-z0-9.]+", "-", f"{name} {machine}".lower()).strip("-") + ".json")
 
 
+def over_earlier(name: str, hardware: dict[str, Any], part: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what was found by its names, over what a file of this machine has of them in one of its parts."""
+    path = path_of(name, hardware)
+    return (json.loads(path.read_text(encoding="utf-8"))[part] if path.exists() else {}) | found
+
+
 def merged(
     name: str, hardware: dict[str, Any], run: dict[str, Any], key: tuple[str, ...], runs: str = "runs"
 ) -> list[dict[str, Any]]:

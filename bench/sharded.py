@@ -18,9 +18,10 @@ from rich.console import Console
 from bench.cases import CASES as METHOD_CASES
 from bench.measure import hardware
 from bench.processes import PORT, run_ranks
-from bench.results import SHARDED, versions, write
+from bench.results import SHARDED, over_earlier, versions, write
 from bench.tokenizer import tokenizer_for
 
+NAME = "sharded-llama-22m"
 CONTESTANTS = ("trl", "lowtide")
 ROWS = "gsm8k"
 """The case of each method whose rows are trained on."""
@@ -64,8 +65,9 @@ def main(argv: list[str] | None = None) -> int:
         found[name] = {contestant: summary(each) for contestant, each in turns.items()}
         reached &= report(name, found[name], console)
     if options.record:
-        results = {"kind": SHARDED, "hardware": hardware("cpu"), "versions": versions(), "cases": found}
-        console.print(f"recorded in {write('sharded-llama-22m', results)}")
+        results = {"kind": SHARDED, "hardware": hardware("cpu"), "versions": versions()}
+        results["cases"] = over_earlier(NAME, results["hardware"], "cases", found)
+        console.print(f"recorded in {write(NAME, results)}")
     return 0 if reached else 1
 
 

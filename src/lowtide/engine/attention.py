@@ -166,7 +166,7 @@ def attention(
     piece = plan.piece if isinstance(plan, AttentionPlan) else None
     if piece is not None:
         piece.meet(module, key)
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if piece is not None and isinstance(plan, AttentionPlan):
         return chained_attention(module, query, key, value, plan, **asked)[None], None
     if isinstance(plan, CachedPlan):

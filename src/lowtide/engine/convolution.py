@@ -37,7 +37,7 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
     plan = kwargs.pop(PLAN, None)
     if plan is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    gate_in, gate_out, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
+    gate_in, gate_out, x = self.in_proj(hidden_states.squeeze(0)).chunk(3, dim=-1)
     gated, weight, bias = gate_in * x, self.conv.weight.squeeze(1), self.conv.bias
     x = gated.to(weight.dtype)
     if plan.piece is not None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bench.cases import CASES as METHOD_CASES
 from bench.measure import hardware
-from bench.processes import PORT, run_ranks
+from bench.processes import PORT, ChildFailed, run_ranks
 from bench.results import SHARDED, over_earlier, versions, write
 from bench.tokenizer import tokenizer_for
 
@@ -61,7 +61,11 @@ def main(argv: list[str] | None = None) -> int:
         for turn in range(options.turns):
             for contestant in CONTESTANTS if turn % 2 == 0 else CONTESTANTS[::-1]:
                 console.print(f"{name}: {contestant}, turn {turn + 1}")
-                turns[contestant].append(run_case(CASES[name], contestant, options))
+                try:
+                    turns[contestant].append(run_case(CASES[name], contestant, options))
+                except ChildFailed as failure:
+                    console.print(failure.reason, *failure.last_lines, sep="\n", markup=False, highlight=False)
+                    return 1
         found[name] = {contestant: summary(each) for contestant, each in turns.items()}
         reached &= report(name, found[name], console)
     if options.record:

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import json
+import os
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -132,12 +133,25 @@ def _options(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     }
     if spec["engine"] == "zero3":
         common["deepspeed"] = ZERO_3
+        if spec["contestant"] == "trl":
+            _tell_accelerate()
+            del common["use_cpu"]
+            common["accelerator_config"] = {"use_configured_state": True}
     elif spec["engine"] == "fsdp2" and spec["contestant"] == "lowtide":
         common["fsdp"] = True
     if spec["contestant"] == "lowtide":
         common |= spec.get("options", {})
         common["rehearsal"] = False  # the heaviest rows of the whole dataset are no part of the steps
     return common
+
+
+def _tell_accelerate() -> None:
+    """That the ranks are DeepSpeed's: by itself it turns DeepSpeed off where it is told of a CPU, and sees one rank only
+    where it is not."""
+    from accelerate import DistributedType, PartialState
+
+    PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED
+    os.environ.pop("ACCELERATE_USE_CPU")
 
 
 def _model(spec: dict[str, Any], path: Path) -> Any:

@@ -146,7 +146,7 @@ def _options(spec: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def _tell_accelerate() -> None:
-    """That the ranks are DeepSpeed's: by itself it turns DeepSpeed off where it is told of a CPU, and sees one rank only
+    """That the ranks are DeepSpeed's: by itself it turns DeepSpeed off where it is told of a CPU, and sees one rank
     where it is not."""
     from accelerate import DistributedType, PartialState
 

@@ -19,7 +19,15 @@ from bench.contestants import Contestant, common_flags
 from bench.measure import PeakMeter, hardware, matmul_rate, now
 from bench.methods import METHODS, Method
 from bench.processes import MARK
-from bench.shapes import SHAPES, Shape, build_model, build_reward_model, build_teacher, parameter_counts
+from bench.shapes import (
+    SHAPES,
+    Shape,
+    build_model,
+    build_reward_model,
+    build_teacher,
+    parameter_counts,
+    recomputed_parameters,
+)
 from bench.tokenizer import load_tokenizer
 
 
@@ -83,6 +91,7 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
         "loss": result.training_loss,
         "parameters": total,
         "multiplied_parameters": multiplied,
+        "recomputed_parameters": recomputed_parameters(model),
         **memory,
     }
 

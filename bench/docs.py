@@ -69,8 +69,9 @@ these flags of each contestant:
   CPU, and torch's allocator on CUDA; the highest of the turns. It includes the reference: lowtide makes its own
   copy, and TRL gets one that is made within the measurement.
 - **Of matmul rate**: 6 FLOPs per parameter and real token, divided by the rate of a plain square matrix product
-  measured in the same run. All parameters count, also the embedding table. Recomputation by checkpointing and a
-  reference's forward do not count. A prompt counts for each of its completions, even where it is computed once.
+  measured in the same run. All parameters count, also the embedding table. A reference's forward does not count. A
+  prompt counts for each of its completions, even where it is computed once.
+- **With recomputation**: as well 2 FLOPs per parameter of the layers whose forward checkpointing computes again.
 - **Against trl**, **against its peer**: tokens per second divided by the other's, and the peak divided by the
   other's. The peer is the contestant with the corresponding flags. "3.50x, 0.20x" is 3.5 times the speed with a
   fifth of the peak.

@@ -36,7 +36,9 @@ CHAINS = "chains"
 PUBLISHED = "published"
 STREAMED = "streamed"
 FLOPS_PER_PARAMETER = 6
-"""Of a token's forward and backward; a recomputed forward is not work that was asked for, and is not counted."""
+"""Of a token's forward and backward; a recomputed forward is not work that was asked for, and is counted apart."""
+FORWARD_FLOPS = 2
+"""Of a forward alone."""
 
 
 def summarise(runs: dict[tuple[str, str], list[dict[str, Any]]], matmul_rate: float) -> dict[str, dict[str, Any]]:
@@ -48,12 +50,14 @@ def summarise(runs: dict[tuple[str, str], list[dict[str, Any]]], matmul_rate: fl
         seconds = statistics.median(statistics.mean(turn["step_seconds"]) for turn in turns)
         rate = statistics.mean(tokens) / seconds
         flops = FLOPS_PER_PARAMETER * rate
+        again = FORWARD_FLOPS * rate * turns[0].get("recomputed_parameters", 0)
         cases.setdefault(case, {})[contestant] = {
             "seconds_per_step": seconds,
             "tokens_per_second": rate,
             "peak_above_start_bytes": max(turn["above_start_bytes"] for turn in turns),
             "matmul_share": flops * turns[0]["parameters"] / matmul_rate,
             "matmul_share_without_embedding": flops * turns[0]["multiplied_parameters"] / matmul_rate,
+            "matmul_share_with_recomputation": (flops * turns[0]["parameters"] + again) / matmul_rate,
             "turns": turns,
         }
     return cases

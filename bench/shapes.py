@@ -167,3 +167,12 @@ def parameter_counts(model) -> tuple[int, int]:
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is table
     return total, total if tied else total - table.numel()
+
+
+def recomputed_parameters(model) -> int:
+    """Parameters of the layers whose forward runs once more in backward, with gradient checkpointing."""
+    from transformers import GradientCheckpointingLayer
+
+    of_model = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    layers = (layer for layer in of_model if layer.gradient_checkpointing)
+    return sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim > 1)

@@ -13,7 +13,15 @@ from bench.results import ratios
 BASELINE = "trl"
 VOCABULARY_TARGET = 1.1
 """At most so many times what tensors hold beside the states at the smallest vocabulary."""
-COLUMNS = ("s/step", "real tokens/s", "peak above start", "of matmul rate", "against trl", "against its peer")
+COLUMNS = (
+    "s/step",
+    "real tokens/s",
+    "peak above start",
+    "of matmul rate",
+    "with recomputation",
+    "against trl",
+    "against its peer",
+)
 
 
 def print_comparison(results: dict[str, Any], console: Console) -> None:
@@ -42,6 +50,7 @@ def comparison_rows(method: str, contestants: dict[str, dict[str, Any]]) -> list
                 f"{measured['tokens_per_second']:,.0f}",
                 f"{measured['peak_above_start_bytes'] / GIGABYTE:.2f} GB",
                 f"{measured['matmul_share']:.0%}",
+                f"{again:.0%}" if (again := measured.get("matmul_share_with_recomputation")) else "",
                 against(measured, contestants.get(BASELINE) if name != BASELINE else None),
                 against(measured, contestants.get(peer) if peer else None),
             ]

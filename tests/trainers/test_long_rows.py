@@ -66,6 +66,7 @@ def assert_near(found: tuple, expected: tuple) -> None:
         {"gradient_checkpointing": True, "rehearsal": False},
         {"optimizer_in_backward": True, "max_grad_norm": 0.0},
         {"activation_offloading": True},
+        {"mlp_tile_tokens": 8},
     ],
     ids=str,
 )
@@ -91,11 +92,12 @@ def test_what_a_model_cannot_is_refused_at_construction(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["GRPO", "PPO"])
+@pytest.mark.parametrize("method", ["GRPO", "PPO", "RLOO", "OnlineDPO"])
 def test_completions_that_the_policy_writes(method, tmp_path):
     found = []
     for budget in (None, 16):
-        made = online(tmp_path, method, tokens_per_microbatch=budget, max_steps=2, rehearsal=False)
+        pair = {"num_generations": 2} if method == "OnlineDPO" else {}
+        made = online(tmp_path, method, tokens_per_microbatch=budget, max_steps=2, rehearsal=False, **pair)
         if budget is not None:
             assert made.row_lengths().max() > budget
         made.train()

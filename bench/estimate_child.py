@@ -60,11 +60,13 @@ def measured(case: EstimateCase, device: str, weights: str) -> dict[str, Any]:
 def config_of(case: EstimateCase, device: str, folder: str) -> Any:
     import lowtide
 
+    task = TASKS.get(case.method)
+    longest = task.longest if task else ("max_completion_length" if case.writes else "max_length",)
     common = {
         "output_dir": folder,
         "max_steps": STEPS,
         "per_device_train_batch_size": case.rows,
-        ("max_completion_length" if case.writes else "max_length"): case.max_length,
+        **dict.fromkeys(longest, case.max_length),
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,

@@ -25,6 +25,8 @@ class Task:
     tokenizer: Callable[[list[dict[str, Any]]], Any]
     config_values: Mapping[str, Any] = field(default_factory=dict)
     """What the model's config says beside its sizes."""
+    longest: tuple[str, ...] = ("max_length",)
+    """The options that say how long a row may be."""
 
 
 def _texts(number: int) -> list[dict[str, Any]]:
@@ -33,6 +35,12 @@ def _texts(number: int) -> list[dict[str, Any]]:
 
 def _labelled(number: int) -> list[dict[str, Any]]:
     return [{**row, "label": CLASSES[at % len(CLASSES)]} for at, row in enumerate(_texts(number))]
+
+
+def _with_end(rows: list[dict[str, Any]]) -> Any:
+    tokenizer = encoders.words_tokenizer(rows)
+    tokenizer.eos_token = tokenizer.sep_token
+    return tokenizer
 
 
 TASKS: dict[str, Task] = {
@@ -52,8 +60,14 @@ TASKS: dict[str, Task] = {
         encoders.words_tokenizer,
         {"num_labels": len(CLASSES)},
     ),
-    "seq2seq": Task("Seq2Seq", "Seq2SeqLM", pairs.rows_of, pairs.words_tokenizer),
-    "pretrain": Task("Pretrain", "CausalLM", _texts, encoders.words_tokenizer),
+    "seq2seq": Task(
+        "Seq2Seq",
+        "Seq2SeqLM",
+        pairs.rows_of,
+        pairs.words_tokenizer,
+        longest=("max_source_length", "max_target_length"),
+    ),
+    "pretrain": Task("Pretrain", "CausalLM", _texts, _with_end),
     VISION: Task("SFT", "ImageTextToText", vision_child.rows_of, vision_child.processor_of),
 }
 """By the names of their commands; images are fine-tuned on by SFT."""

@@ -54,17 +54,10 @@ def rows_of(number: int) -> list[dict[str, Any]]:
 def processor_of(rows: list[dict[str, Any]]) -> Any:
     """Qwen2.5-VL's, without videos, over a tokenizer to which each word is a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, ProcessorMixin
-    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    class WithoutVideos(Qwen2_5_VLProcessor):
-        """Videos would need torchvision."""
-
-        def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
-            self.image_token, self.video_token = VISION[2:]
-            self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(list(VISION[2:]))
-            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+    from bench.vision_processor import WithoutVideos
 
     texts = [m["content"][-1]["text"] for row in rows for m in (*row["prompt"], *row["completion"])]
     words = ["user", "assistant", *sorted({word for text in texts for word in text.split()})]
@@ -77,7 +70,7 @@ def processor_of(rows: list[dict[str, Any]]) -> Any:
         tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", eos_token="<|im_end|>", chat_template=TEMPLATE
     )
     images = Qwen2VLImageProcessorPil(min_pixels=SIDE * SIDE, max_pixels=SIDE * SIDE)
-    return WithoutVideos(images, tokenizer, chat_template=TEMPLATE)
+    return WithoutVideos(images, tokenizer, *VISION[2:], chat_template=TEMPLATE)
 
 
 def model_of() -> Any:

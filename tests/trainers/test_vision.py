@@ -182,6 +182,22 @@ def test_a_model_and_its_processor_are_loaded_by_name_and_saved_together(tmp_pat
     assert (tmp_path / "saved" / "processor_config.json").is_file()
 
 
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], FAMILIES))
+def test_a_run_that_resumes_has_the_bits_of_one_that_was_not_stopped(family: str, tmp_path: Path) -> None:
+    found, saving = [], {"save_strategy": "steps", "save_steps": 1}
+    for folder in ("whole", "parts"):
+        given = {"model": vision_model(family), "processing_class": processor(family)}
+        run = trainer(tmp_path / folder, conversations(8), given=given, **saving)
+        run.args.max_steps = 2 if folder == "whole" else 1
+        run.train()
+        found.append(run)
+    given = {"model": vision_model(family), "processing_class": processor(family)}
+    again = trainer(tmp_path / "parts", conversations(8), given=given, **saving)
+    again.train(resume_from_checkpoint=True)
+    expected = found[0].model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in again.model.state_dict().items())
+
+
 def test_images_by_path_and_within_messages_are_those_of_the_column(tmp_path: Path) -> None:
     made = conversations(4)
     expected = losses(trainer(tmp_path, made))

@@ -197,7 +197,9 @@ class ResumableRuns(WholeCheckpoints):
                     super()._load_from_checkpoint(checkpoint, model)
                 return
             kind: Any = next(each for each in type(own).__mro__ if not issubclass(each, FSDPModule))
-            own.load_state_dict(kind.from_pretrained(checkpoint, config=own.config, dtype=own.dtype).state_dict())
+            # Its attention never runs; that of a vision tower has a name that only a model that is there may have.
+            how: dict[str, Any] = {"config": own.config, "dtype": own.dtype, "attn_implementation": "eager"}
+            own.load_state_dict(kind.from_pretrained(checkpoint, **how).state_dict())
 
     def _load_partitioned(self, model: Any, checkpoint: str) -> None:
         """Into parameters of ZeRO-3: those that are trained are gathered for it, all of adapters and one at a time."""

@@ -6,7 +6,7 @@ with the same result; that path is also the reference that the ragged one is tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -260,6 +260,7 @@ def read_next(
     plan: AttentionPlan | CachedPlan,
     index: Int[Tensor, " rows"],
     read: Callable[[Tensor, slice], Tensor],
+    images: Iterable[SegmentImage] = (),
 ) -> Float[Tensor, "numbers rows"]:
     """What a function reads off the logits of the tokens that follow: one forward of generation.
 
@@ -268,8 +269,11 @@ def read_next(
         plan: how the tokens attend.
         index: after which of the tokens, one for each row.
         read: see `ops.linear_logprobs.read_logits`.
+        images: those among the tokens, in their order.
     """
-    with computing(model), planned_inputs(token_ids, plan) as inputs:
+    axes = plan.axes if isinstance(plan, CachedPlan) else None
+    with computing(model), planned_inputs(token_ids, plan, axes=axes) as inputs:
+        inputs |= shown_images(images, token_ids.device)
         return model(**inputs, scores=Scores(index, index, head=NextToken, read=read)).read
 
 

@@ -28,6 +28,9 @@ class CachedPlan(ABC):
     """How the tokens of one forward attend, and where their keys and values are kept. All layers share it."""
 
     positions: Int[Tensor, " tokens"]
+    """Places of the tokens in their rows."""
+    axes: Int[Tensor, "axes tokens"] | None = None
+    """Their positions, of a model that has several axes and counts them by images; None for one that reads places."""
 
     @abstractmethod
     def attend(

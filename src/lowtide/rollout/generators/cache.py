@@ -16,6 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lowtide.ragged import SegmentImage
+
 T = TypeVar("T")
 PADDING = 1.25
 """Prompts share a block while its padded tokens are at most so many times the real ones."""
@@ -29,6 +31,10 @@ class Group:
 
     prompt: tuple[int, ...]
     lines: list[Line] = field(default_factory=list)
+    images: tuple[SegmentImage, ...] = ()
+    """Those among the tokens of the prompt."""
+    shift: int = 0
+    """From the place of what follows in its row to its position, of a model that counts positions by images."""
 
 
 @dataclass(eq=False)

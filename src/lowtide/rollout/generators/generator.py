@@ -13,6 +13,8 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import nn
 
+from lowtide.ragged import SegmentImage
+
 Finish = Literal["stop", "length"]
 """Why a completion ended: at a stop token or string, or at its most tokens."""
 
@@ -39,6 +41,8 @@ class Sampling:
     """Tokens that end a completion, and belong to it."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion with the token that completes them."""
+    never_ids: tuple[int, ...] = ()
+    """Tokens that are not drawn, such as one that stands for an image."""
 
     def __post_init__(self) -> None:
         ranges = {
@@ -63,6 +67,8 @@ class Request:
     count: int = 1
     seed: int = 0
     """Keys the random numbers of its completions, whatever else is generated beside them."""
+    images: Sequence[SegmentImage] = ()
+    """Those among the tokens of the prompt, in their order."""
 
 
 @dataclass

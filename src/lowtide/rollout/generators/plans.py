@@ -16,21 +16,27 @@ from torch import Tensor
 from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.cached_attention import CachedPlan, Part, as_bias, gather_from, merged, seen
 from lowtide.ops.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import IGNORE, PositionRule, RaggedBatch, Shown
 from lowtide.rollout.generators.cache import Group, KeyStore, LayerKeys, Line
 
 T = TypeVar("T")
 
 
 class PromptPlan(CachedPlan):
-    """Whole prompts laid end to end, each a segment of its own, in the order of their blocks."""
+    """Whole prompts laid end to end, each a segment of its own, in the order of their blocks.
 
-    def __init__(self, store: KeyStore, blocks: range):
+    Args:
+        position_rule: how positions are counted on several axes; None where prompts show no images.
+    """
+
+    def __init__(self, store: KeyStore, blocks: range, position_rule: PositionRule | None = None):
         self.store, self.blocks = store, [store.blocks[number] for number in blocks]
-        prompts = [group.prompt for block in self.blocks for group in block]
-        self.batch = RaggedBatch.from_segments(prompts, [[-100] * len(prompt) for prompt in prompts]).to(store.device)
+        prompts, shown = [group.prompt for group in self.groups], [group.images for group in self.groups]
+        self.batch = RaggedBatch.from_segments(
+            prompts, [[IGNORE] * len(prompt) for prompt in prompts], shown=Shown(shown, position_rule)
+        ).to(store.device)
         self.ragged = AttentionPlan.build(self.batch)
-        self.positions = self.batch.position_ids
+        self.positions, self.axes = self.batch.position_ids, self.batch.axis_positions
         self._index = [self._places(start, block) for start, block in self._starts()]
         self._given: list[tuple[weakref.ref[Tensor], Hashable]] = []
 
@@ -100,11 +106,12 @@ class NextPlan(_LaterPlan):
     Args:
         positions: [lines], of the tokens in their rows.
         held: [lines], tokens of each completion whose keys are held.
+        axes: [axes, lines], see `CachedPlan`.
     """
 
-    def __init__(self, store: KeyStore, positions: Tensor, held: Tensor):
+    def __init__(self, store: KeyStore, positions: Tensor, held: Tensor, axes: Tensor | None = None):
         super().__init__(store)
-        self.positions, self.held = positions, held
+        self.positions, self.held, self.axes = positions, held, axes
         self.width = 1 + max(line.held for line in store.lines)
         self.longest = 1 + max(line.position for line in store.lines)
         store.reserve(self.width)
@@ -206,13 +213,17 @@ class RepliesPlan(_LaterPlan):
 
     Args:
         lines: the completions, and how many tokens of each come.
+        axes: of positions, where they are counted on several.
     """
 
-    def __init__(self, store: KeyStore, lines: Sequence[tuple[Line, int]]):
+    def __init__(self, store: KeyStore, lines: Sequence[tuple[Line, int]], axes: int = 0):
         super().__init__(store)
         self.lines = lines
         spans = [torch.arange(line.position, line.position + count) for line, count in lines]
         self.positions = torch.cat(spans).to(store.device)
+        if axes:
+            moved = [span + line.group.shift for span, (line, _) in zip(spans, lines, strict=True)]
+            self.axes = torch.cat(moved).to(store.device).expand(axes, -1)
         self.longest = max(line.position + count for line, count in lines)
         store.reserve(max(line.held + count for line, count in lines))
         self._appended: set[Hashable] = set()

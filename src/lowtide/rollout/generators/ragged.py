@@ -1,6 +1,7 @@
 """lowtide's own generator: completions of unlike lengths without padding, on the attention that training uses.
 
-A prompt is computed once, and its keys and values are held once, for all completions that are asked of it. In each step
+A prompt is computed once, with the images that it shows, and its keys and values are held once, for all completions
+that are asked of it. In each step
 all completions write a token; those that end leave at once, and their places are taken by further prompts as long as
 the budget lasts. What is held is `P + G * R` tokens of keys and values for a prompt of P tokens and G completions of R.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model, embedding_weight, read_next
+from lowtide.engine.vision import position_rule
 from lowtide.ops.counter_random import stream_key
+from lowtide.ragged import SegmentImage
 from lowtide.rollout.generators.cache import Group, KeyStore, Line, padded_tokens
 from lowtide.rollout.generators.generator import Completion, Finish, Lengths, Reply, Request, Sampling
 from lowtide.rollout.generators.plans import NextPlan, PromptPlan, RepliesPlan
@@ -119,6 +122,10 @@ class _Run:
         self.store = KeyStore(sampling.max_new_tokens, self.device)
         self.waiting = deque(range(len(requests)))
         self.completions: list[list[Completion]] = [[] for _ in requests]
+        shows_images = any(request.images for request in requests)
+        self.position_rule = position_rule(model) if shows_images else None
+        self.axes = 0 if self.position_rule is None else len(self.position_rule.positions(1, ()))
+        """Of positions, where they are counted on several."""
 
     @property
     def rows(self) -> list[_Row]:
@@ -139,17 +146,18 @@ class _Run:
         groups = self._admitted()
         if not groups:
             return
-        plan = PromptPlan(self.store, self.store.admit(groups))
+        plan = PromptPlan(self.store, self.store.admit(groups), self.position_rule)
         rows = [cast(_Row, line) for group in plan.groups for line in group.lines]
         counts = [len(group.lines) for group in plan.groups]
         ends = [part.stop - 1 for part in plan.batch.segments]
         index = [end for end, count in zip(ends, counts, strict=True) for _ in range(count)]
-        self._write(rows, self._forward(plan.batch.token_ids, plan, rows, torch.tensor(index, device=self.device)))
+        images = [image for group in plan.groups for image in group.images]
+        self._write(rows, self._forward(plan.batch.token_ids, plan, rows, self._tensor(index), images))
 
     def _take_replies(self) -> None:
         """Runs what was returned to completions, and draws what follows."""
         while rows := [row for row in self.rows if len(row.pending) > 1]:
-            plan = RepliesPlan(self.store, [(row, len(row.pending)) for row in rows])
+            plan = RepliesPlan(self.store, [(row, len(row.pending)) for row in rows], self.axes)
             tokens = [token for row in rows for token in row.pending]
             ends = torch.tensor([len(row.pending) for row in rows]).cumsum(0) - 1
             found = self._forward(self._tensor(tokens), plan, rows, ends.to(self.device))
@@ -162,16 +170,30 @@ class _Run:
         rows = list(self.rows)
         if not rows or any(len(row.pending) > 1 for row in rows):
             return
+        places = [row.position for row in rows]
         numbers = self._tensor(
-            [[row.pending[0] for row in rows], [row.position for row in rows], [r.held for r in rows]]
+            [
+                [row.pending[0] for row in rows],
+                places,
+                [row.held for row in rows],
+                [place + row.group.shift for place, row in zip(places, rows, strict=True)],
+            ]
         )
-        plan = NextPlan(self.store, numbers[1], numbers[2])
+        axes = numbers[3].expand(self.axes, -1) if self.axes else None
+        plan = NextPlan(self.store, numbers[1], numbers[2], axes)
         found = self._forward(numbers[0], plan, rows, torch.arange(len(rows), device=self.device))
         for row in rows:
             row.held += 1
         self._write(rows, found)
 
-    def _forward(self, token_ids: Tensor, plan: Any, rows: Sequence[_Row], index: Tensor) -> Tensor:
+    def _forward(
+        self,
+        token_ids: Tensor,
+        plan: Any,
+        rows: Sequence[_Row],
+        index: Tensor,
+        images: Sequence[SegmentImage] = (),
+    ) -> Tensor:
         """[3, rows]: tokens, log-probabilities and plain ones."""
         streams = self._streams(rows)
 
@@ -180,7 +202,7 @@ class _Run:
             # Vocabularies are below 2^24, so that a float32 holds a token.
             return torch.stack([drawn.tokens.to(drawn.logprobs.dtype), drawn.logprobs, drawn.plain_logprobs])
 
-        return read_next(self.model, token_ids, plan, index, read)
+        return read_next(self.model, token_ids, plan, index, read, images)
 
     def _streams(self, rows: Sequence[_Row]) -> Streams:
         keys, places = self._tensor([[row.key for row in rows], [len(row.completion.token_ids) for row in rows]])
@@ -197,23 +219,31 @@ class _Run:
 
     def _admitted(self) -> list[Group]:
         """The prompts that enter now, with their completions; requests with the same prompt share one."""
-        groups: dict[tuple[int, ...], Group] = {}
+        groups: dict[Hashable, Group] = {}
         lines, lengths = 0, []
         while self.waiting:
             request = self.requests[self.waiting[0]]
             prompt = tuple(request.prompt_ids)
+            known = (prompt, *(image.key for image in request.images))
             if self.budget is not None:
-                if prompt not in groups:
+                if known not in groups:
                     lengths.append(len(prompt))
                 if self._reserved(lines + request.count) + padded_tokens(lengths) > self.budget:
                     break
             lines += request.count
             number = self.waiting.popleft()
-            group = groups.setdefault(prompt, Group(prompt))
+            group = groups.setdefault(known, self._group(prompt, request.images))
             rows = [self._row(group, number, place) for place in range(request.count)]
             self.completions[number] = [row.completion for row in rows]
             group.lines.extend(rows)
         return list(groups.values())
+
+    def _group(self, prompt: tuple[int, ...], images: Sequence[SegmentImage]) -> Group:
+        if self.position_rule is None:
+            return Group(prompt, images=tuple(images))
+        place = len(prompt)
+        following = int(self.position_rule.positions(place + 1, images)[0, -1])
+        return Group(prompt, images=tuple(images), shift=following - place)
 
     def _reserved(self, more: int) -> int:
         """Tokens reserved for what is being written and for so many more completions, without further prompts."""

@@ -55,15 +55,13 @@ def draw_tokens(logits: Float[Tensor, "rows vocab"], sampling: Sampling, streams
         logits.div_(sampling.temperature)
     uniform = uniforms(streams.keys, streams.places)
     cuts = sampling.top_k > 0 or sampling.top_p < 1
-    if not cuts and sampling.min_p == 0 and streams.used is None:
+    if not cuts and sampling.min_p == 0 and streams.used is None and not sampling.never_ids:
         probabilities = torch.softmax(logits, -1)
         tokens = draw(probabilities, uniform)
         logprobs = probabilities.gather(1, tokens[:, None]).log_()[:, 0]
         return Drawn(tokens, logprobs, logprobs)
-    scores = logits
-    if streams.used is not None:
-        # The temperature has divided the logits already, which changes no sign: the two commute.
-        scores = penalize(logits, streams.used, sampling.repetition_penalty)
+    # The temperature has divided the logits already, which changes no sign: it commutes with the penalty.
+    scores = _drawn_from(logits, sampling, streams)
     found, ids = candidates(scores, sampling.top_k, sampling.top_p) if cuts else (scores, None)
     if sampling.min_p > 0:
         found = cut_below(found, sampling.min_p)
@@ -75,11 +73,19 @@ def draw_tokens(logits: Float[Tensor, "rows vocab"], sampling: Sampling, streams
 
 
 def _likeliest(logits: Tensor, sampling: Sampling, streams: Streams) -> Drawn:
-    used = streams.used
-    scores = logits if used is None else penalize(logits, used, sampling.repetition_penalty)
+    scores = _drawn_from(logits, sampling, streams)
     top, tokens = scores.max(-1, keepdim=True)
-    plain = logits.sub_(top).exp_().sum(-1).log_().neg_() if used is None else _logprobs(logits, tokens)
+    plain = logits.sub_(top).exp_().sum(-1).log_().neg_() if scores is logits else _logprobs(logits, tokens)
     return Drawn(tokens[:, 0], torch.zeros_like(plain), plain)
+
+
+def _drawn_from(logits: Tensor, sampling: Sampling, streams: Streams) -> Tensor:
+    """The logits with the repetition penalty, without tokens that are never drawn; the same tensor without both."""
+    scores = logits if streams.used is None else penalize(logits, streams.used, sampling.repetition_penalty)
+    if not sampling.never_ids:
+        return scores
+    never = torch.tensor(sampling.never_ids, device=logits.device)
+    return scores.index_fill(1, never, float("-inf"))
 
 
 def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

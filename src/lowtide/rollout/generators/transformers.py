@@ -21,6 +21,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -58,6 +59,8 @@ class TransformersGenerator:
             FloatingPointError: the logits are not finite.
         """
         check_requests(model, requests, sampling)
+        if any(request.images for request in requests):
+            raise ValueError("`TransformersGenerator` writes after text alone: images need `RaggedGenerator`")
         stops = Stops(sampling, self.tokenizer)
         rows = [
             _Row(request, number, requests[request].prompt_ids, self._most(request, number, sampling))
@@ -206,6 +209,8 @@ def _processors(sampling: Sampling) -> LogitsProcessorList:
     found = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.never_ids:
+        found.append(SuppressTokensLogitsProcessor(list(sampling.never_ids)))
     if sampling.temperature not in (0, 1):
         found.append(TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.temperature > 0:

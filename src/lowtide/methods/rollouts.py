@@ -10,14 +10,15 @@ import numpy as np
 from jaxtyping import Int
 
 from lowtide.data.batches.images import ImageReader
-from lowtide.data.prompts import PROMPT_IDS, PromptEncoder, prepare_prompts
+from lowtide.data.prompts import PROMPT_IDS, PromptEncoder, prepare_prompts, shows_prompt_images
 from lowtide.methods.learning import Learning
-from lowtide.methods.options import FollowedReference
+from lowtide.methods.options import FollowedReference, VisionOptions
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, option
 from lowtide.ragged import RaggedBatch, ScoreRule
 from lowtide.ranks.world import launched
 from lowtide.rollout.generators.generator import Completion, Sampling
+from lowtide.rollout.images import PromptImages
 from lowtide.rollout.rollout import Rollout
 
 NEEDLESS = "lowtide's own generator keeps the keys and values of what is being written, and nothing else"
@@ -93,7 +94,7 @@ class WritingOptions:
 
 
 @dataclass(kw_only=True)
-class RolloutOptions(WritingOptions, FollowedReference):
+class RolloutOptions(WritingOptions, FollowedReference, VisionOptions):
     """Of the methods that learn from what the policy writes, under TRL's names and with its defaults."""
 
     completions_of_row: ClassVar[int] = 1
@@ -106,7 +107,7 @@ class RolloutOptions(WritingOptions, FollowedReference):
         "transformers_continuous_batching_config": NEEDLESS,
         "use_transformers_paged": NEEDLESS,
         "cast_lm_head_to_fp32": "log-probabilities are formed in float32 from the head's products already",
-        "log_multimodal": "rows are texts",
+        "log_multimodal": "the table of completions says where images stand, and leaves them out",
         "vllm_group_port": "weights go to a server through its own interface",
     }
 
@@ -278,7 +279,11 @@ class Prompts(RowLayout):
     learning: Learning
     """What is made of what it wrote."""
 
-    completions = 0
+    completions, takes_images = 0, True
+
+    def shows_images(self, rows: Any) -> bool:
+        first = next(iter(rows.with_format(None)), None)
+        return first is not None and shows_prompt_images(first)
 
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         options = how.options
@@ -288,13 +293,13 @@ class Prompts(RowLayout):
             options.chat_template_kwargs or {},
             source=f"the {name} dataset",
         )
-        return prepare_prompts(dataset, encoder, num_proc=options.dataset_num_proc), None
+        return prepare_prompts(dataset, encoder, num_proc=options.dataset_num_proc, reader=how.reader), None
 
     def collator(
         self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
     ) -> Callable:
         most, budget = options.max_completion_length, options.tokens_per_microbatch
-        return LongestGroups(self.learning, self.together(options), most, budget, sharing)
+        return LongestGroups(self.learning, self.together(options), most, budget, sharing, reader)
 
     def together(self, options: Any) -> int:
         return min(options.num_generations // self.learning.completions, options.per_device_train_batch_size)
@@ -312,6 +317,8 @@ class LongestGroups:
     budget: int | None = None
     """Tokens of a micro-batch."""
     sharing: bool = True
+    reader: ImageReader | None = None
+    """Makes the images of prompts ready, of a vision-language model."""
 
     def together(self, prompt_tokens: int) -> int:
         """Rows that go with a prompt of so many tokens."""
@@ -330,9 +337,11 @@ class LongestGroups:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> RaggedBatch:
         each = self.learning.completions
-        prompts = [list(row[PROMPT_IDS]) for row in rows for _ in range(self.together(len(row[PROMPT_IDS])) * each)]
+        repeated = [row for row in rows for _ in range(self.together(len(row[PROMPT_IDS])) * each)]
+        prompts = [list(row[PROMPT_IDS]) for row in repeated]
         nothing = [0.0] * self.most
         written = [Completion([p[-1]] * self.most, nothing, nothing, [True] * self.most) for p in prompts]
         row_values, score_values = self.learning.blank(len(prompts), len(prompts) * self.most)
-        rollout = Rollout(prompts, written, 0, row_values=row_values, score_values=score_values)
+        images = None if self.reader is None else PromptImages.of_rows(self.reader, repeated)
+        rollout = Rollout(prompts, written, 0, row_values=row_values, score_values=score_values, images=images)
         return self.learning.batch(rollout, range(len(prompts) // each), sharing=self.sharing)

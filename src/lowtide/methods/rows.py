@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.collate import CompletionCollator, LabelCollator, RaggedCollator, TagCollator
-from lowtide.data.batches.images import ImageReader
+from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.values import DOCUMENT, LABEL, NUMBER, WORDS
 from lowtide.data.labelled import FoundLabels, LabelOptions, found_labels, prepare_labelled
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
@@ -61,6 +61,10 @@ class RowLayout(ABC):
     """Whether rows may show images."""
     labelled: ClassVar[bool] = False
     """Whether rows have labels, whose logits the head gives."""
+
+    def shows_images(self, rows: Any) -> bool:
+        """Whether prepared rows show images."""
+        return IMAGES in (rows.column_names or ())
 
     def labels(self, dataset: Any, options: Any) -> tuple[str, ...]:
         """The labels of the rows to train on, which the model needs to have; none where they are not known."""

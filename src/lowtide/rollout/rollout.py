@@ -19,8 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.data.batches.images import ImageReader
+from lowtide.ragged import IGNORE, RaggedBatch, Shown
 from lowtide.rollout.generators.generator import Completion
+from lowtide.rollout.images import PromptImages
 
 FINISHES = ("stop", "length")
 
@@ -42,6 +44,8 @@ class Rollout:
     """[completions] each, as a batch has them: advantages."""
     score_values: dict[str, Tensor] = field(default_factory=dict)
     """[scores] each, of the tokens that are learned from: log-probabilities of the policy that wrote them."""
+    images: PromptImages | None = None
+    """Of the prompt before each completion; None of a model that reads text alone."""
 
     def __post_init__(self) -> None:
         self.learned = self.learned or [True] * len(self.completions)
@@ -97,19 +101,33 @@ class Rollout:
             [[self.completions[number].token_ids for number in group] for group in groups],
             [[scored[number] for number in group] for group in groups],
             sharing=sharing,
+            shown=self._shown([group[0] for group in groups]),
             row_values=row_values,
             score_values={name: values[places] for name, values in self.score_values.items()},
         )
+
+    def _shown(self, chosen: Sequence[int]) -> Shown | None:
+        """The images of some prompts."""
+        images = self.images
+        if images is None:
+            return None
+        return Shown([images.among(number, self.prompts[number]) for number in chosen], images.position_rule)
 
     # -- on disk -----------------------------------------------------------------------------------------------
 
     def save(self, path: Path, **more: Any) -> None:
         """Writes it to a file of safetensors; `more` is JSON that `load` gives back."""
-        first: dict[tuple[int, ...], int] = {}
-        group = [first.setdefault(tuple(prompt), len(first)) for prompt in self.prompts]
+        first: dict[Any, int] = {}
+        seen = [() if self.images is None else self.images.of_prompt(number) for number in range(len(self))]
+        named = [(tuple(prompt), each) for prompt, each in zip(self.prompts, seen, strict=True)]
+        group = [first.setdefault(each, len(first)) for each in named]
+        images, known = {}, {}
+        if self.images is not None:
+            images, known = self.images.on_disk([group.index(place) for place in range(len(first))])
         of = self.completions
         tensors = {
-            **_packed("prompts", [list(prompt) for prompt in first]),
+            **_packed("prompts", [list(prompt) for prompt, _ in first]),
+            **images,
             **_packed("token_ids", [each.token_ids for each in of]),
             "group": torch.tensor(group),
             "written": torch.tensor([own for each in of for own in each.written]),
@@ -121,12 +139,16 @@ class Rollout:
             **{f"row.{name}": values for name, values in self.row_values.items()},
             **{f"score.{name}": values for name, values in self.score_values.items()},
         }
-        metadata = {"rollout": json.dumps({"version": self.version, **more})}
+        metadata = {"rollout": json.dumps({"version": self.version, **known, **more})}
         save_file({name: each.contiguous() for name, each in tensors.items()}, str(path), metadata)
 
     @classmethod
-    def load(cls, path: Path) -> tuple[Rollout, dict[str, Any]]:
-        """A rollout, and what was saved with it."""
+    def load(cls, path: Path, reader: ImageReader | None = None) -> tuple[Rollout, dict[str, Any]]:
+        """A rollout, and what was saved with it.
+
+        Args:
+            reader: makes images ready, of a rollout whose prompts may show some.
+        """
         with safe_open(str(path), "pt") as file:  # type: ignore[no-untyped-call]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             more = json.loads(file.metadata()["rollout"])
@@ -134,18 +156,20 @@ class Rollout:
         columns = [
             tensors[name].split([len(each) for each in ids]) for name in ("written", "logprobs", "plain_logprobs")
         ]
+        group = tensors["group"].tolist()
         completions = [
             Completion(tokens, logprobs.tolist(), plain.tolist(), written.tolist(), FINISHES[finish])  # type: ignore[arg-type]
             for tokens, written, logprobs, plain, finish in zip(ids, *columns, tensors["finish"].tolist(), strict=True)
         ]
         made = cls(
-            [prompts[number] for number in tensors["group"].tolist()],
+            [prompts[number] for number in group],
             completions,
             more.pop("version"),
             tensors["rewards"],
             tensors["learned"].tolist(),
             _named("row.", tensors),
             _named("score.", tensors),
+            None if reader is None else PromptImages.from_disk(reader, tensors, more, group),
         )
         return made, more
 
@@ -156,6 +180,7 @@ def grouped_batch(
     scored: Sequence[Sequence[Sequence[bool]]],
     *,
     sharing: bool = True,
+    shown: Shown | None = None,
     **values: Any,
 ) -> RaggedBatch:
     """Completions as a batch: a row is a prompt with one or several of them.
@@ -165,12 +190,15 @@ def grouped_batch(
         completions: of each row.
         scored: of each token of each completion, whether it is scored.
         sharing: a prompt is a segment of its own, which is computed once for its row, and for rows that repeat it.
+        shown: the images of the prompts; None of text alone.
         values: `row_values` and `score_values` of the batch.
     """
-    token_ids, labels, prefix, row = [], [], [], []
+    token_ids, labels, prefix, row, images = [], [], [], [], []
     for number, prompt in enumerate(prompts):
         before = len(token_ids) if sharing else -1
+        of_prompt = () if shown is None else shown.images[number]
         if sharing:
+            images.append(of_prompt)
             token_ids.append(list(prompt))
             labels.append([IGNORE] * len(prompt))
             prefix.append(-1)
@@ -181,7 +209,9 @@ def grouped_batch(
             labels.append(wanted if sharing else [*[IGNORE] * len(prompt), *wanted])
             prefix.append(before)
             row.append(number)
-    return RaggedBatch.from_segments(token_ids, labels, prefix=prefix, row=row, **values)
+            images.append(() if sharing else of_prompt)
+    shown = None if shown is None else Shown(images, shown.position_rule)
+    return RaggedBatch.from_segments(token_ids, labels, prefix=prefix, row=row, shown=shown, **values)
 
 
 def _packed(name: str, lists: Sequence[Sequence[int]]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
 from lowtide.data.prompts import PROMPT, PROMPT_IDS
 from lowtide.engine.heads.head import Head
@@ -29,8 +30,11 @@ from lowtide.objectives.correction import Correction, correction, sampling_metri
 from lowtide.ranks.world import gathered
 from lowtide.rollout.conversations import Conversations, ToolUse
 from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
+from lowtide.rollout.generators.ragged import RaggedGenerator
+from lowtide.rollout.images import PromptImages
 from lowtide.rollout.judges import JudgedPairs
 from lowtide.rollout.rewards.completed import Completed
+from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.rollout import Rollout
 from lowtide.run.writing import Writer, seed_of
@@ -77,11 +81,36 @@ class RolloutMaker:
     """Whether what is written is evaluated, and not learned from."""
     wants_old: bool = False
     """Whether the log-probabilities of the policy that wrote are needed later than in the update that follows."""
+    reader: ImageReader | None = None
+    """Makes the images of prompts ready, for a vision-language model."""
 
     @property
     def writer(self) -> Writer:
         """Who writes completions of prompts."""
-        return Writer(self.options, self.runner, self.tokenizer, self.generator)
+        never = () if self.reader is None or self.options.use_vllm else (self.reader.mark,)
+        return Writer(self.options, self.runner, self.tokenizer, self.generator, never_ids=never)
+
+    def check_images(self) -> None:
+        """Refuses what prompts with images cannot go with.
+
+        Raises:
+            ValueError: names the argument or the option, and what to do.
+        """
+        scored_by_model = any(isinstance(each, ModelReward) for each in getattr(self.rewards, "sources", ()))
+        others = {
+            "tools and environment_factory, whose conversations are text alone": self.tools is not None,
+            "rollout_func, which returns no images": self.rollout_func is not None,
+            "judge, which compares texts": isinstance(self.rewards, JudgedPairs),
+            "a reward model, which reads text alone": scored_by_model,
+        }
+        for what, there in others.items():
+            if there:
+                raise ValueError(f"prompts show images, which do not go with {what}: leave it out")
+        if not isinstance(self.generator, RaggedGenerator):
+            raise ValueError(
+                "prompts show images, and only lowtide's own generator writes after them, which this run does not "
+                "use: leave out use_vllm=True, padding_free=False and generation_backend='transformers'"
+            )
 
     def make(
         self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], *, group: int, version: int, state: Any = None
@@ -138,16 +167,20 @@ class RolloutMaker:
     ) -> tuple[Rollout, Conversations | None, Mapping[str, Any]]:
         """Completions of rows; their conversations, where tools are called; and further columns for rewards."""
         conversations, extra_fields = None, {}
+        images = None if self.reader is None else PromptImages.of_rows(self.reader, rows)
+        if images:
+            self.check_images()
         if self.rollout_func is not None:
             rollout, extra_fields = self._by_function(rows, version)
         else:
-            rollout, conversations = self._by_generator(rows, place, version)
+            rollout, conversations = self._by_generator(rows, place, version, images)
+        rollout.images = images
         if self.options.mask_truncated_completions:
             rollout.learned = [each.finish == "stop" for each in rollout.completions]
         return rollout, conversations, extra_fields
 
     def _by_generator(
-        self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int
+        self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int, images: PromptImages | None
     ) -> tuple[Rollout, Conversations | None]:
         *where, first = place
         seeds = [seed_of(self.options.seed, *where, first + number) for number in range(len(rows))]  # type: ignore
@@ -157,7 +190,10 @@ class RolloutMaker:
             conversations = self.tools.start(_as_given(rows), max_completion_length=most)
             requests = conversations.requests(seeds)
         else:
-            requests = [Request(row[PROMPT_IDS], 1, seed) for row, seed in zip(rows, seeds, strict=True)]
+            requests = [
+                Request(ids, 1, seed, [] if images is None else images.among(number, ids))
+                for number, (ids, seed) in enumerate(zip([row[PROMPT_IDS] for row in rows], seeds, strict=True))
+            ]
         groups = self.writer.write(requests, conversations)
         if conversations is None:
             completions = [one for each in groups for one in each]
@@ -209,6 +245,8 @@ class RolloutMaker:
     ) -> Completed:
         """What reward functions see."""
         rows = _as_given(rows)
+        if rollout.images:
+            rows = rollout.images.seen_in(rows)
         for name, values in extra_fields.items():
             for number, row in enumerate(rows):
                 row[name] = values[number] if isinstance(values, list) and number < len(values) else values

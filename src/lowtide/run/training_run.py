@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.torch import FakeTensor
-from lowtide.data.batches.images import IMAGES
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.adapters import add_adapter_of, check_second_adapter
@@ -275,7 +274,7 @@ class TrainingRun:
         )
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):
             rows, ledger = self.method.rows.prepare(dataset, how, name)
-        if IMAGES in (rows.column_names or ()):
+        if self.method.rows.shows_images(rows):
             check_images(self.model, self.args, title)
             self.shows_images = True
         return entitled(rows, title), ledger

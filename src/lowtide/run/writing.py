@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import nn
@@ -41,6 +41,8 @@ class Writer:
     generator: Generator
     reference: AdapterOff | FrozenModel | None = None
     """Who writes in the policy's place."""
+    never_ids: tuple[int, ...] = ()
+    """Tokens that are not written."""
 
     @property
     def model(self) -> nn.Module:
@@ -49,7 +51,7 @@ class Writer:
 
     def write(self, requests: Sequence[Request], conversations: Conversations | None = None) -> list[list[Completion]]:
         """The completions of each request; again with half as many tokens at a time where memory runs out."""
-        sampling = self.options.sampling(self.stop_ids)
+        sampling = replace(self.options.sampling(self.stop_ids), never_ids=self.never_ids)
         gather = cast(bool | int, self.options.ds3_gather_for_generation)
         copied = isinstance(self.generator, HoldsWeights)
         with (

@@ -49,7 +49,7 @@ class ImageReader:
 
     def __init__(self, processor: Any, position_rule: PositionRule | None = None) -> None:
         self.processor, self.position_rule = processor, position_rule
-        self.mark = getattr(processor, "image_token_id", None)
+        self.mark: Any = getattr(processor, "image_token_id", None)
         """The token that stands for an image in a conversation, and for a place of it in a row."""
         if not isinstance(self.mark, int) or not isinstance(getattr(processor, "image_token", None), str):
             raise ValueError(

@@ -22,6 +22,7 @@ from lowtide.data.batches.token_rows import IGNORED, TokenRows, flatten
 from lowtide.data.cache.fingerprint import combine
 from lowtide.data.encode.chat import ChatEncoder
 from lowtide.data.encode.truncation import Truncation, kept_range, kept_ranges
+from lowtide.data.formats.conversation import check_messages
 from lowtide.data.formats.images import IMAGE_COLUMNS, IMAGES_FEATURE, shows_images, take_images
 from lowtide.data.formats.reading import ChatSample, RowPlace
 from lowtide.data.options import TokenOptions
@@ -58,16 +59,47 @@ class ImageExpander:
         """
         if not (isinstance(chat, ChatEncoder) and isinstance(sample, ChatSample)):
             return
-        place = RowPlace(self.source, [0])
-        with _of_row(place, 0):
-            tokens = [self._tokens_of(each, {}) for each in self.first]
-        ids, offsets = flatten(chat.encode([sample], place))
-        made = self._expanded(TokenRows(ids, ids, offsets), [tokens], place)
-        if made.token_ids.tolist() != self.reader.token_ids(chat.text(sample), self.first):
+        [ids] = chat.encode([sample], RowPlace(self.source, [0]))
+        self.check_text(ids, chat.text(sample))
+
+    def check_text(self, ids: Sequence[int], text: str) -> None:
+        """Refuses a processor that makes other tokens of the first row as a whole than of its parts.
+
+        Args:
+            ids: the tokens of the text, in which an image is one.
+            text: with the processor's own mark of images.
+
+        Raises:
+            ValueError: names the processor.
+        """
+        if self._of_ids(ids, self.first, 0).token_ids.tolist() != self.reader.token_ids(text, self.first):
             raise ValueError(
                 f"{self.source}: {type(self.reader.processor).__name__} makes other tokens of the first row as a whole "
                 "than of its text and of each of its images: lowtide does not know how it shows images"
             )
+
+    def checked(self, messages: Any, name: str, number: int) -> list[dict[str, Any]]:
+        """The messages of one row, given in the column `name`, each with one text.
+
+        Raises:
+            ValueError: they are no messages; names the row.
+        """
+        with _of_row(RowPlace(self.source, [number]), 0):
+            return check_messages(messages, name)
+
+    def tokens_of(self, ids: Sequence[int], images: Sequence[Stored], number: int) -> list[int]:
+        """The tokens of one row with those of its images.
+
+        Args:
+            ids: its tokens, in which an image is one.
+            number: of the row.
+
+        Raises:
+            ValueError: as `expand`.
+        """
+        made = self._of_ids(ids, images, number)
+        self._check_uncut([made], RowPlace(self.source, [number]))
+        return made.token_ids.tolist()
 
     def take(
         self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]
@@ -105,6 +137,13 @@ class ImageExpander:
         made = [self._expanded(side, tokens, place) for side in sides]
         self._check_uncut(made, place)
         return made
+
+    def _of_ids(self, ids: Sequence[int], images: Sequence[Stored], number: int) -> TokenRows:
+        place, known = RowPlace(self.source, [number]), {}
+        with _of_row(place, 0):
+            tokens = [self._tokens_of(each, known) for each in images]
+        flat, offsets = flatten([ids])
+        return self._expanded(TokenRows(flat, flat, offsets), [tokens], place)
 
     def _tokens_of(self, stored: Stored, known: dict[Any, Ids]) -> Ids:
         key = identity(stored)

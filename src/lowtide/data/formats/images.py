@@ -38,9 +38,7 @@ def shows_images(columns: Sequence[str], first_row: Row) -> bool:
     """Whether the rows of a dataset show images, as its columns or the messages of its first row say."""
     if not {*IMAGE_COLUMNS}.isdisjoint(columns):
         return True
-    talks = (first_row.get(name) for name in (*PROMPTS, *SIDES, *ANSWERS))
-    messages = (message for talk in talks if isinstance(talk, list) for message in talk)
-    return any(_is_image(part) for message in messages for part in _parts(message) or ())
+    return any(shows_part(first_row.get(name)) for name in (*PROMPTS, *SIDES, *ANSWERS))
 
 
 def undecoded(dataset: Any) -> Any:
@@ -87,10 +85,39 @@ def take_images(row: Row) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return rest, found or []
 
 
+def of_prompt(row: Row) -> Row:
+    """What of a row says which images its prompt shows."""
+    return {name: row[name] for name in ("prompt", *IMAGE_COLUMNS) if name in row}
+
+
+def shows_part(messages: Any) -> bool:
+    """Whether messages have a part that is an image."""
+    listed = messages if isinstance(messages, list) else []
+    return any(_is_image(part) for message in listed for part in _parts(message) or ())
+
+
+def pictured(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages in which each `IMAGE` gives way to a part with its picture, as TRL's functions get them."""
+    left, made = deque(pictures), in_parts(messages)
+    for message in made:
+        if isinstance(message.get("content"), list):
+            message["content"] = [
+                {"type": "image", "image": left.popleft()} if _is_image(part) else part for part in message["content"]
+            ]
+    return made
+
+
+def in_words(content: Any) -> str:
+    """A content as text, for messages and tables; "[image]" stands for an image."""
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join("[image]" if _is_image(part) else str(part.get("text") or "") for part in content)
+
+
 def _taken(messages: list[Any], name: str, given: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
     """Messages with `IMAGE` in the place of each image, and the images."""
     left, shown = deque(given), []
-    placed = any(_is_image(part) for message in messages for part in _parts(message) or ())
+    placed = shows_part(messages)
     made = []
     for message in messages:
         parts = _parts(message)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lowtide.data.formats.images import in_words
+
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """The columns of a row that reward functions do not get: what they get by these names is the rollout's."""
 SHOWN = 40
@@ -64,7 +66,7 @@ class Completed:
         """A completion for a message: its number, its row's number, and how its prompt begins."""
         prompt = self.prompts[number]
         if not isinstance(prompt, str):
-            prompt = str(prompt[-1].get("content")) if prompt else ""
+            prompt = in_words(prompt[-1].get("content")) if prompt else ""
         start = prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
         row = "" if self.numbers is None else f" of row {self.numbers[number]}"
         return f"completion {number} of the batch{row} (the first is 0; its prompt begins {start!r})"

@@ -87,8 +87,8 @@ def check_takes_images(
         return
     if not takes:
         raise ValueError(
-            f"{title} has images, and {method} takes text alone: lowtide trains on images by SFT, DPO, CPO, KTO, BCO "
-            "and reward modelling"
+            f"{title} has images, and {method} takes text alone: lowtide trains on images by SFT, DPO, CPO, KTO, BCO, "
+            "reward modelling and what writes its own completions (GRPO, RLOO)"
         )
     if prepared:
         raise ValueError(

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lowtide.data.formats.images import in_words
 from lowtide.run.rollouts import Made
 from lowtide.trainers.callbacks.log_completions import hand_to_trackers, trackers_of
 
@@ -92,7 +93,7 @@ def as_text(said: Any) -> str:
     if isinstance(said, str):
         return said
     return "\n".join(
-        f"[{message.get('role')}] {message.get('content') or message.get('tool_calls')}" for message in said
+        f"[{message.get('role')}] {in_words(message.get('content')) or message.get('tool_calls')}" for message in said
     )
 
 

@@ -131,7 +131,10 @@ class OnlineTrainer(ReferenceTrainer):
             rollout_func=given["rollout_func"],
             trainer=self,
             wants_old=self.learning.wants_old(args, stale=stale),
+            reader=self.training_run.reader,
         )
+        if self.training_run.shows_images:
+            maker.check_images()
         return maker, text
 
     def _reward_by_environments(self) -> None:
@@ -151,7 +154,7 @@ class OnlineTrainer(ReferenceTrainer):
         return Windows(args.written_at_a_time // count, count, args.steps_of_generation * args.num_iterations)
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["prompt", "prompt_ids"]
+        self._signature_columns = ["prompt", "prompt_ids", "image", "images"]
 
     def _get_train_sampler(self, train_dataset: Any = None) -> PromptSampler:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
@@ -307,5 +310,5 @@ class OnlineTrainer(ReferenceTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         path = None if checkpoint is None else Path(checkpoint, ROLLOUT.format(rank=self.args.process_index))
         if path is not None and path.exists():
-            rollout, _ = Rollout.load(path)
+            rollout, _ = Rollout.load(path, self.training_run.reader)
             self._window = Made(rollout, cast(Any, None))

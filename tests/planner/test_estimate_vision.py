@@ -7,8 +7,9 @@ import pytest
 from datasets import Dataset
 
 import lowtide
-from lowtide import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from lowtide import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from tests.support.live_bytes import LivingBytes
+from tests.support.online_runs import even_tokens
 from tests.support.vision_models import CONFIGS, FAMILIES, conversations, processor, rows, vision_model
 
 
@@ -47,6 +48,7 @@ CASES: dict[str, Any] = {
         {"gradient_checkpointing": False, "freeze_vision_tower": True},
     ),
     "DPO": (DPOTrainer, DPOConfig, rows, {}),
+    "GRPO": (*(GRPOTrainer, GRPOConfig, rows), {"num_generations": 4, "max_completion_length": 16, "beta": 0.1}),
 }
 
 
@@ -57,9 +59,11 @@ def test_the_peak_is_predicted_with_the_tower(family: str, case: str, tmp_path: 
     kind, config, make, options = CASES[case]
     made = Dataset.from_list(make(32))
     args = settings(tmp_path, **options)
+    if config is GRPOConfig:
+        del args["max_length"]
     predicted = lowtide.estimate(config(**args), described(family), dataset=made, processing_class=processor(family))
     model = vision_model(family, config=described(family))
-    more = {"ref_model": None} if config is DPOConfig else {}
+    more = {DPOConfig: {"ref_model": None}, GRPOConfig: {"reward_funcs": even_tokens}}.get(config, {})
     run = kind(model, args=config(**args), train_dataset=made, processing_class=processor(family), **more)
     living = LivingBytes()
     with living, living.during("all"):

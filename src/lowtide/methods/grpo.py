@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.methods.learning import ByAdvantage, GroupRewards
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import check_read
+from lowtide.methods.options import VisionOptions, check_read
 from lowtide.methods.paper import Paper
 from lowtide.methods.policy import completion_counts, read_written
 from lowtide.methods.rollouts import Prompts, RolloutOptions
@@ -44,7 +44,7 @@ READ = (
 
 
 @dataclass(kw_only=True)
-class GRPOOptions(RolloutOptions):
+class GRPOOptions(RolloutOptions, VisionOptions):
     """The options of group relative policy optimization, under TRL's names and with its defaults."""
 
     beta: float = option(0.0, "Weight of the divergence from the reference; 0 goes without one.", NOT_NEGATIVE)
@@ -273,4 +273,5 @@ PAPER = Paper(
     2024,
     "2402.03300",
 )
-METHOD = Method("grpo", "group relative policy optimization", GRPOOptions, Prompts(ByAdvantage()), objective, PAPER)
+ROWS = Prompts(ByAdvantage(), with_images=True)
+METHOD = Method("grpo", "group relative policy optimization", GRPOOptions, ROWS, objective, PAPER)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowtide.data.batches.values import OLD, REFERENCE
 from lowtide.methods.learning import ByAdvantage, GroupRewards, Learned, Rewarded
 from lowtide.methods.method import Method, RowObjective
+from lowtide.methods.options import VisionOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.policy import completion_counts, read_written
 from lowtide.methods.rollouts import Prompts, RolloutOptions
@@ -26,7 +27,7 @@ from lowtide.option import COUNT, NOT_NEGATIVE, option
 
 
 @dataclass(kw_only=True)
-class RLOOOptions(RolloutOptions):
+class RLOOOptions(RolloutOptions, VisionOptions):
     """The options of REINFORCE leave-one-out, under TRL's names and with its defaults."""
 
     num_generations: int = option(2, "Completions of a prompt.", COUNT)
@@ -144,4 +145,5 @@ PAPER = Paper(
     2024,
     "2402.14740",
 )
-METHOD = Method("rloo", "REINFORCE leave-one-out", RLOOOptions, Prompts(LessDivergence()), objective, PAPER)
+ROWS = Prompts(LessDivergence(), with_images=True)
+METHOD = Method("rloo", "REINFORCE leave-one-out", RLOOOptions, ROWS, objective, PAPER)

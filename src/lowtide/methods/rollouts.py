@@ -12,7 +12,7 @@ from jaxtyping import Int
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.prompts import PROMPT_IDS, PromptEncoder, prepare_prompts, shows_prompt_images
 from lowtide.methods.learning import Learning
-from lowtide.methods.options import FollowedReference, VisionOptions
+from lowtide.methods.options import FollowedReference
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, option
 from lowtide.ragged import RaggedBatch, ScoreRule
@@ -94,7 +94,7 @@ class WritingOptions:
 
 
 @dataclass(kw_only=True)
-class RolloutOptions(WritingOptions, FollowedReference, VisionOptions):
+class RolloutOptions(WritingOptions, FollowedReference):
     """Of the methods that learn from what the policy writes, under TRL's names and with its defaults."""
 
     completions_of_row: ClassVar[int] = 1
@@ -278,8 +278,14 @@ class Prompts(RowLayout):
 
     learning: Learning
     """What is made of what it wrote."""
+    with_images: bool = False
+    """Whether prompts may show images."""
 
-    completions, takes_images = 0, True
+    completions = 0
+
+    @property
+    def takes_images(self) -> bool:  # type: ignore[override]
+        return self.with_images
 
     def shows_images(self, rows: Any) -> bool:
         first = next(iter(rows.with_format(None)), None)

@@ -88,7 +88,7 @@ def check_takes_images(
     if not takes:
         raise ValueError(
             f"{title} has images, and {method} takes text alone: lowtide trains on images by SFT, DPO, CPO, KTO, BCO, "
-            "reward modelling and what writes its own completions (GRPO, RLOO)"
+            "reward modelling, GRPO and RLOO"
         )
     if prepared:
         raise ValueError(

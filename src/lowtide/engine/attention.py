@@ -163,7 +163,7 @@ def attention(
         "bias": _bias(kwargs.pop("position_bias", None)),
     }
     layer = plan.stands_for(module, key) if isinstance(plan, CachedPlan) else module
-    piece = plan.piece if isinstance(plan, AttentionPlan) else None
+    piece = None if isinstance(plan, CachedPlan) else plan.piece
     if piece is not None:
         piece.meet(module, key)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
@@ -172,7 +172,7 @@ def attention(
     if isinstance(plan, CachedPlan):
         return plan.attend(layer, query, key, value, asked)[None], None
     if isinstance(plan, SplitPlan):
-        return plan.attend(query, key, value, asked)[None], None
+        return plan.attend(module, query, key, value, asked)[None], None
     return varlen_attention(query, key, value, plan, **asked)[None], None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.ops.attention_plan import AttentionPlan
+from lowtide.ops.chained_attention import chained_attention
+from lowtide.ops.piece_keys import PieceKeys
 from lowtide.ops.varlen_attention import AttentionRules, in_autocast, varlen_attention
 from lowtide.ranks.sequence import SequenceParallel
 
@@ -44,16 +46,25 @@ class SplitPlan:
     def positions(self) -> Int[Tensor, " run"]:
         return self.whole.positions[self.runs]
 
+    @property
+    def piece(self) -> PieceKeys | None:
+        """Of a piece of a long row: a layer keeps the keys of this rank's heads, of all tokens."""
+        return self.whole.piece
+
     def attend(
         self,
+        layer: Hashable,
         query: Float[Tensor, "run heads dim"],
         key: Float[Tensor, "run kv_heads dim"],
         value: Float[Tensor, "run kv_heads value_dim"],
         asked: AttentionRules,
     ) -> Float[Tensor, "run heads value_dim"]:
-        """`varlen_attention` over all tokens, each rank for its heads.
+        """`varlen_attention` over all tokens, or `chained_attention` of a piece, each rank for its heads.
 
         Key and value heads are repeated until they divide by the ranks.
+
+        Args:
+            layer: tells the layers of a model apart.
 
         Raises:
             ValueError: the query heads do not; names heads and ranks.
@@ -72,7 +83,11 @@ class SplitPlan:
         if sinks is not None:
             asked = {**asked, "sinks": sinks.chunk(exchange.size)[exchange.rank]}
         query, key, value = (exchange.by_heads(x, tokens) for x in (query, key, value))
-        found = exchange.by_tokens(varlen_attention(query, key, value, self.whole, **asked))
+        if self.piece is None:
+            of_heads = varlen_attention(query, key, value, self.whole, **asked)
+        else:
+            of_heads = chained_attention(layer, query, key, value, self.whole, **asked)
+        found = exchange.by_tokens(of_heads)
         return found if own == run else torch.cat([found, found.new_zeros(run - own, *found.shape[1:])])
 
     # -- scores ------------------------------------------------------------------------------------------------------

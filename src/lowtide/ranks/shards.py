@@ -26,6 +26,11 @@ def is_gathered(model: nn.Module) -> bool:
     return bool(fully_sharded_modules(model)) or any(is_partitioned(p) for p in model.parameters())
 
 
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` has cut a model."""
+    return bool(fully_sharded_modules(model))
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether parts of a model's weights lie on other ranks."""
     return is_gathered(model) or any(isinstance(p, DTensor) for p in model.parameters())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowtide.data.batches.values import DRAW, REFERENCE
 from lowtide.engine.adapters import adapter_of
 from lowtide.engine.chains import why_not_chains
-from lowtide.engine.forward import causal_model, same_rows_of, score_shared
+from lowtide.engine.forward import causal_model, same_rows_of, score_shared, tensor_parallel_of
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.stage import Stage, stage_of
@@ -29,6 +29,7 @@ from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.group import RankGroup
+from lowtide.ranks.shards import is_fully_sharded
 from lowtide.ranks.world import distributed
 from lowtide.step.chains import Chain, Slopes, in_row_order, joined_output
 from lowtide.step.metrics import Totals
@@ -90,10 +91,10 @@ class Models:
 
     def why_not_chains(self, objective: Objective | OwnLoss) -> str | None:
         """What keeps rows above the token budget from being run in pieces, as a clause; None if nothing does."""
-        if self.stages > 1 or self.same_rows is not None:
-            return "ranks split its layers or its tokens"
-        if self.together:
-            return "its weights lie in shards on several ranks"
+        if self.stages > 1 or tensor_parallel_of(self.policy) is not None:
+            return "ranks split its layers"
+        if self.together and not is_fully_sharded(self.policy):
+            return "DeepSpeed keeps its weights in parts on several ranks"
         if isinstance(objective, OwnLoss):
             return "the loss is not the method's own"
         if objective.aux_coefficient:
@@ -176,6 +177,14 @@ class MicrobatchRun:
         each piece has a loss of its own."""
         raise NotImplementedError
 
+    def first_forward(self, part: RaggedBatch) -> ScoreOutput:
+        """One forward of the first pass of a row in pieces."""
+        return self.models.unscored(part)
+
+    def first_forwards(self, row: LongRow) -> int:
+        """Forwards of the first pass of a row in pieces."""
+        return len(row.pieces)
+
     def of_piece(self, number: int, part: RaggedBatch) -> ScoreOutput:
         """What the model gives for a piece of a long row, with gradients."""
         return self.forward(number, part)
@@ -209,8 +218,11 @@ class TokenRun(MicrobatchRun):
         return output.loss
 
     def slopes_of(self, number: int, chain: Chain) -> tuple[None, None]:
-        chain.first_pass(self.models.unscored, inner_only=True)
+        chain.first_pass(self.first_forward, inner_only=True)
         return None, None
+
+    def first_forwards(self, row: LongRow) -> int:
+        return row.inner
 
 
 @dataclass
@@ -237,14 +249,14 @@ class RowRun(MicrobatchRun):
     def slopes_of(self, number: int, chain: Chain) -> tuple[Slopes, Tensor]:
         row = chain.row
         referred = self.models.referred_of_row(row, self.objective)
-        output = joined_output(row, chain.first_pass(self._without_gradients))
+        output = joined_output(row, chain.first_pass(self.first_forward))
         leaves = Slopes.leaves(output)
         outcome = self.outcome(self.objective.read(row.batch, output.stats, referred))
         self.totals.take_outcome(outcome)
         loss = outcome.loss * self.ranks
         return Slopes.from_loss(loss, leaves), loss.detach()
 
-    def _without_gradients(self, part: RaggedBatch) -> ScoreOutput:
+    def first_forward(self, part: RaggedBatch) -> ScoreOutput:
         return self.models.forward(part, scores_of(part, self.objective, accumulate=False))
 
     def of_piece(self, number: int, part: RaggedBatch) -> ScoreOutput:
@@ -299,6 +311,8 @@ class WholeRun(MicrobatchRun):
 
     def __post_init__(self) -> None:
         self.random: list[list[Tensor]] = []
+        self.slopes: dict[int, Tensor] = {}
+        """By micro-batch, the gradient of the loss at each of its log-probabilities."""
 
     def begin(self) -> None:
         """The first pass: the loss of the whole batch, and its gradient with respect to each log-probability.
@@ -306,17 +320,18 @@ class WholeRun(MicrobatchRun):
         Raises:
             OutOfMemory: a rank ran out of memory in it; all ranks raise.
         """
-        leaves: list[Tensor] = []
+        leaves: dict[int, Tensor] = {}
         rows: list[Any] = []
         with self.sync.local(waited_for=self.models.waited_for):
             self._first_pass(leaves, rows)
         self.sync.meet(self.device)
         outcome = self.outcome(join_rows(gathered_rows(join_rows(rows), self.models.same_rows)))
-        self.slopes = iter(torch.autograd.grad(outcome.loss, leaves))
+        slopes = torch.autograd.grad(outcome.loss, [*leaves.values()])
+        self.slopes = dict(zip(leaves, slopes, strict=True))
         self.loss = outcome.loss.detach()
         self.totals.take_outcome(outcome)
 
-    def _first_pass(self, leaves: list[Tensor], rows: list[Any]) -> None:
+    def _first_pass(self, leaves: dict[int, Tensor], rows: list[Any]) -> None:
         for number, part in enumerate(self.parts):
             whole = part.batch if isinstance(part, LongRow) else part
             self.sync.micro_batch, self.sync.part = number, whole
@@ -332,20 +347,21 @@ class WholeRun(MicrobatchRun):
                     output = self.models.forward(part, scores_of(part, self.objective, accumulate=False))
             if part.scores == 0:
                 continue
-            leaves.append(output.scored.requires_grad_())
+            leaves[number] = output.scored.requires_grad_()
             rows.append(self.objective.read(whole, output.stats, referred))
 
     def slopes_of(self, number: int, chain: Chain) -> tuple[Slopes, None]:
         set_random_state(self.random[number], self.device)
-        chain.first_pass(self.models.unscored)
-        return Slopes({"scored": next(self.slopes) * self.ranks}), None
+        chain.first_pass(self.first_forward)
+        return Slopes({"scored": self.slopes.pop(number) * self.ranks}), None
 
     def forward(self, number: int, part: RaggedBatch) -> ScoreOutput:
-        set_random_state(self.random[number], self.device)  # the dropout of the first pass
+        if number < len(self.random):
+            set_random_state(self.random[number], self.device)  # the dropout of the first pass
         return self.models.forward(part, scores_of(part, self.objective, self.accumulate))
 
     def loss_of(self, number: int, part: RaggedBatch, output: ScoreOutput) -> Tensor:
-        slope = next(self.slopes) if part.scores else 0.0
+        slope = self.slopes.pop(number) if part.scores else 0.0
         return (output.scored * slope).sum() * self.ranks
 
     def reported(self, loss: Tensor) -> Tensor:

@@ -87,6 +87,11 @@ class LongRow:
     def scores(self) -> int:
         return self.batch.scores
 
+    @property
+    def inner(self) -> int:
+        """Pieces that others go on from."""
+        return len({piece.before for piece in self.pieces if piece.before >= 0})
+
     def keys(self, place: KeyPlace) -> list[PieceKeys | None]:
         """For each piece what its layers keep, which is nothing yet; None for those that stand alone."""
         made: list[PieceKeys] = []
@@ -220,6 +225,17 @@ def in_pieces(parts: Iterable[RaggedBatch], most: int | None) -> list[RaggedBatc
         row = LongRow.of(part, most)
         found.append(row if part.scores else row.pieces[0].batch)
     return found
+
+
+def idle_part(batch: RaggedBatch, most: int | None) -> RaggedBatch:
+    """An empty micro-batch for a rank that has nothing left to run where others have: the smallest row, unscored, and
+    of a row above the budget its first tokens alone."""
+    idle = batch.idle()
+    if most is None or not is_long(idle, most):
+        return idle
+    first = idle.segments[0]
+    few = Stretch(0, first.start, first.start + min(first.length, LEAST))
+    return _piece(idle, _score_places(idle), Planned([few], -1)).batch
 
 
 def heaviest_tokens(batch: RaggedBatch, most: int | None, rows: int | None) -> int:

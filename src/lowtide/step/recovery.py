@@ -148,7 +148,7 @@ def surviving_scores(
         OutOfMemory: one row does not fit.
     """
     if not alone:
-        return score_in_parts(batch, limits, scorer, together=together, long_rows=False)
+        return score_in_parts(batch, limits, scorer, together=together, long_rows=cuttable)
     while True:
         try:
             return score_in_parts(batch, limits, scorer)

@@ -253,7 +253,7 @@ class StepRunner:
     def accompany(self, batch: RaggedBatch, model: nn.Module | None = None) -> None:
         """Takes part in an evaluation of other ranks, for which this one has no rows; needed where forwards are of all
         ranks together."""
-        accompany(self.models(model), batch, self.method_objective)
+        accompany(self.models(model), batch, self.method_objective, self.evaluation_limits)
 
     def reference_logprobs(self, batch: RaggedBatch, limits: Limits) -> Tensor:
         """[scores]: the reference's log-probabilities of a batch, in micro-batches within the limits."""
@@ -269,7 +269,7 @@ class StepRunner:
             scorer,
             alone=not self.waited_for,
             together=self.together,
-            cuttable=not self.waited_for and self.cuts_rows,
+            cuttable=self.cuts_rows,
         )
 
     # -- state -------------------------------------------------------------------------------------------------------

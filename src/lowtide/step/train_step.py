@@ -24,6 +24,7 @@ from lowtide.ops.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed, worst_of_ranks
 from lowtide.step.chains import Chain, Slopes, detached, in_row_order, joined_output
+from lowtide.step.even_turns import EvenTurns, Turn, pieces_first
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import (
     MicrobatchRun,
@@ -36,7 +37,7 @@ from lowtide.step.microbatches import (
     join_rows,
     scores_of,
 )
-from lowtide.step.pieces import LEAST, LongRow, in_pieces, is_long
+from lowtide.step.pieces import LEAST, LongRow, idle_part, in_pieces, is_long
 from lowtide.step.pipeline import forward_and_backward
 from lowtide.step.rank_sync import RankSync, check_finite
 
@@ -131,14 +132,18 @@ def train_step(
     totals = totals if totals is not None and models.leads else Totals()
     sync = RankSync("baseline", part=batch)
     batch, known = _synced_baseline(sync, models, batch, objective, limits)
-    batch = _with_reference(sync, models, batch, objective, limits)
+    device = batch.token_ids.device
     pieces = 0
     with sync.local():
         pieces = max(len(groups_of(models, batch, objective, limits)), models.stages)
-    counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, batch.token_ids.device, models.copies)
+    counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, device, models.copies)
     if not pieces:
-        sync.meet(batch.token_ids.device)
-    parts = parts_of(batch, limits, pieces)
+        sync.meet(device)
+    even = _some_rank_cuts(models, batch, limits)
+    if even or models.stages > 1:
+        batch = _with_reference(sync, models, batch, objective, limits)
+    parts = pieces_first(parts_of(batch, limits)) if even else parts_of(batch, limits, pieces)
+    idle = idle_part(batch, limits.tokens) if even else batch
     shared = (counts, ranks, plan.accumulate)
     runs: Sequence[MicrobatchRun]
     if isinstance(objective, TokenObjective):
@@ -146,19 +151,25 @@ def train_step(
     elif isinstance(objective, OwnLoss):
         runs = [OwnRun(models, objective, *shared, totals)]
     elif objective.whole and (len(parts) > 1 or ranks > 1):
-        runs = [WholeRun(models, objective, *shared, totals, parts, sync, batch.token_ids.device)]
+        runs = [
+            WholeRun(models, objective, *shared, totals, _turns(models, parts, idle) if even else parts, sync, device)
+        ]
     else:
-        own = len(batch.plan_split(limits.tokens, limits.rows, pieces=pieces, long_rows=True))
+        asked = 1 if even else pieces
+        own = len(batch.plan_split(limits.tokens, limits.rows, pieces=asked, long_rows=True))
         runs = [RowRun(models, term, *shared, totals, own) for term in objective.terms]
     runs[0].begin()
     loss = torch.zeros(())
     with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
-        if models.stages > 1:
+        if even:
+            loss = _evenly(runs, batch, parts, idle, plan, sync, totals)
+        elif models.stages > 1:
             whole = [part for part in parts if isinstance(part, RaggedBatch)]
             loss = forward_and_backward(runs[0], whole, plan.backward, sync, totals)
         else:
-            loss = _forward_and_backward(runs, batch, parts, plan, sync, totals)
-    _exchange(loss, plan, sync, batch.token_ids.device)
+            turns = [Turn(number, part) for number, part in enumerate(parts)]
+            loss = _forward_and_backward(runs, batch, turns, plan, sync, totals)
+    _exchange(loss, plan, sync, device)
     return loss
 
 
@@ -180,7 +191,7 @@ def _exchange(loss: Tensor, plan: BackwardPlan, sync: RankSync, device: torch.de
 def _forward_and_backward(
     runs: Sequence[MicrobatchRun],
     batch: RaggedBatch,
-    parts: Sequence[RaggedBatch | LongRow],
+    turns: Sequence[Turn],
     plan: BackwardPlan,
     sync: RankSync,
     totals: Totals,
@@ -191,8 +202,12 @@ def _forward_and_backward(
     dropped before anything else is done.
     """
     losses: list[Tensor] = []
-    for number, part in enumerate(parts):
-        last = number == len(parts) - 1
+    for place, (number, part, idle) in enumerate(turns):
+        last = place == len(turns) - 1
+        if idle is not None:
+            _idle_forwards(runs[0], idle.batch, idle.count, plan)
+        if part is None:
+            continue
         if isinstance(part, LongRow):
             for run in runs:
                 taking = totals if run is runs[0] else Totals()
@@ -214,6 +229,41 @@ def _forward_and_backward(
                 if run is runs[0]:
                     totals.take_in(output, part)
     return runs[0].reported(torch.stack(losses).sum())
+
+
+def _evenly(
+    runs: Sequence[MicrobatchRun],
+    batch: RaggedBatch,
+    parts: Sequence[RaggedBatch | LongRow],
+    idle: RaggedBatch,
+    plan: BackwardPlan,
+    sync: RankSync,
+    totals: Totals,
+) -> Tensor:
+    """`_forward_and_backward`, where each pass is one of all ranks and one of them has a row in pieces.
+
+    One loss follows the other over the whole batch, so that their passes meet those of other ranks.
+
+    Args:
+        parts: those in pieces first.
+        idle: an empty micro-batch.
+    """
+    first_of = runs[0].first_forwards
+    turns = EvenTurns.agreed(parts, first_of, batch.token_ids.device).turns(parts, first_of, idle)
+    losses = []
+    for run in runs:
+        own = plan if run is runs[-1] else replace(plan, around_last=contextlib.nullcontext)
+        taking = totals if run is runs[0] else Totals()
+        losses.append(_forward_and_backward([run], batch, turns, own, sync, taking))
+    return torch.stack(losses).sum()
+
+
+@torch.no_grad()
+def _idle_forwards(run: MicrobatchRun, idle: RaggedBatch, count: int, plan: BackwardPlan) -> None:
+    """Empty forwards, beside those of the first pass of other ranks' rows."""
+    with run.models.adapter_of(run.objective), plan.no_sync():
+        for _ in range(count):
+            run.first_forward(idle)
 
 
 def _row_in_pieces(
@@ -270,6 +320,13 @@ def groups_of(models: Models, batch: RaggedBatch, objective: Objective | OwnLoss
     return groups
 
 
+def _some_rank_cuts(models: Models, batch: RaggedBatch, limits: Limits) -> bool:
+    """Whether forwards are of all ranks together, and one of them has a row above the token budget."""
+    if not models.together or limits.tokens is None:
+        return False
+    return worst_of_ranks(int(max(batch.row_tokens) > limits.tokens), batch.token_ids.device) > 0
+
+
 def check_long_rows(models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits) -> None:
     """Refuses rows above the token budget that cannot be run in pieces.
 
@@ -314,7 +371,7 @@ def evaluate_batch(
     counts = {**objective.counts(batch), **known}
     check_long_rows(models, batch, objective, limits)
     parts = parts_of(batch, limits)
-    turns = _turns(models, batch, parts)
+    turns = _turns(models, parts, idle_part(batch, limits.tokens))
     results = _outputs(models, turns, objective)[: len(parts)]
     for part, output in results:
         totals.take_in(output, part)
@@ -337,7 +394,7 @@ def evaluate_batch(
 
 
 @torch.no_grad()
-def accompany(models: Models, batch: RaggedBatch, objective: Objective) -> None:
+def accompany(models: Models, batch: RaggedBatch, objective: Objective, limits: Limits = Limits()) -> None:
     """Takes part in the forwards of an evaluation that other ranks run, where forwards are of all together.
 
     Args:
@@ -345,20 +402,26 @@ def accompany(models: Models, batch: RaggedBatch, objective: Objective) -> None:
     """
     if not models.together:
         return
-    _baseline(models, batch.idle(), objective, Limits())
-    turns = _turns(models, batch, [])
+    idle = idle_part(batch, limits.tokens)
+    _baseline(models, idle, objective, limits)
+    turns = _turns(models, [], idle)
     for term in objective.terms if isinstance(objective, RowObjective) else [objective]:
         _outputs(models, turns, term)
         if isinstance(term, RowObjective):
             _referred(models, turns, term)
 
 
-def _turns(models: Models, batch: RaggedBatch, parts: Sequence[RaggedBatch | LongRow]) -> list[RaggedBatch | LongRow]:
-    """The forwards of an evaluation: its micro-batches and, where forwards are of all ranks together, as many more with
-    nothing scored as another rank has more of them."""
-    if not models.together:
-        return [*parts]
-    return [*parts, *[batch.idle()] * (worst_of_ranks(len(parts), batch.token_ids.device) - len(parts))]
+def _turns(models: Models, parts: Sequence[RaggedBatch | LongRow], idle: RaggedBatch) -> list[RaggedBatch | LongRow]:
+    """What a pass without gradients runs: the micro-batches and, where forwards are of all ranks together, as many more
+    with nothing scored as another rank has more of them."""
+    return [*parts, *[idle] * _missing_forwards(parts, idle.token_ids.device)] if models.together else [*parts]
+
+
+def _missing_forwards(parts: Sequence[RaggedBatch | LongRow], device: torch.device) -> int:
+    """How many forwards fewer a pass over some parts takes than that of the rank that has most; all ranks ask
+    together."""
+    own = sum(len(part.pieces) if isinstance(part, LongRow) else 1 for part in parts)
+    return worst_of_ranks(own, device) - own
 
 
 def _referred(models: Models, turns: Sequence[RaggedBatch | LongRow], objective: RowObjective) -> list[Tensor | None]:
@@ -395,15 +458,15 @@ def _synced_baseline(
 def _with_reference(
     sync: RankSync, models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
 ) -> RaggedBatch:
-    """The batch with the reference's log-probabilities, where a forward is one of all ranks of a pipeline: there is no
-    place for the reference's within the schedule."""
+    """The batch with the reference's log-probabilities, for ranks that run the policy's forwards by a common order, in
+    which there is no place for the reference's."""
     wanted = isinstance(objective, RowObjective) and objective.needs_reference
-    if models.stages == 1 or not wanted or REFERENCE in batch.score_values:
+    if not wanted or REFERENCE in batch.score_values:
         return batch
     assert models.reference is not None, "an objective with a reference needs one"
     values = dict(batch.score_values)
     with sync.local(waited_for=True):
-        values[REFERENCE] = score_in_parts(batch, limits, models.reference, long_rows=False)
+        values[REFERENCE] = score_in_parts(batch, limits, models.reference, together=models.together)
     return replace(batch, score_values=values)
 
 
@@ -426,9 +489,7 @@ def _baseline(
         return torch.zeros(0, device=part.token_ids.device) if referred is None else referred
 
     def in_parts(scorer: Scorer) -> Scorer:
-        return lambda whole: score_in_parts(
-            whole, limits, scorer, together=models.together, long_rows=not models.waited_for
-        )
+        return lambda whole: score_in_parts(whole, limits, scorer, together=models.together)
 
     return objective.baseline(batch, in_parts(policy), in_parts(reference))
 
@@ -446,34 +507,30 @@ def score_in_parts(
         ValueError: a row is above the token budget, and not run in pieces.
     """
     groups = batch.plan_split(limits.tokens, limits.rows, long_rows=long_rows)
-    found = _joined(batch, groups, _in_pieces(scorer, limits))
-    if together:
-        for _ in range(worst_of_ranks(len(groups), batch.token_ids.device) - len(groups)):
-            scorer(batch.idle())
+    parts = [batch] if len(groups) == 1 else [batch.select_rows(group) for group in groups]
+    most = limits.tokens
+    turns = [part if most is None or not is_long(part, most) else LongRow.of(part, most) for part in parts]
+    more = _missing_forwards(turns, batch.token_ids.device) if together else 0
+
+    def scored(part: RaggedBatch | LongRow) -> Tensor:
+        if isinstance(part, RaggedBatch):
+            return scorer(part)
+        return in_row_order(part, Chain(part, limits.place()).scores(scorer))
+
+    found = _joined(batch, groups, [scored(part) for part in turns])
+    for _ in range(more):
+        scorer(idle_part(batch, most))
     return found
 
 
-def _in_pieces(scorer: Scorer, limits: Limits) -> Scorer:
-    """The scorer, which runs a row above the token budget in pieces."""
-
-    def scored(part: RaggedBatch) -> Tensor:
-        if limits.tokens is None or not is_long(part, limits.tokens):
-            return scorer(part)
-        row = LongRow.of(part, limits.tokens)
-        return in_row_order(row, Chain(row, limits.place()).scores(scorer))
-
-    return scored
-
-
-def _joined(batch: RaggedBatch, groups: Sequence[list[int]], scorer: Scorer) -> Tensor:
-    """What a scorer gives for groups of rows, in the order of the batch's scores."""
+def _joined(batch: RaggedBatch, groups: Sequence[list[int]], scored: Sequence[Tensor]) -> Tensor:
+    """[scores] of a batch in their order, from those of groups of rows."""
     if len(groups) == 1:
-        return scorer(batch)
+        return scored[0]
     found: Tensor | None = None
     spans = [(part.score_start, part.score_stop) for part in batch.segments]
-    for group in groups:
+    for group, values in zip(groups, scored, strict=True):
         chosen = set(group)
-        values = scorer(batch.select_rows(group))
         found = values.new_empty(batch.scores) if found is None else found
         kept = [spans[n] for n, segment in enumerate(batch.segments) if segment.row in chosen]
         place = torch.cat([torch.arange(start, stop) for start, stop in kept])

@@ -1,0 +1,54 @@
+"""Rows in pieces over ranks, with weights in shards or split sequences: the same losses and weights as on one rank that
+runs each row whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.sharded_training import EVALUATED, assert_as_on_one_rank, on_ranks
+
+PIECES = {"tokens_per_microbatch": 16}
+"""Of 18 to 54 tokens are the rows, of which some fit and others take up to four pieces."""
+CASES: dict[str, dict[str, Any]] = {
+    "SFT": {"kind": "SFT", **EVALUATED},
+    "DPO": {"kind": "DPO"},
+    "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
+    "LoRA": {"kind": "SFT", "lora": True, "rehearsal": True},
+    **{name: {"kind": name} for name in ("KTO", "Reward", "BCO", "ORPO")},
+    "epochs": {"kind": "SFT", "max_steps": -1, "num_train_epochs": 2, "rows": 4, **EVALUATED},
+    "few scores": {"kind": "SFT", "unscored": True},
+    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot"},
+    "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
+    "accumulation": {"kind": "SFT", "gradient_accumulation_steps": 2},
+    "checkpointing": {"kind": "SFT", "gradient_checkpointing": True},
+    "tied": {"kind": "SFT", "model": "tied"},
+    "windows": {"kind": "DPO", "model": "gemma3"},
+    "shared keys": {"kind": "SFT", "model": "shared keys"},
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": True},
+    "sequences": {"sequence": 2},
+    "sequences, fsdp": {"sequence": 2, "fsdp": True},
+}
+FIRST = ("SFT", "DPO", "LoRA", "KTO")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What came of every case on two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    on_ranks(folder, {f"{name}, {place}": {**CASES[name], **PIECES, **PLACES[place]} for name, place in cells()})
+    return folder
+
+
+def cells() -> list[tuple[str, str]]:
+    return [(name, place) for name in CASES for place in PLACES if place != "sequences, fsdp" or name in FIRST]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "place"), cells())
+def test_two_ranks_learn_what_one_does(name, place, two_ranks):
+    assert_as_on_one_rank(two_ranks, f"{name}, {place}", CASES[name])

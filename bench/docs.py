@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import devices, published, recipes
+from bench import devices, longest, published, recipes
 from bench.arguments import no_options
 from bench.chart_docs import write_charts
 from bench.compare import BUSY
@@ -26,6 +26,7 @@ from bench.results import (
     COMPARISON,
     DEVICES,
     ESTIMATE,
+    LONG_PIECES,
     LONGEST,
     MEMORY,
     PUBLISHED,
@@ -114,6 +115,8 @@ def main() -> int:
         if result.get("kind") == DEVICES:
             write_between(devices.PAGE, devices.MARKS["tables"][0], devices.tables(result), devices.MARKS["tables"][1])
             write_between(devices.PAGE, devices.MARKS["row"][0], devices.row_section(result), devices.MARKS["row"][1])
+        if result.get("kind") == LONG_PIECES:
+            write_between(longest.PAGE, longest.MARK, longest.pieces_lines(result), longest.END)
         if result.get("kind") == PUBLISHED:
             write_between(published.PAGE, published.MARK, published.tables(result), published.END)
     print(f"wrote {Path(PAGE).relative_to(ROOT)} from {len(results)} recorded results")

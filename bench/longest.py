@@ -4,6 +4,8 @@ The planner predicts it anywhere, for a GPU that need not be there. Where there 
 two steps of one row, a process each, from what was predicted on, until the longest that fits and the shortest that does
 not are a sixteenth apart. There it is also measured what offloading costs: the seconds of a step with it over those
 without, both with checkpointing, at lengths where the copies should be hidden behind the products.
+
+Rows in pieces (docs/chains.md) are predicted with the shape of Qwen3-8B, beside the lengths that others report.
 """
 
 import argparse
@@ -17,15 +19,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.measure import hardware
+from bench.measure import GIGABYTE, hardware
 from bench.memory import device_here
-from bench.processes import run_child
-from bench.results import LONGEST, merged, versions, write
-from bench.shapes import LLAMA_8B
+from bench.processes import ROOT, run_child
+from bench.results import LONG_PIECES, LONGEST, dated, merged, versions, write
+from bench.shapes import LLAMA_8B, QWEN3_8B
 from lowtide.memory.allocators import settings as allocator
 
 SUMMARY = "Show the longest row that one GPU trains, by technique."
-NAME = "longest-llama-8b"
+NAME, PIECES_NAME = "longest-llama-8b", "longest-in-pieces-qwen3-8b"
+PAGE = ROOT / "docs" / "chains.md"
+MARK, END = "<!-- longest: written by `make docs` from bench/results -->", "<!-- /longest -->"
 STEP = 1024
 """Tokens by which lengths differ."""
 CLOSE = 16
@@ -67,11 +71,43 @@ CASES = {
 """By name."""
 
 
+@dataclass(frozen=True)
+class PiecesCase:
+    """One line of the table of rows in pieces, with the shape of Qwen3-8B; weights are in bfloat16."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lora: bool = True
+    """As in `LongCase`."""
+    four_bits: bool = False
+
+
+PIECE = 131_072
+"""Tokens of a piece, whose keys wait in host memory."""
+PIECES: Mapping[str, PiecesCase] = {
+    "in pieces, LoRA": PiecesCase(),
+    "in pieces, QLoRA": PiecesCase(four_bits=True),
+    "in pieces, all weights, states of AdamW on the host": PiecesCase({"optimizer_states_on_host": True}, lora=False),
+}
+"""By name; predicted alone."""
+PUBLISHED_LENGTHS = {
+    "ALST, Llama-3.1-8B, all weights, one H100": (500_000, "https://arxiv.org/abs/2506.13996"),
+    "MegaTrain, a 7B, all weights, one GH200": (512_000, "https://arxiv.org/abs/2604.05091"),
+}
+"""Tokens, and who says so."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Predicts, measures where there is a GPU, prints and records; returns 1 where offloading costs too much."""
     options, console = parse(argv), Console()
     table = Table("row", "predicted", "trained", "not trained", title=f"longest row on {options.device}, in tokens")
-    for name in options.only or CASES:
+    asked = options.only or [*PIECES, *CASES]
+    for name in (each for each in asked if each in PIECES):
+        with console.status(name):
+            run = {"case": name, "device": options.device, **longest_in_pieces(name, options.device)}
+        console.print(*pieces_cells(run), sep="  ")
+        if options.record:
+            record(run, options, PIECES_NAME, LONG_PIECES)
+    for name in (each for each in asked if each in CASES):
         with console.status(name):
             run = {"case": name, "layers": options.layers, "device": options.device, **searched(name, options)}
         table.add_row(*cells(run))
@@ -145,6 +181,53 @@ def predicted_fits(name: str, length: int, options: argparse.Namespace) -> bool:
     return estimate.reserved_bytes <= device.available_bytes and estimate.host_bytes <= HOST_BYTES
 
 
+def longest_in_pieces(name: str, device: str) -> dict[str, Any]:
+    """The longest row of whole pieces that the planner has fit the device and `HOST_BYTES`, and what it takes; of none
+    that fits, one that does not.
+
+    What grows with the row are the keys on the host, equally with each piece: so two lengths tell where to look.
+    """
+    few, more = (in_pieces(name, count, device) for count in (2, 4))
+    each = (more["host_bytes"] - few["host_bytes"]) / 2
+    count = 4 + int((HOST_BYTES - more["host_bytes"]) / each)
+    while not (found := in_pieces(name, count, device))["fits"] and count > 2:
+        count -= 1
+    return found
+
+
+def in_pieces(name: str, count: int, device: str) -> dict[str, Any]:
+    """What is predicted of a step of one row of so many pieces."""
+    from transformers import AutoConfig
+
+    import lowtide
+    from bench.memory_child import adapters, four_bits
+    from lowtide.planner.devices import device_named
+
+    case, tokens = PIECES[name], count * PIECE
+    options = {**LEAN, **case.options, "tokens_per_microbatch": PIECE, "chain_storage": "host"}
+    with tempfile.TemporaryDirectory() as folder:
+        config = lowtide.SFTConfig(
+            folder, model_init_kwargs={"dtype": "bfloat16"}, **flags(LongCase(options, case.lora), tokens)
+        )
+        found = lowtide.estimate(
+            config,
+            AutoConfig.for_model(**QWEN3_8B | {"max_position_embeddings": POSITIONS}),
+            lengths=[tokens],
+            peft_config=adapters() if case.lora else None,
+            quantization_config=four_bits() if case.four_bits else None,
+            device=device,
+        )
+    room = device_named(device).available_bytes
+    return {
+        "tokens": tokens,
+        "options": options,
+        "peak_bytes": found.peak_bytes,
+        "host_bytes": found.host_bytes,
+        "seconds": tokens / found.tokens_per_second if found.tokens_per_second else None,
+        "fits": found.reserved_bytes <= room and found.host_bytes <= HOST_BYTES,
+    }
+
+
 def flags(case: LongCase, length: int) -> dict[str, Any]:
     """What a row's trainer is given, here and in an estimate."""
     return {"per_device_train_batch_size": 1, "max_length": length, "gradient_checkpointing": True, **case.options}
@@ -177,13 +260,44 @@ def overlap(length: int, options: argparse.Namespace) -> dict[str, float]:
     return {"plain_seconds": plain, "offloaded_seconds": offloaded, "ratio": offloaded / plain}
 
 
-def record(run: dict[str, Any], options: argparse.Namespace) -> None:
+def record(run: dict[str, Any], options: argparse.Namespace, name: str = NAME, kind: str = LONGEST) -> None:
     """Puts a run beside those of the same GPU, over an earlier one of its name; what is predicted is so anywhere."""
     here = hardware("cuda") if options.here == "cuda" else {"gpu": f"{options.device} predicted"}
-    facts = {"kind": LONGEST, "hardware": here}
-    key = ("case", "layers", "device")
-    runs = merged(NAME, here, {"device": options.here} | run | {"versions": versions()}, key=key)
-    write(NAME, facts | {"runs": runs})
+    if kind == LONG_PIECES:
+        here = {"gpu": f"{options.device} predicted"}
+    key = ("case", "layers", "device") if kind == LONGEST else ("case", "device")
+    runs = merged(name, here, {"device": options.here} | run | {"versions": versions()}, key=key)
+    write(name, {"kind": kind, "hardware": here, "runs": runs})
+
+
+def pieces_cells(run: dict[str, Any]) -> list[str]:
+    """What is predicted of a row in pieces, for a table."""
+    return [
+        run["case"].removeprefix("in pieces, "),
+        f"{run['tokens']:,}" if run["fits"] else f"{run['tokens']:,} do not fit",
+        f"{run['peak_bytes'] / GIGABYTE:.1f} GB",
+        f"{run['host_bytes'] / GIGABYTE:,.0f} GB",
+        f"{run['seconds']:,.0f} s" if run["seconds"] else "not known",
+    ]
+
+
+def pieces_lines(results: dict[str, Any]) -> list[str]:
+    """The longest rows in pieces, for their page, beside those that others report."""
+    runs = results["runs"]
+    theirs = (
+        f"| [{name}]({source}), reported by its authors | {tokens:,} | | | |"
+        for name, (tokens, source) in PUBLISHED_LENGTHS.items()
+    )
+    return [
+        "",
+        "| | tokens | peak of the GPU | the host holds | a step |",
+        "|---|---:|---:|---:|---:|",
+        *(f"| {run['device']}, predicted: {' | '.join(pieces_cells(run))} |" for run in runs),
+        *theirs,
+        "",
+        f"{dated(runs[-1]['versions'])}. From `python -m bench.longest`.",
+        "",
+    ]
 
 
 def cells(run: dict[str, Any]) -> list[str]:
@@ -195,7 +309,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.longest", description=SUMMARY)
     parser.add_argument("--device", default=None, help="predict for this GPU; default: the one here, or H100-80GB")
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"], help="of the model")
-    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these rows of the table")
+    parser.add_argument("--only", nargs="+", choices=[*PIECES, *CASES], metavar="NAME", help="these rows of the table")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options = parser.parse_args(argv)
     options.here = device_here() if options.device is None else "cpu"

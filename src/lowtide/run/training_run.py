@@ -298,6 +298,8 @@ class TrainingRun:
             return "ranks split its layers"
         if args.sharding.by_deepspeed:
             return "DeepSpeed keeps its weights or states in parts on several ranks"
+        if self.method.writes and (args.sharding.cuts_weights or args.sharding.sequence_parallel > 1):
+            return "a method that writes completions is not tried with it where ranks share its weights or its tokens"
         if args.attention_head_chunks:
             return "attention_head_chunks computes a layer's heads one group after the other"
         if self.shows_images:

@@ -97,6 +97,8 @@ class Models:
             return "DeepSpeed keeps its weights in parts on several ranks"
         if isinstance(objective, OwnLoss):
             return "the loss is not the method's own"
+        if self.waited_for and len(getattr(objective, "terms", ())) > 1:
+            return "its loss has several terms, which is not tried where ranks share its weights or its tokens"
         if objective.aux_coefficient:
             return EXPERTS
         if objective.want.divergences:

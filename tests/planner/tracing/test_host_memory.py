@@ -70,6 +70,14 @@ def test_offloaded_activations_are_the_inputs_of_layers(tmp_path):
     assert 0 <= found.host_bytes // each - SIZES["num_hidden_layers"] <= 2  # and what comes before and after them
 
 
+def test_keys_of_rows_in_pieces_and_their_gradients_wait_on_the_host(tmp_path):
+    here, away = (predicted(tmp_path, tokens_per_microbatch=TOKENS // 2, chain_storage=at) for at in ("device", "host"))
+    of_a_piece = power_of_two(TOKENS // 2 * SIZES["num_key_value_heads"] * 32 * 4)
+    assert here.host_bytes == 0
+    assert away.host_bytes == SIZES["num_hidden_layers"] * 4 * of_a_piece  # the first piece's alone: none reads others
+    assert away.peak_bytes < here.peak_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("technique", ["activation_offloading", "optimizer_states_on_host"])
 def test_beside_a_gpu_the_same_is_predicted(tmp_path, technique):

@@ -1,4 +1,5 @@
-"""What leaves the device for host memory, as a trace sees it: activations, optimizer states, a reference's weights.
+"""What leaves the device for host memory, as a trace sees it: activations, optimizer states, a reference's weights, and
+the keys of rows in pieces.
 
 Where it goes has no memory either, so blocks of the category "host" or "pinned" stand for it. They are no part of what
 the device holds, and their transfers take time.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engine.weights.reference_storage import STORAGES, layer_lists
-from lowtide.memory.activations import offloading
+from lowtide.memory.activations import chain_storage, offloading
 from lowtide.memory.allocators.pinned_host import pinned_bytes
 from lowtide.memory.weights.streaming import Unit, Unresident, stream_of
 from lowtide.planner.devices import Device
@@ -68,7 +69,9 @@ class _Visiting(Unresident):
 @contextlib.contextmanager
 def _offloaded_to_the_host(trace: StorageTrace) -> Iterator[None]:
     in_host_memory = {"cpu": partial(_brought_for_each_forward, trace)}
-    with patch.object(offloading, "Nowhere", partial(_Away, trace)), patch.dict(STORAGES, in_host_memory):
+    activations = patch.object(offloading, "Nowhere", partial(_Away, trace))
+    keys = patch.object(chain_storage, "Nowhere", partial(_KeysAway, trace))
+    with activations, keys, patch.dict(STORAGES, in_host_memory):
         yield
 
 
@@ -91,6 +94,36 @@ class _Away(offloading.Nowhere):
 
     def free(self, stored: Any) -> None:
         self.trace.returned(stored.block)
+
+
+class _KeysAway(chain_storage.Nowhere):
+    """Where keys and values of the pieces of long rows wait, and their gradients."""
+
+    class Kept(NamedTuple):
+        size: chain_storage.Nowhere.Size
+        block: Block
+        layer: int | None
+        reads: list[int]
+
+    def __init__(self, trace: StorageTrace) -> None:
+        self.trace = trace
+
+    def keep(self, tensor: Tensor) -> Any:
+        size = tensor.nbytes
+        return self.Kept(super().keep(tensor), self.trace.leaves(size), self.trace.layer, [])
+
+    def read(self, kept: Any) -> Tensor:
+        """A block goes out and comes back once (`with_transfers`); what comes back more often is half of a block."""
+        kept.reads.append(kept.block.size)
+        if len(kept.reads) > 1:
+            self.trace.returned(self.trace.leaves(kept.block.size // 2))
+        return super().read(kept.size)
+
+    def free(self, kept: Any) -> None:
+        """As a part of its layer, whichever runs by then: layers are unrolled."""
+        now, self.trace.layer = self.trace.layer, kept.layer
+        self.trace.returned(kept.block)
+        self.trace.layer = now
 
 
 def _brought_for_each_forward(trace: StorageTrace, model: nn.Module, _device: torch.device) -> None:

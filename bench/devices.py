@@ -137,13 +137,14 @@ def long_row(weights: str, tokens: int = ROW) -> dict[str, Any]:
     import lowtide
 
     options: dict[str, Any] = ROW_OPTIONS | ({"max_length": tokens, **IN_PIECES} if tokens > ROW else {})
+    described: dict[str, Any] = QWEN3_8B | {"max_position_embeddings": tokens}
     with tempfile.TemporaryDirectory() as folder:
         config = lowtide.SFTConfig(
             folder, use_cpu=True, report_to="none", model_init_kwargs={"dtype": weights}, **options
         )
         found = lowtide.estimate(
             config,
-            AutoConfig.for_model(**QWEN3_8B | {"max_position_embeddings": tokens}),
+            AutoConfig.for_model(**described),
             lengths=[tokens],
             device=DEVICE,
             world_size=PER_NODE,

@@ -204,6 +204,7 @@ def in_pieces(name: str, count: int, device: str) -> dict[str, Any]:
     from lowtide.planner.devices import device_named
 
     case, tokens = PIECES[name], count * PIECE
+    described: dict[str, Any] = QWEN3_8B | {"max_position_embeddings": POSITIONS}
     options = {**LEAN, **case.options, "tokens_per_microbatch": PIECE, "chain_storage": "host"}
     with tempfile.TemporaryDirectory() as folder:
         config = lowtide.SFTConfig(
@@ -211,7 +212,7 @@ def in_pieces(name: str, count: int, device: str) -> dict[str, Any]:
         )
         found = lowtide.estimate(
             config,
-            AutoConfig.for_model(**QWEN3_8B | {"max_position_embeddings": POSITIONS}),
+            AutoConfig.for_model(**described),
             lengths=[tokens],
             peft_config=adapters() if case.lora else None,
             quantization_config=four_bits() if case.four_bits else None,

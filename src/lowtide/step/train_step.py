@@ -144,33 +144,49 @@ def train_step(
         batch = _with_reference(sync, models, batch, objective, limits)
     parts = pieces_first(parts_of(batch, limits)) if even else parts_of(batch, limits, pieces)
     idle = idle_part(batch, limits.tokens) if even else batch
-    shared = (counts, ranks, plan.accumulate)
-    runs: Sequence[MicrobatchRun]
-    if isinstance(objective, TokenObjective):
-        runs = [TokenRun(models, objective, *shared, plan.grad_scale)]
-    elif isinstance(objective, OwnLoss):
-        runs = [OwnRun(models, objective, *shared, totals)]
-    elif objective.whole and (len(parts) > 1 or ranks > 1):
-        runs = [
-            WholeRun(models, objective, *shared, totals, _turns(models, parts, idle) if even else parts, sync, device)
-        ]
-    else:
-        asked = 1 if even else pieces
-        own = len(batch.plan_split(limits.tokens, limits.rows, pieces=asked, long_rows=True))
-        runs = [RowRun(models, term, *shared, totals, own) for term in objective.terms]
+    own = len(batch.plan_split(limits.tokens, limits.rows, pieces=1 if even else pieces, long_rows=True))
+    first = _turns(models, parts, idle) if even else parts
+    how = (counts, ranks, plan.accumulate)
+    runs = _runs_of(models, objective, how, plan.grad_scale, own, first, sync, totals)
     runs[0].begin()
     loss = torch.zeros(())
     with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
-        if even:
-            loss = _evenly(runs, batch, parts, idle, plan, sync, totals)
-        elif models.stages > 1:
+        if models.stages > 1:
             whole = [part for part in parts if isinstance(part, RaggedBatch)]
             loss = forward_and_backward(runs[0], whole, plan.backward, sync, totals)
         else:
-            turns = [Turn(number, part) for number, part in enumerate(parts)]
+            turns = _turns_of(runs[0], parts, idle, even)
             loss = _forward_and_backward(runs, batch, turns, plan, sync, totals)
     _exchange(loss, plan, sync, device)
     return loss
+
+
+def _runs_of(
+    models: Models,
+    objective: Objective | OwnLoss,
+    how: tuple[Counts, int, bool],
+    grad_scale: float,
+    own: int,
+    parts: Sequence[RaggedBatch | LongRow],
+    sync: RankSync,
+    totals: Totals,
+) -> Sequence[MicrobatchRun]:
+    """How the micro-batches of a step are run, for each term of the loss.
+
+    Args:
+        how: counts of all ranks, ranks, and whether gradients of the head go straight to `.grad`.
+        own: micro-batches with rows of this rank.
+        parts: what a first pass over all of them runs.
+    """
+    ranks = how[1]
+    if isinstance(objective, TokenObjective):
+        return [TokenRun(models, objective, *how, grad_scale)]
+    if isinstance(objective, OwnLoss):
+        return [OwnRun(models, objective, *how, totals)]
+    if objective.whole and (len(parts) > 1 or ranks > 1):
+        first = parts[0].batch if isinstance(parts[0], LongRow) else parts[0]
+        return [WholeRun(models, objective, *how, totals, parts, sync, first.token_ids.device)]
+    return [RowRun(models, term, *how, totals, own) for term in objective.terms]
 
 
 def _exchange(loss: Tensor, plan: BackwardPlan, sync: RankSync, device: torch.device) -> None:
@@ -231,31 +247,18 @@ def _forward_and_backward(
     return runs[0].reported(torch.stack(losses).sum())
 
 
-def _evenly(
-    runs: Sequence[MicrobatchRun],
-    batch: RaggedBatch,
-    parts: Sequence[RaggedBatch | LongRow],
-    idle: RaggedBatch,
-    plan: BackwardPlan,
-    sync: RankSync,
-    totals: Totals,
-) -> Tensor:
-    """`_forward_and_backward`, where each pass is one of all ranks and one of them has a row in pieces.
-
-    One loss follows the other over the whole batch, so that their passes meet those of other ranks.
+def _turns_of(
+    run: MicrobatchRun, parts: Sequence[RaggedBatch | LongRow], idle: RaggedBatch, even: bool
+) -> Sequence[Turn]:
+    """The parts in their order; with `even` in that of all ranks, so that their passes meet.
 
     Args:
-        parts: those in pieces first.
         idle: an empty micro-batch.
     """
-    first_of = runs[0].first_forwards
-    turns = EvenTurns.agreed(parts, first_of, batch.token_ids.device).turns(parts, first_of, idle)
-    losses = []
-    for run in runs:
-        own = plan if run is runs[-1] else replace(plan, around_last=contextlib.nullcontext)
-        taking = totals if run is runs[0] else Totals()
-        losses.append(_forward_and_backward([run], batch, turns, own, sync, taking))
-    return torch.stack(losses).sum()
+    if not even:
+        return [Turn(number, part) for number, part in enumerate(parts)]
+    agreed = EvenTurns.agreed(parts, run.first_forwards, idle.token_ids.device)
+    return agreed.turns(parts, run.first_forwards, idle)
 
 
 @torch.no_grad()

@@ -251,7 +251,9 @@ def _varlen_backward(*args: Any, window: Sequence[int] | None = None, **_: Any) 
 
 
 def _seen(keys: int, window: Sequence[int] | None) -> int:
-    """Keys of which half are seen on average."""
+    """Keys of which half are seen on average: twice as many as there are, where all are seen."""
+    if window and window[0] < 0 and window[1] < 0:
+        return 2 * keys
     return keys if not window or window[0] < 0 else min(keys, 2 * (window[0] + 1))
 
 

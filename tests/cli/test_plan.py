@@ -216,6 +216,18 @@ def test_lengths_stand_for_a_dataset(capsys, model):
     assert "leave one of them out" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
+def test_frozen_weights_are_streamed_where_nothing_else_fits(capsys):
+    words = ["plan", "sft", "--model", "meta-llama/Llama-3.1-70B", "--lengths", "1024x1", "--device", "4090"]
+    adapted = [*words, "--use_peft", "--dtype", "bfloat16", "--gradient_checkpointing", "true", "--json"]
+    assert main(adapted) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["base_weights"] == "stream"
+    assert found["estimate"]["host_bytes"] > 130e9
+    assert not found["chosen"]["changes"]
+    assert any("host memory" in note for note in found["notes"])
+
+
 def test_frozen_weights_in_float32_are_proposed_in_bfloat16(capsys, model):
     words = ["estimate", "dpo", "--model", str(model), "--lengths", "64x4", "--device", "h100", "--use_peft"]
     assert main(words) == 0

@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 
 import lowtide
-from lowtide.planner.choices import Setting, axes
+from lowtide.planner.choices import FROZEN_BFLOAT16, Setting, axes
 from lowtide.planner.search import Sizes
 
 SIZES = Sizes(200, 2000)
 DPO = vars(lowtide.DPOConfig(output_dir="run", use_cpu=True))
+SFT = vars(lowtide.SFTConfig(output_dir="run", use_cpu=True))
 
 
 def setting(device: str = "cpu", exact: bool = True, **given) -> Setting:
@@ -82,3 +83,26 @@ def test_a_reference_is_chosen_where_there_is_one():
     assert not {"precomputed reference", "reference in host memory"} & {each.name for each in choices(adapted)}
     streamed = dataclasses.replace(setting(), streamed=True)
     assert "precomputed reference" not in {each.name for each in choices(streamed)}
+
+
+def test_frozen_weights_are_streamed_in_the_dtype_of_their_files():
+    def streamed(**more) -> list[tuple[dict, str | None]]:
+        adapted = dataclasses.replace(setting("cuda", exact=False), adapters=True, **more)
+        return [(each.options, each.changes) for each in choices(adapted) if "base_weights" in each.options]
+
+    assert streamed() == []
+    assert streamed(dtype="bfloat16", files_dtype="bfloat16") == [({"base_weights": "stream"}, None)]
+    assert streamed(files_dtype="bfloat16") == [({"base_weights": "stream", "dtype": "bfloat16"}, FROZEN_BFLOAT16)]
+    assert streamed(dtype="bfloat16", files_dtype="float32") == []
+
+
+def test_weights_that_are_trained_are_streamed_on_a_cpu_without_a_reference():
+    def in_file(of: Setting) -> list[dict]:
+        return [each.options for each in choices(of) if "trained_weights" in each.options]
+
+    without = SFT.keys() | {"dtype", "use_peft"}
+    sft = Setting(names=without, defaults=SFT, requested={}, device_kind="cpu")
+    assert in_file(sft) == [{"optimizer_in_backward": "two_pass", "trained_weights": "stream"}]
+    assert in_file(dataclasses.replace(sft, device_kind="cuda")) == []
+    assert in_file(dataclasses.replace(sft, adapters=True)) == []
+    assert in_file(setting()) == []

@@ -48,6 +48,8 @@ class PlannedRun:
     """Several devices that share it; None for one."""
     prepared: bool = False
     """Whether its rows are token rows already, for which no tokenizer is needed."""
+    from_files: bool = True
+    """Whether its weights are loaded from files; false for a model that is there already."""
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What was traced of it over several devices, which plans for other numbers of them share."""
 

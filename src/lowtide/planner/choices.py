@@ -34,6 +34,8 @@ ADAMW_LIKE = (
 """Optimizers that take AdamW's place with its hyperparameters."""
 LORA = "a LoRA adapter (rank 16) is trained in place of all weights"
 FROZEN_BFLOAT16 = "frozen weights are stored in bfloat16, and so is what passes from layer to layer"
+STREAMED = 1.1
+"""Seconds of a step whose weights are read a layer at a time from the system's file cache, as a multiple."""
 PURE_BFLOAT16 = "weights and states are stored in bfloat16, in which small updates are lost"
 
 
@@ -52,6 +54,10 @@ class Setting:
     """Whether adapters are trained already."""
     streamed: bool = False
     """Whether rows are read while training."""
+    dtype: str = "float32"
+    """In which weights are loaded, where nobody chooses another."""
+    files_dtype: str = ""
+    """Of the model's files, where frozen weights can be streamed from them; empty elsewhere."""
 
 
 def axes(setting: Setting, sizes: Sizes) -> list[Axis]:
@@ -139,6 +145,10 @@ def _gradients(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     if clips:
         two_passes = Choice("optimizer in backward, two passes", slower=2.0, whole=True)
         found.append((two_passes, {"optimizer_in_backward": TWO_PASS}))
+    if setting.device_kind == "cpu" and not setting.adapters and "ref_model_storage" not in setting.names:
+        slower = STREAMED * (2.0 if clips else 1.0)
+        in_file = Choice("weights and states in a file", slower=slower, last_resort=True, whole=True)
+        found.append((in_file, {"optimizer_in_backward": TWO_PASS if clips else True, "trained_weights": "stream"}))
     return found
 
 
@@ -171,7 +181,8 @@ def _reference(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
 
 
 def _precision(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
-    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("precision as it is"), {})]
+    """How weights are stored and computed with; frozen ones are streamed in the precision of their files alone."""
+    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("precision as it is"), {}), *_streamed(setting)]
     if setting.requested.get("fp16"):
         return found
     if setting.device_kind == "cpu":
@@ -182,6 +193,17 @@ def _precision(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
         return [*found, (frozen, {"dtype": "bfloat16"})]
     pure = Choice("bfloat16 weights", slower=0.9, changes=PURE_BFLOAT16, last_resort=True)
     return [*found, (pure, {"dtype": "bfloat16"})]
+
+
+def _streamed(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
+    """Frozen weights of which a layer at a time is resident, for when nothing else fits."""
+    choice = Choice("frozen weights streamed", slower=STREAMED, last_resort=True)
+    if setting.files_dtype == setting.dtype:
+        return [(choice, {"base_weights": "stream"})]
+    if setting.files_dtype == "bfloat16":
+        rounded = replace(choice, name="frozen weights in bfloat16, streamed", changes=FROZEN_BFLOAT16)
+        return [(rounded, {"base_weights": "stream", "dtype": "bfloat16"})]
+    return []
 
 
 def _trained(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:

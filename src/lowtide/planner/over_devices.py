@@ -41,7 +41,7 @@ from lowtide.run.options.sharding import SAY_HOW, sharding_said
 ALIKE = 1.1
 """A simpler way that takes this much longer is preferred: predicted speeds are no closer than that."""
 ACCUMULATION = "gradient_accumulation_steps"
-ALONE = ("optimizer_in_backward", "optimizer_states_on_host", "ref_model_storage")
+ALONE = ("optimizer_in_backward", "optimizer_states_on_host", "ref_model_storage", "base_weights")
 """Options that a plan leaves out where states are shared: refused, or done by offloading shards."""
 
 

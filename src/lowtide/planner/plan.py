@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 import yaml
 from datasets import Dataset
 
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16
+from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16, stored_dtype
 from lowtide.planner.answers.ways_out import ways_out
 from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
@@ -20,9 +21,12 @@ from lowtide.planner.cluster import Cluster
 from lowtide.planner.estimate import BANDS
 from lowtide.planner.search import Candidate, Measured, Refused, Search, Sizes
 from lowtide.ranks.sharding import Sharding
+from lowtide.run.engine import computed_in
 from lowtide.run.options.configs import config_class
 
 RUNNERS_UP = 3
+STREAMS = ("base_weights", "trained_weights")
+"""Options with which weights need not be resident."""
 
 
 class PlanError(ValueError):
@@ -224,10 +228,9 @@ def make_plan(
         ValueError: the run cannot be planned, with the reason.
     """
     prepared, sizes, of_rows = prepared_rows(run, rows)
-    setting = setting_of(run, exact=exact, streamed=streamed)
     search = Search(
         lambda options, tokens: measured(run, prepared, options, tokens),
-        axes(setting, sizes),
+        axes(setting_of(run, exact=exact, streamed=streamed), sizes),
         sizes,
         room / (1 + BANDS[run.device.kind]),
     )
@@ -253,7 +256,13 @@ def make_plan(
         runners_up=tuple(others),
         techniques=tuple(_effects(search, sizes)) if explain else (),
         refused=_refusals(search),
-        notes=(*notes, *of_rows, *best.measured.estimate.notes, *_proposed(run, search, prepared, best)),
+        notes=(
+            *notes,
+            *of_rows,
+            *best.measured.estimate.notes,
+            *_on_the_host(best.measured.estimate),
+            *_proposed(run, search, prepared, best),
+        ),
         speed_by="relative costs" if best.measured.tokens_per_second is None else "roofline",
         traces=search.traces,
     )
@@ -271,7 +280,17 @@ def setting_of(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
         exact=exact,
         adapters=run.peft_config is not None,
         streamed=streamed,
+        dtype=str(stored_dtype(run)).removeprefix("torch."),
+        files_dtype=_files_dtype(run, computed_in(plain)),
     )
+
+
+def _files_dtype(run: PlannedRun, computed: torch.dtype | None) -> str:
+    """The dtype of the model's files, as its config says it, if frozen weights can be used as they are there."""
+    if run.peft_config is None or run.quantization_config is not None or not run.from_files:
+        return ""
+    dtype = str(getattr(run.described, "dtype", None) or "").removeprefix("torch.")
+    return dtype if computed is None or str(computed).removeprefix("torch.") == dtype else ""
 
 
 def _option(search: Search, candidate: Candidate, best: Candidate) -> Alternative:
@@ -321,6 +340,13 @@ def _refusals(search: Search) -> dict[str, str]:
     }
 
 
+def _on_the_host(estimate: Any) -> tuple[str, ...]:
+    """What a run keeps in host memory while it trains."""
+    if not estimate.host_bytes:
+        return ()
+    return (f"{bytes_text(estimate.host_bytes)} of host memory are needed beside the device's.",)
+
+
 def _proposed(run: PlannedRun, search: Search, prepared: Dataset, best: Candidate) -> tuple[str, ...]:
     """Frozen weights in bfloat16, where they are float32."""
     assert best.measured is not None
@@ -336,10 +362,10 @@ def _proposed(run: PlannedRun, search: Search, prepared: Dataset, best: Candidat
 
 
 def _check_weights(search: Search, room: int, run: PlannedRun) -> None:
-    """Exact settings leave the weights as large as they are, so there is no need to look at all of them."""
-    plain = search.traced(search.plain, None)
-    weights = int(min(phase.get("weights", 0) for name, phase in plain.phases.items() if name != "loading"))
-    if weights > room:
+    """Exact settings leave the weights as large as they are, but for those that stream them, so there is no need to
+    look at all of them."""
+    weights = _weights(search.traced(search.plain, None))
+    if weights > room and all(_weights(each) > room for each in search.alone_with(STREAMS)):
         raise PlanError(
             f"the budget of {bytes_text(room)} is below the weights, which take {bytes_text(weights)} by themselves.",
             weights,
@@ -347,6 +373,11 @@ def _check_weights(search: Search, room: int, run: PlannedRun) -> None:
             ways_out(run, weights, exact=True),
             room,
         )
+
+
+def _weights(measured: Measured) -> int:
+    """Bytes of weights that are there all the time, once they are loaded."""
+    return int(min(phase.get("weights", 0) for name, phase in measured.phases.items() if name != "loading"))
 
 
 def _nothing_fits(search: Search, room: int, run: PlannedRun, exact: bool) -> PlanError:

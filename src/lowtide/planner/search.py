@@ -13,7 +13,7 @@ import contextlib
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -214,6 +214,14 @@ class Search:
                     yield name.choices[number], self.traced(self._only(axis, number), None)
                 except Refused:
                     continue
+
+    def alone_with(self, options: Collection[str]) -> Iterator[Measured]:
+        """The same, of those choices that set one of some options."""
+        for axis, name in enumerate(self.axes):
+            for number, choice in enumerate(name.choices):
+                if choice.options.keys() & set(options):
+                    with contextlib.suppress(Refused):
+                        yield self.traced(self._only(axis, number), None)
 
     def traced(self, combination: Combination, tokens: int | None) -> Measured:
         """What a trace says, which is made once.

@@ -64,6 +64,7 @@ def run_of(
         samples=False,
         rewards=DescribedRewards.of(inputs.get("reward_funcs")),
         teacher=DescribedTeacher.of(inputs.get("teacher_model"), args),
+        from_files=isinstance(model, str),
     )
 
 

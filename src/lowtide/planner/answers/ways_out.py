@@ -33,6 +33,8 @@ def ways_out(run: PlannedRun, weights: int, *, exact: bool) -> tuple[str, ...]:
         found.append(f"--dtype bfloat16 stores the frozen weights in 16 bits ({half})")
     if adapters and not quantized:
         found.append(f"--load_in_4bit stores them in 4 bits (QLoRA, some {four})")
+        if run.cluster is None and not run.requested.get("base_weights"):
+            found.append("--base_weights stream brings in a layer of them at a time, in the dtype of the model's files")
     if not adapters:
         if bits > 16:
             found.append(f"--optim adamw_compressed or adamw_stochastic trains weights in 16 bits ({half})")

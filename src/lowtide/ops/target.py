@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,10 @@ class Target(NamedTuple):
     """Whether nothing is there but shapes."""
 
 
+B = TypeVar("B")
+Take = Callable[[Sequence[Any]], Iterable[Any]]
 _planned: ContextVar[Target | None] = ContextVar("planned", default=None)
+_take: ContextVar[Take | None] = ContextVar("take", default=None)
 
 
 @contextlib.contextmanager
@@ -56,6 +59,22 @@ def target_of(tensor: Tensor) -> Target:
     if tensor.is_cuda:
         return Target("cuda", torch.cuda.get_device_capability(tensor.device))
     return Target(tensor.device.type)
+
+
+def in_turn(blocks: Sequence[B]) -> Iterable[B]:
+    """Blocks of which each is computed as the one before it, and leaves nothing: a plan may take a few for all."""
+    take = _take.get()
+    return blocks if take is None else take(blocks)
+
+
+@contextlib.contextmanager
+def taking(take: Take) -> Iterator[None]:
+    """While it lasts, what is computed block by block is computed for those that `take` gives alone."""
+    token = _take.set(take)
+    try:
+        yield
+    finally:
+        _take.reset(token)
 
 
 @functools.cache

@@ -59,12 +59,14 @@ class OperationCosts:
         layer_of: the layer that a tensor is of. It tells where an operation outside of layers belongs: an optimizer
             steps the weights of all of them.
         host_bytes: bytes that go to or come from host memory meanwhile (offloading); whoever moves them adds them.
+        times: how many operations one stands for, set by whoever runs a part of them.
     """
 
     by_layer: dict[int | None, Counter[Operation]] = field(default_factory=lambda: defaultdict(Counter))
     layer: int | None = None
     layer_of: Callable[[Tensor], int | None] = lambda _tensor: None
     host_bytes: float = 0.0
+    times: int = 1
 
     def __call__(self, func: Any, args: Sequence[Any], out: Any, kwargs: Any = None) -> None:
         """Counts an operation.
@@ -80,7 +82,7 @@ class OperationCosts:
         shares = [(self.layer, 1.0)] if self.layer is not None else self._shares(args)
         for layer, share in shares:
             part = cost._replace(flops=round(cost.flops * share), bytes=round(cost.bytes * share))
-            self.by_layer[layer][part] += 1
+            self.by_layer[layer][part] += self.times
 
     def sends(self, size: int) -> None:
         """Counts bytes that the device sends to ranks which wait for them."""

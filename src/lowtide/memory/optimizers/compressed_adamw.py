@@ -43,7 +43,7 @@ from lowtide.memory.optimizers.masters import (
     split_master_,
     split_master_24_,
 )
-from lowtide.ops.target import target_of
+from lowtide.ops.target import in_turn, target_of
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Elements at a time: on a CPU what the second-level cache holds, on a GPU what keeps it busy."""
@@ -235,9 +235,9 @@ class CompressedAdamW(Optimizer):
             kind.blocks(state["exp_avg"], state.get("exp_avg_scale"), size, signed=True),
             kind.blocks(state["exp_avg_sq"], state.get("exp_avg_sq_scale"), size, signed=False),
         ]
-        remainders = iter(() if remainder is None else remainder.view(-1).split(size))
-        for weight, grad, first, second in zip(*tensors, *moments, strict=True):
-            rest, exp_avg, exp_avg_sq = next(remainders, None), first.read(), second.read()
+        remainders = [None] * len(moments[0]) if remainder is None else remainder.view(-1).split(size)
+        for weight, grad, first, second, rest in in_turn([*zip(*tensors, *moments, remainders, strict=True)]):
+            exp_avg, exp_avg_sq = first.read(), second.read()
             master = weight.float() if rest is None else _joined(weight, rest, exp_avg_sq)
             exp_avg_sq.abs_()
             _adamw([master], [grad.float()], [exp_avg], [exp_avg_sq], [state["step"].clone()], group)

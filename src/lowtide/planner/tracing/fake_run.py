@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from functools import partial
+from typing import Any, TypedDict, TypeVar, Unpack
 from unittest.mock import patch
 
 import torch
@@ -33,6 +34,7 @@ from lowtide.memory.activations import offloading
 from lowtide.memory.allocators import host_heap
 from lowtide.memory.optimizers.states import IN_BFLOAT16, optimizer_name, states_of, wants_room
 from lowtide.methods.method import Method
+from lowtide.ops.target import taking
 from lowtide.planner.devices import Device
 from lowtide.planner.sharding.layout import Layout
 from lowtide.planner.speed import OperationCosts
@@ -58,6 +60,7 @@ from lowtide.step.heaviest import heaviest_batch, rows_in_a_step
 from lowtide.step.metrics import Totals
 from lowtide.step.runner import StepRunner
 
+B = TypeVar("B")
 SAMPLE = 512
 """Rows that stand for a larger dataset which is not prepared yet."""
 
@@ -243,6 +246,7 @@ class FakeRun:
             trace,
             patch.object(offloading, "trim_heap", trace.trimmed),
             patch.dict(STORAGES, {"4bit": reference_in_four_bits}),
+            taking(partial(_few_blocks, costs.values())),
             as_on(device),
             as_stepped(optimizer_name(self.config), device),
             followed_to_the_host(trace, device),
@@ -519,6 +523,21 @@ def _counting(trace: StorageTrace, costs: Mapping[str, OperationCosts]) -> Calla
             each(func, args, out)
 
     return count
+
+
+def _few_blocks(costs: Collection[OperationCosts], blocks: Sequence[B]) -> Iterator[B]:
+    """Of the blocks of an optimizer's step the first, the second for all that are like it, and the last, which may be
+    smaller."""
+    if len(blocks) <= 3:
+        yield from blocks
+        return
+    yield blocks[0]
+    for each in costs:
+        each.times = len(blocks) - 2
+    yield blocks[1]
+    for each in costs:
+        each.times = 1
+    yield blocks[-1]
 
 
 def _sending(trace: StorageTrace, costs: Mapping[str, OperationCosts]) -> Callable[[int], None]:

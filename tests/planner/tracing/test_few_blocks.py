@@ -1,0 +1,40 @@
+"""An optimizer that steps a weight block by block, of which a trace takes a few."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import LlamaConfig
+
+from lowtide import SFTConfig
+from lowtide.memory.optimizers import compressed_adamw
+from lowtide.methods import METHODS
+from lowtide.planner.answers.row_lengths import row_lengths
+from lowtide.planner.devices import DEVICES
+from lowtide.planner.estimate import estimate_run
+from lowtide.planner.tracing import fake_run
+from lowtide.planner.tracing.fake_run import FakeRun
+
+DESCRIBED = LlamaConfig(
+    vocab_size=1000, hidden_size=64, intermediate_size=200, num_hidden_layers=7, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["adamw_compressed", "adamw_stochastic_8bit"])
+def test_a_few_blocks_say_what_all_say(optim, monkeypatch):
+    monkeypatch.setattr(compressed_adamw, "BLOCK", {"cpu": 1 << 11, "cuda": 1 << 11})
+    counted = []
+
+    def estimated():
+        config = SFTConfig(output_dir="run", use_cpu=True, report_to="none", optim=optim)
+        rows = row_lengths("16x2", METHODS["sft"]).rows()
+        run = FakeRun(METHODS["sft"], config, DESCRIBED, rows, prepared=True)
+        found = estimate_run(run, DEVICES["H100-80GB"])
+        costs = run.traced(DEVICES["H100-80GB"]).costs["optimizer"]
+        return found.phases, found.tokens_per_second, sum(costs.operations.values())
+
+    few = estimated()
+    monkeypatch.setattr(fake_run, "_few_blocks", lambda costs, blocks: counted.append(len(blocks)) or blocks)
+    assert estimated() == few
+    assert max(counted) > 20

@@ -295,8 +295,6 @@ def gpus(
     runs, asked = {}, {**inputs, "lengths": lengths, "config": _requested(inputs)}
     for kind, device in KINDS.items():
         runs[kind], _ = _run(method, model, None, device, cast(PlanInputs, asked), timed=False)
-    # Where there is no bfloat16, float16 takes its place, and as many bytes.
-    runs["older"] = replace(runs["older"], requested={"bf16": True, **runs["older"].requested})
     return device_table(
         runs,
         row_lengths(lengths, runs["cuda"].method),

@@ -228,6 +228,14 @@ def test_frozen_weights_are_streamed_where_nothing_else_fits(capsys):
     assert any("host memory" in note for note in found["notes"])
 
 
+def test_float16_is_planned_for_a_gpu_without_bfloat16(capsys, model):
+    words = ["--model", str(model), "--lengths", "64x4", "--fp16", "--use_peft", "--dtype", "float16", "--json"]
+    assert main(["estimate", "sft", *words, "--device", "t4"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "T4-16GB"
+    assert main(["estimate", "sft", *words, "--device", "cpu"]) == 2
+    assert "fp16=True needs a GPU" in " ".join(capsys.readouterr().err.split())
+
+
 def test_frozen_weights_in_float32_are_proposed_in_bfloat16(capsys, model):
     words = ["estimate", "dpo", "--model", str(model), "--lengths", "64x4", "--device", "h100", "--use_peft"]
     assert main(words) == 0

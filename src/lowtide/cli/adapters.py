@@ -77,7 +77,8 @@ class AdapterOptions:
             bias="none",
         )
 
-    def quantization_config(self, *, bf16: bool) -> BitsAndBytesConfig | None:
+    def quantization_config(self, *, bf16: bool, fp16: bool) -> BitsAndBytesConfig | None:
+        """How weights are quantized, and computed with in the precision of the run."""
         if not (self.load_in_4bit or self.load_in_8bit):
             return None
         from transformers import BitsAndBytesConfig
@@ -86,7 +87,7 @@ class AdapterOptions:
             return BitsAndBytesConfig(load_in_8bit=True)
         return BitsAndBytesConfig(
             load_in_4bit=True,
-            bnb_4bit_compute_dtype="bfloat16" if bf16 else "float32",
+            bnb_4bit_compute_dtype="bfloat16" if bf16 else "float16" if fp16 else "float32",
             bnb_4bit_quant_type=self.bnb_4bit_quant_type,
             bnb_4bit_use_double_quant=self.use_bnb_nested_quant,
         )

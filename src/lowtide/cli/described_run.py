@@ -32,6 +32,8 @@ class DescribedRun:
     """Those of the method's config."""
     lengths: str | None = None
     """The lengths of its rows, in the place of a dataset."""
+    device: str | None = None
+    """Where it would run; None for many places."""
 
     @property
     def method(self) -> str:
@@ -79,9 +81,21 @@ class DescribedRun:
 
     def adapters(self) -> dict[str, Any]:
         """Adapters and quantization, as the functions of `lowtide.planning` take them."""
-        bf16 = bool(self.requested.get("bf16"))
-        own = self.run.adapters
-        return {"peft_config": own.peft_config(), "quantization_config": own.quantization_config(bf16=bf16)}
+        own, fp16 = self.run.adapters, bool(self.requested.get("fp16"))
+        bf16 = self.requested.get("bf16")
+        if bf16 is None:
+            bf16 = not fp16 and self._has_bf16()
+        return {
+            "peft_config": own.peft_config(),
+            "quantization_config": own.quantization_config(bf16=bool(bf16), fp16=fp16),
+        }
+
+    def _has_bf16(self) -> bool:
+        """Whether the device computes in bfloat16 where nobody says otherwise; of no device most GPUs do."""
+        from lowtide.planner.devices import device_named
+
+        device = None if self.device is None else device_named(self.device)
+        return device is None or (device.capability or (0, 0)) >= (8, 0)
 
 
 def add_description(
@@ -139,7 +153,9 @@ def described_run(arguments: argparse.Namespace) -> DescribedRun:
     given = {name: value for name, value in values.items() if name in train.option_names(config)}
     if run.what.model_init():
         given["model_init_kwargs"] = run.what.model_init()
-    return DescribedRun(run, values, given, arguments.lengths)
+    one = hasattr(arguments, "device") and not getattr(arguments, "devices", None)
+    device = device_of(arguments) if one else None
+    return DescribedRun(run, values, given, arguments.lengths, device)
 
 
 def device_of(arguments: argparse.Namespace) -> str:

@@ -285,7 +285,7 @@ class TrainingCommand:
             train_dataset=train_rows,
             eval_dataset=eval_rows,
             peft_config=self.adapters.peft_config(),
-            quantization_config=self.adapters.quantization_config(bf16=bool(config.bf16)),
+            quantization_config=self.adapters.quantization_config(bf16=bool(config.bf16), fp16=bool(config.fp16)),
             **trainer_arguments(self.method, self.values),
         )
 

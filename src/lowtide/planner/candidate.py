@@ -121,7 +121,7 @@ def prepared_rows(run: PlannedRun, rows: Dataset) -> tuple[Dataset, Sizes, tuple
         processing_class=run.processing_class,
         samples=run.samples,
     )
-    assembled = fake.assembled()
+    assembled = fake.assembled(run.device)
     return fake.dataset, _sizes_of(run, assembled, fake.dataset), fake.notes
 
 

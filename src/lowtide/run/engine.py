@@ -25,6 +25,7 @@ from lowtide.engine.weights.stages import cut_into_stages
 from lowtide.engine.weights.zero import partition_model
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
+from lowtide.ops.target import kind_of
 from lowtide.ranks.pipeline import Pipeline
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import is_gathered
@@ -173,7 +174,7 @@ def _check_rows_alone(adapters: Iterable[Any]) -> None:
 
 def _check_precision(model: nn.Module, args: TrainingConfig) -> None:
     """Refuses weights that the options cannot train, for the dtype that they are stored in."""
-    if args.fp16 and args.device.type == "cpu":
+    if args.fp16 and kind_of(args.device) == "cpu":
         raise ValueError("fp16=True needs a GPU, whose losses are scaled: leave it out, or take bf16=True on this CPU")
     half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
     if half and (args.fp16 or args.optim in OPTIMIZERS):

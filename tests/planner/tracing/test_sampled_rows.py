@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 import lowtide
 from lowtide.demo.model import make_tokenizer
+from lowtide.planner.devices import device_named
 from lowtide.planner.tracing.fake_run import SAMPLE, FakeRun
 from lowtide.run.options.configs import method_of
 from lowtide.step.heaviest import heaviest_rows, row_lengths
@@ -33,7 +34,7 @@ def prepared_of(
     run = FakeRun(
         method_of(config), config, described, Dataset.from_list(rows), processing_class=tokenizer, samples=samples
     )
-    run.assembled()
+    run.assembled(device_named("cpu"))
     return run.dataset, run
 
 

@@ -17,7 +17,7 @@ from lowtide.planner.answers.curves import Curve
 from lowtide.planner.answers.known_models import known_models, known_name
 from lowtide.planner.answers.row_lengths import RowLengths
 from lowtide.planner.answers.traces import LONG, Traces, kind_of, traces_of
-from lowtide.planner.answers.ways import PLAIN, Stage, Way, in_float16
+from lowtide.planner.answers.ways import PLAIN, Stage, Way
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import DEVICES, GIB, Device
 from lowtide.planner.estimate import BANDS
@@ -113,15 +113,14 @@ def device_table(
     first = runs["cuda"]
     positions = getattr(first.described.get_text_config(), "max_position_embeddings", None) or LONG
     positions = positions * lengths.longest // lengths.sequence
-    spaces = {
-        kind: {each.workspaces for each, of in asked if of == kind} for kind in dict.fromkeys(kind for _, kind in asked)
-    }
-    traced = traces_of(runs, lengths, spaces, positions)
+    kinds = {kind: [each for each, of in asked if of == kind] for kind in dict.fromkeys(kind for _, kind in asked)}
+    parameters = _parameters(first, model)
+    traced = traces_of(runs, lengths, kinds, positions, parameters)
     process = PROCESS if beside is None else beside
     return DeviceTable(
         method=first.method.name,
         model=model,
-        parameters=_parameters(first, model),
+        parameters=parameters,
         lengths=str(lengths),
         rows=tuple(_row(device, kind, traced, lengths, process, positions) for device, kind in asked),
         changes={way.name: way.changes for way in traced.ways["cuda"]},
@@ -182,14 +181,12 @@ def _fit(
     if lengths.method.writes is not None:
         longest = (None, {})
     written = dict(way.written)
-    said = in_float16 if kind_of(device) == "older" else dict
     if possible:
         _, peak, settings, speed = min(possible, key=lambda each: each[0])
-        return Fit(way.name, said(written | settings), peak, room, speed, longest[0], said(written | longest[1]))
+        return Fit(way.name, written | settings, peak, room, speed, longest[0], written | longest[1])
     stage, curve = min(stages, key=lambda each: each[1].peak(each[1].points[0].tokens, device, beside))
     peak = curve.peak(curve.points[0].tokens, device, beside)
-    options = said(written | dict(stage.options))
-    return Fit(way.name, options, peak, room, None, longest[0], said(written | longest[1]))
+    return Fit(way.name, written | dict(stage.options), peak, room, None, longest[0], written | longest[1])
 
 
 def _parameters(run: PlannedRun, model: str) -> int:

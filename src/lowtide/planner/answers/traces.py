@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from lowtide.planner.allocators.cuda_allocator import CudaAllocator
 from lowtide.planner.allocators.replay import peaks
@@ -19,7 +16,6 @@ from lowtide.planner.answers.ways import Stage, Way, run_of, ways_of
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import heap_of
-from lowtide.planner.speed import Operation
 
 BATCH, BUDGET = "per_device_train_batch_size", "tokens_per_microbatch"
 LONG = 65_536
@@ -60,18 +56,33 @@ class Traces:
 
 
 def traces_of(
-    runs: Mapping[str, PlannedRun], lengths: RowLengths, spaces: Mapping[str, set[tuple[int, ...]]], positions: int
+    runs: Mapping[str, PlannedRun],
+    lengths: RowLengths,
+    devices: Mapping[str, Sequence[Device]],
+    positions: int,
+    parameters: int,
 ) -> Traces:
     """Traces all ways to train.
 
     Args:
         runs: what is asked for, by kind of device (`KINDS`), each for a device of that kind.
         lengths: of its rows.
-        spaces: by kind, the workspaces that libraries take on its devices.
+        devices: by kind.
         positions: tokens that a row may have.
+        parameters: of the model. Long rows are not traced where what holds these is more than any device has.
     """
-    ways = {kind: ways_of(runs[kind]) for kind in spaces}
-    tasks = [task for kind in spaces for way in ways[kind] for task in tasks_of(kind, way, lengths, positions)]
+    ways = {kind: ways_of(runs[kind]) for kind in devices}
+    spaces = {kind: {each.workspaces for each in those} for kind, those in devices.items()}
+    largest = {kind: max(each.memory_bytes for each in those) for kind, those in devices.items()}
+    tasks = [
+        task
+        for kind in devices
+        for way in ways[kind]
+        for task in tasks_of(kind, way, lengths, positions)
+        if task.lengths is lengths or task.stage.least * parameters <= largest[kind]
+    ]
+    # Rows of one length have operations of one shape, of which a process keeps what they give.
+    tasks.sort(key=lambda task: task.lengths.longest)
     traced = each_of(_tracing(runs, spaces), tasks)
     curves, refused = _curves(tasks, traced)
     notes = dict.fromkeys(note for each in traced if isinstance(each, Point) for note in each.notes)
@@ -124,31 +135,24 @@ def point_of(
     """
     fake = run.faked(lengths.rows(), options)
     traced = fake.traced(run.device)
-    events = list(events_of(traced.events, rehearsal=fake.rehearsal))
-    phases = {}
-    for workspaces in spaces:
-        allocator = CudaAllocator() if run.device.kind == "cuda" else heap_of(fake)
-        for number, size in enumerate(workspaces):
-            allocator.born(("workspace", number), size)
-        phases[workspaces] = {name: sum(held.values()) for name, held in peaks(events, allocator).items()}
-    costs = {name: (_at_half(each.operations, run.device), each.host_bytes) for name, each in traced.costs.items()}
+    allocator = CudaAllocator() if run.device.kind == "cuda" else heap_of(fake)
+    first, *_ = spaces = sorted(spaces, key=sum)
+    for number, size in enumerate(first):
+        allocator.born(("workspace", number), size)
+    held = peaks(events_of(traced.events, rehearsal=fake.rehearsal), allocator)
+    # Larger workspaces add what they have more, but for the rounding of an allocator to some MiB.
+    phases = {
+        workspaces: {name: sum(each.values()) + sum(workspaces) - sum(first) for name, each in held.items()}
+        for workspaces in spaces
+    }
+    costs = {name: (each.operations, each.host_bytes) for name, each in traced.costs.items()}
     return Point(traced.tokens, traced.micro_batches, traced.head_share, costs, phases, traced.notes)
-
-
-def _at_half(operations: Mapping[Operation, int], device: Device) -> dict[Operation, int]:
-    """Operations in the 16-bit numbers that a device computes with."""
-    if device.kind != "cuda" or (device.capability or (0, 0)) >= (8, 0):
-        return dict(operations)
-    half: Counter[Operation] = Counter()
-    for each, count in operations.items():
-        half[each._replace(dtype=torch.float16) if each.dtype == torch.bfloat16 else each] += count
-    return dict(half)
 
 
 def _computed(task: Task, run: PlannedRun) -> int:
     """The tokens that the longest row takes, which of a method that writes are more than its prompt's."""
     fake = run.faked(task.lengths.rows(), {BUDGET: None})
-    counted = fake.assembled().row_lengths(fake.dataset)
+    counted = fake.assembled(run.device).row_lengths(fake.dataset)
     return task.lengths.longest if counted is None else int(counted.max())
 
 

@@ -17,6 +17,10 @@ FULL, SIXTEEN, LORA, QLORA = "full", "full, 16 bits", "LoRA", "QLoRA"
 PLAIN, SAVING = "plain", "checkpointing"
 SMALL = {"activation_offloading": True, "mlp_tile_tokens": 8192}
 ROUNDED = "adamw_stochastic_8bit"
+STATES = 16
+"""Bytes of a parameter that AdamW trains in float32: weight, gradient, two moments."""
+OTHER_STATES = {"optim", "dtype", "model_init_kwargs", "optimizer_in_backward", "optimizer_states_on_host"}
+"""Options with which there are fewer."""
 ROUNDING = "bfloat16 AdamW with stochastic rounding"
 
 
@@ -45,6 +49,8 @@ class Stage:
     """The way and stage that grow at least as much with the tokens, so that long rows need not be traced here."""
     long: bool = True
     """Whether it is also asked for the longest row."""
+    least: float = 0
+    """Bytes that it holds for each of the model's parameters at least, whatever the rows."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,17 @@ def modern(run: PlannedRun) -> bool:
     return run.device.kind == "cuda" and (run.device.capability or (0, 0)) >= (8, 0)
 
 
-def in_float16(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What to write on a GPU without bfloat16, of settings that were traced in that: as many bytes."""
-    changed = {name: "float16" if name == "dtype" and value == "bfloat16" else value for name, value in options.items()}
-    return {"fp16": True, **changed}
+def older(run: PlannedRun) -> bool:
+    """Whether it is on a GPU without bfloat16, where float16 takes its place."""
+    return run.device.kind == "cuda" and not modern(run)
+
+
+def _mixed(run: PlannedRun, *, adapters: bool) -> dict[str, Any]:
+    """The mixed precision that a user writes: bfloat16 is the default of a GPU that has it, and on a CPU all weights
+    are trained in float32."""
+    if "bf16" in run.requested or "fp16" in run.requested or modern(run):
+        return {}
+    return {"fp16": True} if older(run) else {"bf16": True} if adapters else {}
 
 
 def run_of(run: PlannedRun, way: Way) -> PlannedRun:
@@ -84,13 +97,15 @@ def run_of(run: PlannedRun, way: Way) -> PlannedRun:
     if way.name not in (LORA, QLORA):
         return run
     adapters = run.adapters({"use_peft": True})
-    quantized = (run.quantization_config or FourBits()) if way.name == QLORA else run.quantization_config
+    four_bits = FourBits(bnb_4bit_compute_dtype=getattr(torch, _sixteen_bits(run)))
+    quantized = (run.quantization_config or four_bits) if way.name == QLORA else run.quantization_config
     return replace(run, peft_config=adapters, quantization_config=quantized)
 
 
 def _full(run: PlannedRun) -> Way:
     """In a second stage on a GPU nothing but weights and the gradient of one of them is there at a time."""
-    stages = [Stage(FULL, {"gradient_checkpointing": True}, name=SAVING)]
+    options = {**_mixed(run, adapters=False), "gradient_checkpointing": True}
+    stages = [Stage(FULL, options, name=SAVING, least=0 if run.requested.keys() & OTHER_STATES else STATES)]
     if modern(run):
         small = {"gradient_checkpointing": True, "optimizer_in_backward": TWO_PASS, "optimizer_states_on_host": True}
         offloaded = {**small, "activation_offloading": True}
@@ -105,10 +120,9 @@ def _sixteen() -> Way:
 
 
 def _adapters(run: PlannedRun, *, four_bits: bool) -> Way:
-    name, half = QLORA if four_bits else LORA, {} if _dtype_of(run) else {"dtype": "bfloat16"}
-    mixed = {"bf16": True} if run.device.kind == "cpu" and "bf16" not in run.requested else {}
-    saving = {**half, **mixed, "gradient_checkpointing": True}
-    stages = [Stage(name, saving, name=SAVING)]
+    name, half = QLORA if four_bits else LORA, {} if _dtype_of(run) else {"dtype": _sixteen_bits(run)}
+    saving = {**_mixed(run, adapters=True), **half, "gradient_checkpointing": True}
+    stages = [Stage(name, saving, name=SAVING, least=0.5 if four_bits else 2 if half else 0)]
     if modern(run):
         stages.insert(0, Stage(name, {**saving, "gradient_checkpointing": False}, name=PLAIN, long=False))
         stages.append(Stage(name, {**saving, **SMALL}, name="smallest", begins_with=SAVING))
@@ -119,6 +133,10 @@ def _adapters(run: PlannedRun, *, four_bits: bool) -> Way:
     elif half:
         changes += f"; {FROZEN_BFLOAT16}"
     return Way(name, tuple(stages), written, changes)
+
+
+def _sixteen_bits(run: PlannedRun) -> str:
+    return "float16" if older(run) else "bfloat16"
 
 
 def _dtype_of(run: PlannedRun) -> Any:

@@ -34,7 +34,7 @@ from lowtide.memory.activations import offloading
 from lowtide.memory.allocators import host_heap
 from lowtide.memory.optimizers.states import IN_BFLOAT16, optimizer_name, states_of, wants_room
 from lowtide.methods.method import Method
-from lowtide.ops.target import taking
+from lowtide.ops.target import planning_for, taking
 from lowtide.planner.devices import Device
 from lowtide.planner.sharding.layout import Layout
 from lowtide.planner.speed import OperationCosts
@@ -208,10 +208,13 @@ class FakeRun:
             adapters, beside = adapters_of(self.method, self.config, adapters), head_with_adapter(self.config)
         return DescribedModel(self.described, self._dtype, self.method.head, self.quantization_config, adapters, beside)
 
-    def assembled(self) -> TrainingRun:
-        """The run with its rows prepared, of one layer, which no adapter is put on."""
-        with faked():
-            return self._assembled(self.model.of_layers(1), None, adapts=False)
+    def assembled(self, device: Device) -> TrainingRun:
+        """The run with its rows prepared, of one layer, which no adapter is put on; as it is refused on a device."""
+        place = planning_for(device.kind, device.capability) if device.kind == "cuda" else contextlib.nullcontext()
+        with faked(), place:
+            # In float32, since weights in 16 bits may be refused that are frozen under adapters.
+            model = replace(self.model, dtype=torch.float32, quantization_config=None).of_layers(1)
+            return self._assembled(model, None, adapts=False)
 
     def layout(self) -> Layout:
         """The parameters of the whole model, adapters included."""

@@ -1,4 +1,4 @@
-"""Packages that others import and seldom use: they are loaded when something of them is asked for.
+"""Imports that a command waits for: what is seldom used is loaded when it is asked for, the rest is not collected.
 
 PEFT imports bitsandbytes wherever that is installed, and with it torch's compiler, to call one function of it on layers
 that are quantized. It takes a second, which an estimate is not to wait for.
@@ -6,7 +6,10 @@ that are quantized. It takes a second, which an estimate is not to wait for.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec, module_from_spec
 from threading import RLock
 from types import ModuleType
@@ -29,6 +32,20 @@ class _Deferred(ModuleType):
                 self.__path__ = spec.submodule_search_locations or []
                 spec.loader.exec_module(self)
         return getattr(self, name)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """What is imported within is no garbage, so the collector does not look for any, neither now nor later: some
+    thousand modules are a tenth of the time of an import, and of each full collection while a run is traced."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def defer_imports() -> None:

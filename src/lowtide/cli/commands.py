@@ -21,6 +21,9 @@ TOOLS = {
 OF_A_METHOD = {"gpus", "plan", "estimate", "profile", "measure"}
 """Those that a method follows, whose options they take: their `add_parser(subparsers, method)` gives its parser."""
 
+PREDICT = {"gpus", "plan", "estimate"}
+"""Those of them that load no weights: packages that others import and they do not use need not be loaded."""
+
 
 def commands() -> dict[str, str]:
     """All subcommands with their lines of help."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from lowtide.cli.described_run import add_description, described_run, device_of, noted, plain_table, style_of
 from lowtide.cli.endings import DOES_NOT_FIT
 from lowtide.compat.argparse import Subparsers
-from lowtide.deferred_imports import defer_imports
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,7 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: an argument, a file or the model is wrong; the message says which, and what to do.
     """
-    defer_imports()
     described = described_run(arguments)
     from rich.console import Console
 

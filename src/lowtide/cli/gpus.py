@@ -12,7 +12,7 @@ from lowtide.cli import train
 from lowtide.cli.described_run import add_lengths, described_run, noted, plain_table
 from lowtide.cli.endings import DOES_NOT_FIT, UsageError
 from lowtide.compat.argparse import Subparsers
-from lowtide.deferred_imports import defer_imports
+from lowtide.deferred_imports import without_collection
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,13 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: an argument, a file or the model is wrong; the message says which, and what to do.
     """
-    defer_imports()
     described = described_run(arguments)
     if described.run.what.dataset or described.run.what.datasets:
         raise UsageError("gpus reads no dataset: say how long its rows are by --lengths 1024x8")
-    from rich.console import Console
+    with without_collection():
+        from rich.console import Console
 
-    from lowtide.planning import gpus
+        from lowtide.planning import gpus
 
     own, named = described.adapters(), {**described.rewards()}
     found = gpus(

@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import NoReturn
 
 import lowtide
-from lowtide.cli.commands import OF_A_METHOD, TOOLS, commands, trains
+from lowtide.cli.commands import OF_A_METHOD, PREDICT, TOOLS, commands, trains
 from lowtide.cli.endings import INTERRUPTED, USER_ERROR, UsageError, status_of
 from lowtide.compat.argparse import options_of
+from lowtide.deferred_imports import defer_imports, without_collection
 from lowtide.memory.allocators.settings import expand_segments, without_thread_cache
 from lowtide.methods import METHODS
 from lowtide.renamed import replaced
@@ -83,7 +84,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             own.append(import_module("lowtide.cli.train").add_parser(subparsers, name))
         elif name in OF_A_METHOD:
             expand_segments()
-            own.append(import_module(TOOLS[name][0]).add_parser(subparsers, _method_after(name, words)))
+            if name in PREDICT:
+                defer_imports()
+            with without_collection():
+                own.append(import_module(TOOLS[name][0]).add_parser(subparsers, _method_after(name, words)))
         else:
             import_module(TOOLS[name][0]).add_parser(subparsers)
             own.append(subparsers.choices[name])

@@ -19,7 +19,6 @@ from lowtide.cli.described_run import (
 )
 from lowtide.cli.endings import DOES_NOT_FIT, UsageError
 from lowtide.compat.argparse import Subparsers
-from lowtide.deferred_imports import defer_imports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: an argument, a file or the model is wrong; the message says which, and what to do.
     """
-    defer_imports()
     if arguments.devices and arguments.device:
         raise UsageError("--devices and --device both say where: leave one of them out")
     described = described_run(arguments)

@@ -1,10 +1,11 @@
-"""`python -m bench.planning_time`: how long `lowtide estimate dpo` and `lowtide plan dpo` take, as whole processes.
+"""`python -m bench.planning_time`: how long `lowtide estimate`, `plan` and `gpus` take for DPO, as whole processes.
 
 10,000 generated pairs of the lengths of GSM8K's, in a file; llama-22m and Qwen2.5-0.5B as configs without weights, on
 a CPU. The tokenizer of both is a byte-level BPE of 32,000 that is trained in code, so that of Qwen's 151,936 embeddings
-most are never asked for. Each command starts with an empty cache of datasets, so that rows are tokenized each time, and
-with what the process of a run takes measured beforehand, as it is once a machine. Seconds are the processor's, user and
-system together, which other processes do not lengthen, and those on the clock beside them.
+most are never asked for. `gpus` has neither rows nor files: Qwen2.5-7B's config is built in, and it asks of all
+devices. Each command starts with an empty cache of datasets, so that rows are tokenized each time, and with what the
+process of a run takes measured beforehand, as it is once a machine. Seconds are the processor's, user and system
+together, which other processes do not lengthen, and those on the clock beside them.
 """
 
 import argparse
@@ -44,6 +45,8 @@ class Case(NamedTuple):
     target: float
     """Seconds on 2 quiet cores, imports included."""
     options: tuple[str, ...] = ()
+    prepared: bool = True
+    """Whether it reads rows, and a shape from a folder; without, a well-known model's config is all that it has."""
 
 
 CASES = (
@@ -51,17 +54,19 @@ CASES = (
     Case("plan", "llama-22m", 15, ("--budget", "1GiB")),
     Case("estimate", "qwen2.5-0.5b", 6),
     Case("plan", "qwen2.5-0.5b", 25, ("--budget", "8GiB")),
+    Case("gpus", "Qwen/Qwen2.5-7B", 20, prepared=False),
 )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints and records."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.planning_time", description="How long an estimate and a plan take, as whole processes."
+        prog="python -m bench.planning_time",
+        description="How long an estimate, a plan and a table of devices take, as whole processes.",
     )
     parser.add_argument("--rows", type=int, default=ROWS, help=f"rows of the dataset (default: {ROWS:,})")
     parser.add_argument("--turns", type=int, default=1, help="runs of each command, of which the fastest counts")
-    parser.add_argument("--cases", nargs="*", type=int, choices=range(len(CASES)), help="which of the four commands")
+    parser.add_argument("--cases", nargs="*", type=int, choices=range(len(CASES)), help="which of the commands")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options, console = parser.parse_args(argv), Console()
     with tempfile.TemporaryDirectory(prefix="lowtide-planning-") as name:
@@ -69,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = pairs(options.rows)
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         tokenizer = load_tokenizer(tokenizer_for(rows[:VOCABULARY_ROWS]))
-        for shape in {case.shape for case in CASES}:
+        for shape in {case.shape for case in CASES if case.prepared}:
             tokenizer.save_pretrained(folder / shape)
             (folder / shape / "config.json").write_text(json.dumps(SHAPES[shape].config), encoding="utf-8")
         chosen = CASES if options.cases is None else [CASES[number] for number in options.cases]
@@ -114,7 +119,8 @@ def timed(case: Case, folder: Path) -> dict[str, float]:
     Raises:
         ChildFailed: it ended with another status than 0.
     """
-    words = [case.command, "dpo", "--model", folder / case.shape, "--dataset", folder / "rows.jsonl", "--device", "cpu"]
+    rows = ["--dataset", folder / "rows.jsonl", "--device", "cpu"] if case.prepared else []
+    words = [case.command, "dpo", "--model", folder / case.shape if case.prepared else case.shape, *rows]
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         environment = {**os.environ, **OFFLINE, "HF_DATASETS_CACHE": cache, "PYTHONPATH": str(ROOT / "src")}
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()

@@ -198,7 +198,8 @@ class CudaAllocator:
         block.used = True
         self._held[key] = pool, block
         self.allocated += block.size
-        self.peak.allocated = max(self.peak.allocated, self.allocated)
+        if self.allocated > self.peak.allocated:
+            self.peak.allocated = self.allocated
 
     def died(self, key: Hashable) -> None:
         """Gives a block back to its pool, merged with its free neighbours."""

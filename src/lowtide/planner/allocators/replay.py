@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lowtide.planner.tracing.trace import ELSEWHERE, Block, Event
@@ -49,25 +50,53 @@ def peaks(events: Iterable[Event], allocator: Allocator | None = None) -> dict[s
     """
     live: Counter[str] = Counter()
     alive: set[Block] = set()
-    total, most, held = 0, Counter[str](), Counter[str]()
-    found: dict[str, dict[str, int]] = {}
-    for block, born, phase, _ in events:
+    phases: dict[str, _Phase] = {}
+    total, name, phase = 0, "", _Phase()
+    for block, born, now, _ in events:
         if block is None:
             if allocator is not None:
                 allocator.trim()
             continue
         if born == (block in alive) or block.category in ELSEWHERE:
             continue
-        (alive.add if born else alive.discard)(block)
-        if allocator is not None and born:
-            allocator.born(block, block.size, mapped=phase == "loading")
-        elif allocator is not None:
-            allocator.died(block)
-        size = block.size if born else -block.size
-        live[block.category] += size
-        total += size
-        held[phase] = max(held[phase], total if allocator is None else allocator.held)
-        if total > most[phase] or phase not in found:
-            most[phase] = total
-            found[phase] = {name: size for name, size in live.items() if size}
-    return {phase: {**parts, "cache": held[phase] - most[phase]} for phase, parts in found.items()}
+        if now != name:
+            phase.close(live)
+            name, phase = now, phases.setdefault(now, _Phase())
+        if born:
+            alive.add(block)
+            if allocator is not None:
+                allocator.born(block, block.size, mapped=now == "loading")
+            live[block.category] += block.size
+            total += block.size
+        else:
+            if phase.grown:
+                phase.close(live)
+            alive.discard(block)
+            if allocator is not None:
+                allocator.died(block)
+            live[block.category] -= block.size
+            total -= block.size
+        held = total if allocator is None else allocator.held
+        if held > phase.held:
+            phase.held = held
+        if total > phase.most:
+            phase.most, phase.grown = total, True
+    phase.close(live)
+    return {name: {**each.parts, "cache": each.held - each.most} for name, each in phases.items()}
+
+
+@dataclass(slots=True)
+class _Phase:
+    """What a phase has seen so far."""
+
+    held: int = 0
+    most: int = -1
+    parts: dict[str, int] = field(default_factory=dict)
+    """By category, what there was of the most."""
+    grown: bool = False
+    """Whether there is as much as never before, which is noted when something dies."""
+
+    def close(self, live: Mapping[str, int]) -> None:
+        """Notes what there is, if it is the most."""
+        if self.grown:
+            self.parts, self.grown = {name: size for name, size in live.items() if size}, False

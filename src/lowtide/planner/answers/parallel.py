@@ -1,15 +1,18 @@
 """A function of several things, on as many processes as there are cores.
 
-Processes are forked where that is possible, which is on Linux, so that none has to import anything again. To be called
-by a process in which nothing else computes.
+Processes are forked where that is possible, which is on Linux, so that none has to import anything again. Each begins
+at a part of its own of the list, and goes on where others have not been: neighbours in the list are alike, and what a
+process keeps of one serves it for the next. To be called by a process in which nothing else computes.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +21,19 @@ A = TypeVar("A")
 R = TypeVar("R")
 MOST = 4
 """Processes: each takes some hundred megabytes."""
-_work: list[tuple[Callable[[Any], Any], Sequence[Any]]] = []
-"""What forked processes find: it need not go through a pipe."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What forked processes find: it need not go through a pipe."""
+
+    function: Callable[[Any], Any]
+    things: Sequence[Any]
+    begun: Any
+    """Of each thing whether a process has begun with it, in memory that all of them share."""
+
+
+_work: list[_Work] = []
 
 
 def each_of(function: Callable[[A], R], things: Sequence[A]) -> list[R]:
@@ -27,18 +41,32 @@ def each_of(function: Callable[[A], R], things: Sequence[A]) -> list[R]:
     processes = min(MOST, len(things), _cores())
     if processes < 2 or sys.platform != "linux":
         return [function(each) for each in things]
-    _work.append((function, things))
+    fork = multiprocessing.get_context("fork")
+    _work.append(_Work(function, things, fork.Array("b", len(things))))
     try:
-        with multiprocessing.get_context("fork").Pool(processes, torch.set_num_threads, (1,)) as pool:
-            return pool.map(_done, range(len(things)), chunksize=1)
+        with fork.Pool(processes, _begin) as pool:
+            starts = [number * len(things) // processes for number in range(processes)]
+            found = dict(pair for part in pool.map(_done, starts, chunksize=1) for pair in part)
     finally:
         _work.pop()
+    return [found[number] for number in range(len(things))]
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _done(number: int) -> Any:
-    function, things = _work[-1]
-    return function(things[number])
+def _begin() -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # what was there before is shared with the other processes, and is no garbage
+
+
+def _done(start: int) -> list[tuple[int, Any]]:
+    """What a process makes of the things from one on, as far as no other has begun with them."""
+    work, found = _work[-1], []
+    for number in [*range(start, len(work.things)), *range(start)]:
+        with work.begun.get_lock():
+            begun, work.begun[number] = work.begun[number], 1
+        if not begun:
+            found.append((number, work.function(work.things[number])))
+    return found

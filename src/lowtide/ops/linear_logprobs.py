@@ -35,7 +35,7 @@ from lowtide.ops.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
 from lowtide.ops.mapped import bands, is_mapped
 from lowtide.ops.rows_of import Rows, rows_of
 from lowtide.ops.split_vocabulary import SplitRows, SplitScores, SplitVocabulary
-from lowtide.ops.target import target_of
+from lowtide.ops.target import in_turn, target_of
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Workspace for a chunk's logits: large enough for an efficient matmul, small beside everything else."""
@@ -366,7 +366,8 @@ class ChunkedHead:
     def blocks(self, span: slice, logits: Tensor) -> Iterator[tuple[slice, Rows | SplitRows]]:
         """Rows of a chunk that are worked on together: (their scores, the rows)."""
         theirs = next(self.theirs, None)
-        for start in range(0, logits.shape[0], self.block):
+        starts = range(0, logits.shape[0], self.block)
+        for start in in_turn(starts) if self.split is None and self.teacher is None else starts:
             part = logits[start : start + self.block]
             scores = slice(span.start + start, span.start + start + part.shape[0])
             target = self.scores.target[scores]
@@ -503,7 +504,7 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(index.device.type, enabled=False):
             for span, _, logits in head.chunks():
                 columns += [rows.stats(spec.want, keep=False) for _, rows in head.blocks(span, logits)]
-        stats = _joined(columns, terms[0].x)
+        stats = _joined(columns, terms[0].x, len(scores.index))
         logprobs, entropies, means, top1, _, collisions, _ = map(scores.own, stats)
         ctx.spec, ctx.dtype = spec, head.dtype
         ctx.met = None if spec.split is None else scores  # what ranks told each other is not asked again
@@ -565,7 +566,7 @@ class _LinearLoss(torch.autograd.Function):
                     gradients.add(span, xs, logits)
         ctx.sinks, ctx.accumulate, ctx.grad_scale = sinks, spec.accumulate, loss.grad_scale
         ctx.gradients, ctx.cut = gradients, _Cut.of(bias, terms, spec.split)
-        logprobs, entropies, means, top1, _, *rest = map(scores.own, _joined(columns, terms[0].x))
+        logprobs, entropies, means, top1, _, *rest = map(scores.own, _joined(columns, terms[0].x, len(scores.index)))
         ctx.mark_non_differentiable(logprobs, entropies, means, top1, *rest)
         return total, logprobs, entropies, means, top1, *rest
 
@@ -608,8 +609,12 @@ def _score_losses(loss: _Loss, stats: RowStats, want: Want) -> tuple[Float[Tenso
     return total.detach(), Slopes(of_logprobs, of_entropies, of_means, of_divergences)
 
 
-def _joined(columns: Sequence[RowStats], like: Tensor) -> RowStats:
+def _joined(columns: Sequence[RowStats], like: Tensor, count: int) -> RowStats:
+    """Those of so many scores, from those of their blocks; a plan may have taken a few blocks for all."""
     if columns:
-        return RowStats(*(torch.cat(column) for column in zip(*columns, strict=True)))
+        found = RowStats(*(torch.cat(column) for column in zip(*columns, strict=True)))
+        if len(found[0]) >= count:
+            return found
+        return RowStats(*(column.new_empty(count) if len(column) else column for column in found))
     empty = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
     return RowStats(empty, empty.clone(), empty.clone(), empty.bool(), *(empty.clone() for _ in range(3)))

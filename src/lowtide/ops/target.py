@@ -62,7 +62,7 @@ def target_of(tensor: Tensor) -> Target:
 
 
 def in_turn(blocks: Sequence[B]) -> Iterable[B]:
-    """Blocks of which each is computed as the one before it, and leaves nothing: a plan may take a few for all."""
+    """Blocks of which each is computed as the one before it: a plan may take a few for all."""
     take = _take.get()
     return blocks if take is None else take(blocks)
 

@@ -8,12 +8,14 @@ from transformers import LlamaConfig
 from lowtide import SFTConfig
 from lowtide.memory.optimizers import compressed_adamw
 from lowtide.methods import METHODS
+from lowtide.ops import linear_logprobs
 from lowtide.planner.answers.row_lengths import row_lengths
-from lowtide.planner.devices import DEVICES
+from lowtide.planner.devices import DEVICES, device_named
 from lowtide.planner.estimate import estimate_run
 from lowtide.planner.tracing import fake_run
 from lowtide.planner.tracing.fake_run import FakeRun
 
+CPU = device_named("CPU-64GB")
 DESCRIBED = LlamaConfig(
     vocab_size=1000, hidden_size=64, intermediate_size=200, num_hidden_layers=7, num_attention_heads=4,
     num_key_value_heads=2,
@@ -38,3 +40,22 @@ def test_a_few_blocks_say_what_all_say(optim, monkeypatch):
     monkeypatch.setattr(fake_run, "_few_blocks", lambda costs, blocks: counted.append(len(blocks)) or blocks)
     assert estimated() == few
     assert max(counted) > 20
+
+
+def test_a_few_blocks_of_the_heads_rows_say_what_all_say(monkeypatch):
+    def estimated():
+        config = SFTConfig(output_dir="run", use_cpu=True, report_to="none", bf16=False)
+        rows = row_lengths("600x2", METHODS["sft"]).rows()
+        run = FakeRun(METHODS["sft"], config, DESCRIBED, rows, prepared=True)
+        costs = run.traced(CPU).costs["head"]
+        return estimate_run(run, CPU, beside=0).phases, sum(costs.operations.values())
+
+    monkeypatch.setattr(linear_logprobs, "BLOCK_BYTES", 1 << 18)
+    phases, operations = estimated()
+    counted = []
+    monkeypatch.setattr(fake_run, "_few_blocks", lambda costs, blocks: counted.append(len(blocks)) or blocks)
+    all_phases, all_operations = estimated()
+    assert max(counted) > 5
+    assert operations == all_operations
+    for phase, held in all_phases.items():
+        assert sum(phases[phase].values()) == pytest.approx(sum(held.values()), rel=1e-3), phase

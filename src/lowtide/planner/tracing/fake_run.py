@@ -529,8 +529,8 @@ def _counting(trace: StorageTrace, costs: Mapping[str, OperationCosts]) -> Calla
 
 
 def _few_blocks(costs: Collection[OperationCosts], blocks: Sequence[B]) -> Iterator[B]:
-    """Of the blocks of an optimizer's step the first, the second for all that are like it, and the last, which may be
-    smaller."""
+    """Of the blocks of an optimizer's step, or of the head's rows, the first, the second for all that are like it, and
+    the last, which may be smaller."""
     if len(blocks) <= 3:
         yield from blocks
         return

@@ -39,8 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options, console = parser.parse_args(argv), Console()
     runs = []
+    from lowtide.planner.tracing_process import tracing_here
+
     for name in options.only or CASES:
-        run = {"case": name, **predicted(CASES[name])}
+        with tracing_here():
+            run = {"case": name, **predicted(CASES[name])}
         runs.append(run)
         console.print(*cells(run), sep="  ")
     table = Table("case", "published", "predicted", "difference", "most of it", "reason", title="all predictions")
@@ -60,6 +63,7 @@ def predicted(case: Published) -> dict[str, Any]:
     from lowtide import SFTConfig, estimate
     from lowtide.planner.answers.known_models import known_config
     from lowtide.planner.answers.ways import FourBits
+    from lowtide.planner.estimate import BESIDE_TENSORS
 
     config = SFTConfig(
         output_dir="published",
@@ -81,11 +85,21 @@ def predicted(case: Published) -> dict[str, Any]:
         inputs["quantization_config"] = FourBits(bnb_4bit_use_double_quant=case.double)
     spread = {} if case.ranks == 1 else {"world_size": case.ranks, "sharding": "fsdp2"}
     found = estimate(config, described, lengths=list(case.lengths), device=case.device, **spread, **inputs)
-    held = {name: size for name, size in found.phases[found.phase].items() if size and name != "runtime"}
+    if case.reserved:
+        phase, bytes, held = found.phase, found.reserved_bytes, dict(found.phases[found.phase])
+        held.pop("runtime", None)
+    else:
+        left_out = {*BESIDE_TENSORS, *case.apart}
+        tensors = {
+            phase: {name: size for name, size in each.items() if size and name not in left_out}
+            for phase, each in found.phases.items()
+        }
+        phase = max(tensors, key=lambda each: sum(tensors[each].values()))
+        bytes, held = sum(tensors[phase].values()), tensors[phase]
     return {
-        "predicted_bytes": found.reserved_bytes if case.reserved else found.tensor_bytes,
+        "predicted_bytes": bytes,
         "published_bytes": int(case.published * case.unit),
-        "phase": found.phase,
+        "phase": phase,
         "held": held,
     }
 

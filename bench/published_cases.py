@@ -40,6 +40,8 @@ class Published:
     unit: int = GIB
     reserved: bool = False
     """Whether it counts what the allocator reserves, rather than what tensors hold."""
+    apart: tuple[str, ...] = ()
+    """Categories of ours that theirs does not count, which are left out here too."""
     differs: str = ""
     """What differs in the settings, by the buffer that it concerns."""
     strict: bool = False
@@ -47,7 +49,10 @@ class Published:
     weights: Mapping[str, Any] = field(default_factory=lambda: {"dtype": "bfloat16"})
 
 
-PAGED = "optimizer: paged moments are in managed memory, which torch's allocator, and its figure, do not count"
+PAGED = (
+    "optimizer left out: paged moments are in CUDA's managed memory, which torch's allocator, and their figure, do not "
+    "count (meta-pytorch/torchtune#990: -46% by paging 8-bit moments; #527)"
+)
 
 
 def _tune(name: str, published: float, device: str, differs: str, **more: Any) -> Published:
@@ -70,7 +75,9 @@ SIZES = {
     "32B": ("Qwen2.5-32B", 26, 76), "70B": ("Llama-3.1-70B", 41, 164),
 }  # fmt: skip
 """Unsloth's table: by its row the model that stands for it here, QLoRA and LoRA in GB."""
-NO_LOGITS = "logits: 2 x 8,192 x 128,256 in float32 and their gradient, which lowtide never makes"
+LOGITS = "logits and their gradient, 2 x {gib:.1f} GiB in float32, are what lowtide never makes"
+IN_FLOAT32 = "Activations: PEFT has adapters in float32, torchtune in bfloat16, and each keeps a copy of its input"
+FLOAT32_INPUTS = "4 bytes x (5 x 4,096 + 14,336) x 4,096 tokens x 32 layers = 17.0 GiB"
 CASES: dict[str, Published] = {
     each.name: each
     for each in (
@@ -80,25 +87,29 @@ CASES: dict[str, Published] = {
         ),
         _tune("LoRA, 4090", 16.2, "RTX-4090", "", lora=LORA, strict=True, options={"optim": "adamw_torch_fused"}),
         _tune(
-            "LoRA, A6000", 30.3, "RTX-A6000", "its settings are not given; ours: as on a 4090, no checkpointing",
+            "LoRA, A6000", 30.3, "RTX-A6000",
+            f"its settings are not given; ours: as on a 4090, without checkpointing. {IN_FLOAT32}: {FLOAT32_INPUTS}",
             lora=LORA, options={"gradient_checkpointing": False, "optim": "adamw_torch_fused"},
         ),
         _tune(
-            "full, 4090", 18.9, "RTX-4090", PAGED,
+            "full, 4090", 18.9, "RTX-4090", PAGED, apart=("optimizer",),
             options={"optim": "paged_adamw_8bit", "optimizer_in_backward": True},
         ),
         _tune(
-            "full, A6000", 37.4, "RTX-A6000", f"{PAGED}; its settings are not given; ours keep gradients",
-            options={"optim": "paged_adamw_8bit"},
+            "full, A6000", 37.4, "RTX-A6000",
+            f"{PAGED}. Its settings are not given; ours: as on a 4090, without checkpointing", apart=("optimizer",),
+            options={
+                "gradient_checkpointing": False, "optim": "paged_adamw_8bit", "optimizer_in_backward": True,
+            },
         ),
         Published(
             TORCHTITAN, "FSDP, 2 x 8,192", 82.4, "Llama-3.1-8B", "H100-80GB",
             {"bf16": True, "checkpointing_policy": "matmul"}, (8192, 8192), ranks=8, reserved=True,
-            differs=f"{NO_LOGITS}; its selective checkpointing keeps every second product", weights={},
+            differs=f"{LOGITS.format(gib=7.8)}; its selective checkpointing keeps every second product", weights={},
         ),
         Published(
             TORCHTITAN, "FSDP, 1 x 32,768", 83.9, "Llama-3.1-8B", "H100-80GB", {"bf16": True}, (32_768,), ranks=8,
-            reserved=True, differs="logits: 32,768 x 128,256, which lowtide never makes; compiled, in Float8",
+            reserved=True, differs=f"{LOGITS.format(gib=15.7)}; it is compiled, and computes in Float8",
             weights={},
         ),
         *(

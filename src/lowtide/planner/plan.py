@@ -256,13 +256,7 @@ def make_plan(
         runners_up=tuple(others),
         techniques=tuple(_effects(search, sizes)) if explain else (),
         refused=_refusals(search),
-        notes=(
-            *notes,
-            *of_rows,
-            *best.measured.estimate.notes,
-            *_on_the_host(best.measured.estimate),
-            *_proposed(run, search, prepared, best),
-        ),
+        notes=(*notes, *of_rows, *best.measured.estimate.notes, *_proposed(run, search, prepared, best)),
         speed_by="relative costs" if best.measured.tokens_per_second is None else "roofline",
         traces=search.traces,
     )
@@ -348,17 +342,19 @@ def _on_the_host(estimate: Any) -> tuple[str, ...]:
 
 
 def _proposed(run: PlannedRun, search: Search, prepared: Dataset, best: Candidate) -> tuple[str, ...]:
-    """Frozen weights in bfloat16, where they are float32."""
+    """What a plan needs of the host; and frozen weights in bfloat16, where they are float32."""
     assert best.measured is not None
+    on_host = _on_the_host(best.measured.estimate)
     settings = search.options(best.combination)
     there = in_bfloat16(run, settings)
     if there is None:
-        return ()
+        return on_host
     try:
         other = measured(run, prepared, {**settings, "dtype": "bfloat16"}, best.tokens)
     except Refused:
-        return ()
-    return (f"{there} With it the peak is {bytes_text(int(other.peak))} in place of {bytes_text(int(best.peak))}.",)
+        return on_host
+    peaks = [bytes_text(int(each)) for each in (other.peak, best.peak)]
+    return (*on_host, f"{there} With it the peak is {peaks[0]} in place of {peaks[1]}.")
 
 
 def _check_weights(search: Search, room: int, run: PlannedRun) -> None:

@@ -58,7 +58,7 @@ def _cores() -> int:
 
 def _begin() -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what was there before is shared with the other processes, and is no garbage
+    gc.disable()  # a trace frees what it makes by counting references, and has many objects to look at
 
 
 def _done(start: int) -> list[tuple[int, Any]]:

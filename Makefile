@@ -13,7 +13,8 @@ RANKS_TOO := tests/trainers/test_two_ranks.py tests/trainers/test_ranks_stay_tog
 	tests/engine/test_splitting.py tests/step/test_split_sequences.py tests/step/test_stages.py
 RANKS_APART := tests/trainers/test_fully_shard.py tests/trainers/test_deepspeed.py tests/trainers/test_sequence_parallel.py \
 	tests/trainers/test_pipeline_parallel.py tests/trainers/test_tensor_parallel.py tests/trainers/test_vocabulary_in_rows.py \
-	tests/trainers/test_loading_by_shards.py tests/trainers/checkpoints/test_sharded_checkpoints.py \
+	tests/trainers/test_loading_by_shards.py tests/trainers/test_long_rows_on_ranks.py \
+	tests/trainers/checkpoints/test_sharded_checkpoints.py \
 	tests/trainers/test_sharded_failures.py tests/trainers/online/test_two_ranks.py tests/methods/test_methods_on_two_ranks.py \
 	tests/exactness/test_matrix_ranks.py tests/ranks tests/planner/sharding tests/cli/test_launch.py tests/cli/test_clusters.py
 

@@ -186,10 +186,12 @@ def comparison_section(results: dict[str, Any]) -> str:
 
 
 def case_table(results: dict[str, Any], case: str) -> list[str]:
-    """Returns the lines of one case: what its rows are, its table, and whether it reached its targets."""
+    """Returns the lines of one case: what its rows are, its table, and whether it reached its targets. A column of
+    which nothing is recorded is left out."""
+    rows = comparison_rows(results["method"], results["cases"][case])
+    there = [number for number in range(len(COLUMNS) + 1) if any(row[number] for row in rows)]
     header = [["", *COLUMNS], ["---", *["---:"] * len(COLUMNS)]]
-    rows = header + comparison_rows(results["method"], results["cases"][case])
-    table = [f"| {' | '.join(row)} |" for row in rows]
+    table = [f"| {' | '.join(row[number] for number in there)} |" for row in header + rows]
     return ["", f"### {case}", "", f"{results['sources'][case]}:", "", *table, "", verdict(results, case)]
 
 

@@ -39,7 +39,8 @@ def sharded_section(results: Measured) -> str:
         rows.append(_row(case, "lowtide", ours))
     intro = (
         "llama-22m on gsm8k, 8 rows a step over all ranks, each rank a process with one thread, over gloo. Both "
-        "libraries use the same engine and settings. The peak is that of the rank that holds most."
+        "libraries use the same engine and settings. The peak is that of the rank that holds most. What "
+        "ranks send each other takes time of the two cores that compute."
     )
     return _section("Over ranks, beside TRL", intro, rows, results, "python -m bench.sharded")
 

@@ -138,7 +138,7 @@ def of_json(asked: dict[str, Any]) -> tuple[list[Turn], Sampling]:
     """
     try:
         given = dict(asked["sampling"])
-        for name in ("stop_ids", "stop_strings"):
+        for name in ("stop_ids", "stop_strings", "never_ids"):
             given[name] = tuple(given[name])
         return [Turn(**turn) for turn in asked["turns"]], Sampling(**given)
     except (KeyError, TypeError) as error:

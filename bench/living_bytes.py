@@ -30,7 +30,8 @@ class LivingBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors([*args, *(kwargs or {}).values(), out]):
             for part in parts_of(tensor):
-                self._see(part)
+                if isinstance(part, Tensor):  # a DTensor has its mesh among them
+                    self._see(part)
         self.peak = max(self.peak, self._living())
         return out
 

@@ -86,7 +86,7 @@ class _Bits:
 
 def _seed() -> Tensor:
     """Drawn from torch's generator of the CPU."""
-    return torch.empty((), dtype=torch.int64).random_()
+    return torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
 class _Dropout(torch.autograd.Function):

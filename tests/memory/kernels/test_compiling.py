@@ -6,6 +6,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from lowtide.memory.kernels.compiling import compile_layers, remove_compilation
+from tests.support.architectures import build as architecture
 from tests.support.marks import slow_but
 from tests.support.tiny_models import (
     RaggedBatch,
@@ -68,6 +69,21 @@ def test_gradients_are_the_eager_ones_and_nothing_is_compiled_anew(kind, policy)
         assert_close(got, wanted, 1e-5)
     assert counters["stats"]["unique_graphs"] == graphs
     assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])  # of attention, and no other
+
+
+@pytest.mark.slow
+def test_dropouts_are_left_out_of_graphs_and_drop_the_same():
+    found = []
+    for compiled in (False, True):
+        model = prepared(architecture("gpt2", resid_pdrop=0.3))
+        if compiled:
+            compile_layers(model, backend="eager")
+        torch.manual_seed(3)
+        found.append(run(model, next(batches(1))))
+    (wanted_loss, wanted), (loss, got) = found
+    torch.testing.assert_close(loss, wanted_loss)
+    assert_close(got, wanted, 1e-5)
+    assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
 
 
 def test_it_can_be_undone():

@@ -49,6 +49,7 @@ def compile_layers(
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ValueError(f"transformers knows no layers of this model (model type {kind}): leave torch_compile off")
     _leave_attention_out(model)
+    _leave_dropout_out(model)
     for layer in layers:
         plain = plain_forward(layer)
         compiled: Callable[..., Any] = torch.compile(plain, backend=backend, mode=mode, dynamic=True)
@@ -94,3 +95,11 @@ def _leave_attention_out(model: nn.Module) -> None:
             function = ALL_ATTENTION_FUNCTIONS[name]
             if not is_left_out_of_graphs(function):
                 AttentionInterface.register(name, torch.compiler.disable(function))
+
+
+def _leave_dropout_out(model: nn.Module) -> None:
+    """Has graphs break at dropouts of `engine.dropout`, whose bits no graph can draw again."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(module, nn.Dropout) and forward is not None and not is_left_out_of_graphs(forward):
+            module.forward = torch.compiler.disable(forward)

@@ -104,7 +104,7 @@ def predicted(name: str) -> dict[str, Any]:
             device=recipe.device,
             world_size=recipe.devices,
             peft_config=run.adapters.peft_config(),
-            quantization_config=run.adapters.quantization_config(bf16=bool(config.bf16)),
+            quantization_config=run.adapters.quantization_config(bf16=bool(config.bf16), fp16=bool(config.fp16)),
         )
     return {
         "case": name,

@@ -60,7 +60,7 @@ def test_what_was_changed_after_construction_stays(tmp_path):
 
 @pytest.mark.slow
 def test_a_budget_below_the_process_says_what_is_most_and_refuses_nothing(tmp_path):
-    with pytest.warns(UserWarning, match=r"below the weights.* --lossy .* The run goes on with"):
+    with pytest.warns(UserWarning, match=r"nothing fits.* --lossy .* The run goes on with"):
         trainer(config(tmp_path, memory_budget="100KB"))
     with pytest.warns(UserWarning, match=r"nothing fits .* smallest peak .* The run goes on with"):
         made = trainer(config(tmp_path, memory_budget=str(process_bytes()), **CHECKPOINTED))

@@ -99,7 +99,8 @@ def _leave_attention_out(model: nn.Module) -> None:
 
 def _leave_dropout_out(model: nn.Module) -> None:
     """Has graphs break at dropouts of `engine.dropout`, whose bits no graph can draw again."""
-    for module in model.modules():
+    dropouts: list[Any] = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    for module in dropouts:
         forward = module.__dict__.get("forward")
-        if isinstance(module, nn.Dropout) and forward is not None and not is_left_out_of_graphs(forward):
+        if forward is not None and not is_left_out_of_graphs(forward):
             module.forward = torch.compiler.disable(forward)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from lowtide.planner.tracing.storage_watch import StorageWatch, parts_of
 
-class LivingBytes(TorchDispatchMode):
+
+class LivingBytes(StorageWatch[None], TorchDispatchMode):
     """Sizes are read anew after each operation: `fully_shard` empties and fills storages without one.
 
     Attributes:
@@ -31,7 +32,6 @@ class LivingBytes(TorchDispatchMode):
         self.most_in_layers = 0
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        self._storages: dict[int, weakref.ref] = {}
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -49,21 +49,17 @@ class LivingBytes(TorchDispatchMode):
         return out
 
     def _see(self, tensor: Tensor) -> None:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        known = self._storages.get(storage._cdata)
-        if storage.device.type == "cpu" and (known is None or known() is None):
-            self._storages[storage._cdata] = weakref.ref(storage)
+        for part in parts_of(tensor):
+            storage = part.untyped_storage()
+            if storage.device.type == "cpu" and not self.follows(storage):
+                self.follow(storage, None)
+
+    def freed(self, block: None) -> None:
+        """It is among the living no more."""
 
     def living(self) -> int:
         """The bytes there are now."""
-        total = 0
-        for key, known in list(self._storages.items()):
-            storage = known()
-            if storage is None:
-                del self._storages[key]
-            else:
-                total += storage.nbytes()
-        return total
+        return sum(storage.nbytes() for storage in self.storages())
 
     def rest(self) -> int:
         """Those that are no states."""

@@ -23,7 +23,7 @@ from lowtide.compat.torch import fully_sharded_modules, subclassed
 
 def is_gathered(model: nn.Module) -> bool:
     """Whether each forward of a model gathers its weights from all ranks, and so is one of all of them together."""
-    return bool(fully_sharded_modules(model)) or any(is_partitioned(p) for p in model.parameters())
+    return is_fully_sharded(model) or any(is_partitioned(p) for p in model.parameters())
 
 
 def is_fully_sharded(model: nn.Module) -> bool:

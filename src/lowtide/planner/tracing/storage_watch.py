@@ -41,9 +41,17 @@ class StorageWatch(Generic[B]):
         found = self._living.get(storage_id(storage))
         return None if found is None else found[0]
 
+    def follows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is followed."""
+        return storage_id(storage) in self._living
+
     def blocks(self) -> list[B]:
         """Of all that live."""
         return [block for block, _ in self._living.values()]
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """All that live."""
+        return [storage for _, known in self._living.values() if (storage := known()) is not None]
 
     def follow(self, storage: torch.UntypedStorage, block: B) -> None:
         """Has `freed` called with the block when the storage is."""
@@ -65,4 +73,5 @@ def parts_of(tensor: Any) -> Iterator[Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from parts_of(getattr(tensor, name))
+        if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor has its mesh among them
+            yield from parts_of(part)

@@ -49,6 +49,18 @@ def test_what_crosses_between_machines():
     assert equal.between_nodes == 2 * SIZE * 7 / 8
 
 
+def test_copies_exchange_the_rows_of_an_embedding_that_came():
+    vocabulary, wide = 100_000, 16
+    table = Parameter("embedding.weight", (vocabulary, wide), 4, True)
+    layout = replace(LAYOUT, parameters=(*LAYOUT.parameters, table), embedding=table.name)
+    copies = Sharding(kind="ddp", devices=8)
+    few = traffic_of(layout, replace(ONE, micro_batches=2), copies)
+    assert few.per_rank == 2 * (SIZE + 8 * 2 * 1024 * wide * 4) * 7 / 8
+    whole = 2 * (SIZE + vocabulary * wide * 4) * 7 / 8
+    assert traffic_of(layout, replace(ONE, micro_batches=8), copies).per_rank == whole
+    assert traffic_of(replace(layout, tied=True), ONE, copies).per_rank == whole
+
+
 def test_ranks_wait_for_what_splits_a_sequence():
     split = Sharding(kind="ddp", devices=8, sequence_parallel=4)
     found = traffic_of(LAYOUT, replace(ONE, sent=1000, micro_batches=3), split)

@@ -15,7 +15,7 @@ from lowtide.engine.weights.split_layers import style_of
 from lowtide.planner.sharding.layout import Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.zero import wanted_again
-from lowtide.ranks.replicas import BUCKET_BYTES
+from lowtide.ranks.replicas import BUCKET_BYTES, MOST_ROWS
 from lowtide.ranks.sharding import Sharding
 
 
@@ -52,7 +52,8 @@ def traffic_of(layout: Layout, traced: OneDevice, sharding: Sharding, machines: 
     scattered = gathered = exchanged = collectives = 0
     match sharding.kind:
         case "ddp":
-            exchanged, units = _ring(2 * gradients, sharding.replicas), -(-gradients // BUCKET_BYTES)
+            sent = gradients - _zero_rows(layout, traced, sharding)
+            exchanged, units = _ring(2 * sent, sharding.replicas), -(-sent // BUCKET_BYTES)
         case "zero1":
             scattered, gathered, collectives = _ring(gradients, ranks), _ring(trained, ranks), 2 * units
         case "zero2":
@@ -77,6 +78,20 @@ def traffic_of(layout: Layout, traced: OneDevice, sharding: Sharding, machines: 
         collectives * (ranks - 1) + (2 * units * (copies - 1) if exchanged else 0),
         max(units, 1),
     )
+
+
+def _zero_rows(layout: Layout, traced: OneDevice, sharding: Sharding) -> int:
+    """Bytes of the embedding's gradient that whole copies need not exchange: rows of tokens that came on no rank. At
+    least so many, since tokens may come twice; none where the head has the same weight."""
+    table = next((p for p in layout.trained if p.name == layout.embedding), None)
+    if table is None or layout.tied:
+        return 0
+    vocabulary = table.shape[0]
+    rows = sharding.replicas * traced.micro_batches * traced.tokens
+    if rows > MOST_ROWS * vocabulary:
+        return 0
+    width = sharding.reduce_width or sharding.compute_width or table.width
+    return (vocabulary - rows) * (table.numel // vocabulary) * width
 
 
 def _across(sharding: Sharding, machines: int, sharded: int, exchanged: int) -> int:

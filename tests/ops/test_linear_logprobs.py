@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.ops import linear_logprobs as linear_logprobs_module
 from lowtide.ops.in_place import takes_gradient_in_place
@@ -65,6 +66,43 @@ def test_statistics_and_gradients_equal_dense(projection, rank, bias, chunk):
     ours = torch.autograd.grad(combine(stats), leaves(terms, bias))
     theirs = torch.autograd.grad(combine(expected), leaves(terms, bias))
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("want", [Want(), ALL], ids=["alone", "beside others"])
+@pytest.mark.parametrize("chunk", [1, 3, None])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS.keys())
+def test_gradients_of_logprobs_equal_dense(projection, frozen, rank, bias, chunk, want):
+    terms, index, target, bias = problem(rank=rank, bias=bias)
+    if frozen:
+        terms = [Term(term.x, term.weight.detach()) for term in terms]
+        bias = None if bias is None else bias.detach()
+    slopes = torch.randn(7, dtype=torch.float64)
+    found = linear_logprobs(terms, index, target, bias=bias, projection=projection, want=want, chunk=chunk).logprobs
+    expected = dense(terms, index, target, bias, projection).logprobs
+    trained = [leaf for leaf in leaves(terms, bias) if leaf.requires_grad]
+    for factor in (1.0, -2.0):  # a second backward through the same graph
+        ours = torch.autograd.grad(found @ slopes * factor, trained, retain_graph=True)
+        theirs = torch.autograd.grad(expected @ slopes * factor, trained, retain_graph=True)
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "chunk", "products"),
+    [(False, None, 3), (False, 4, 3.5), (True, None, 2), (True, 2, 2)],
+    ids=["one chunk", "two chunks", "frozen", "frozen, chunks"],
+)
+def test_the_last_chunk_and_a_frozen_head_are_not_computed_again(frozen, chunk, products):
+    terms, index, target, _ = problem()
+    index, target = torch.cat([index, index[:1]]), torch.cat([target, target[:1]])
+    if frozen:
+        terms = [Term(terms[0].x, terms[0].weight.detach())]
+    product = lambda into, first, second, **_: 2 * first[0] * first[1] * second[1]  # noqa: E731
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: product}) as counted:
+        linear_logprobs(terms, index, target, chunk=chunk).logprobs.sum().backward()
+    assert counted.get_total_flops() == products * 2 * len(index) * terms[0].weight.numel()
 
 
 @pytest.mark.slow
@@ -157,7 +195,7 @@ def test_a_weight_with_a_hook_after_accumulation_gets_its_gradient_from_autograd
     assert not seen
     if variant == "logprobs":
         loss.backward()
-        assert torch.equal(*seen, through_autograd + 1)
+        torch.testing.assert_close(*seen, through_autograd + 1)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])

@@ -4,7 +4,10 @@ The only loop over the vocabulary in the project. A chunk of scored positions at
 each row of logits is reduced to a handful of numbers (`ops.logit_rows`) and forgotten. Two ways to the gradient:
 
 - `linear_logprobs` keeps the log-sum-exp of each score and computes the logits once more in backward
-  (8 N V H FLOPs in all), as in Cut Cross-Entropy (arXiv 2411.09009). It serves any objective.
+  (8 N V H FLOPs in all), as in Cut Cross-Entropy (arXiv 2411.09009). It serves any objective. The last chunk is not
+  computed again: its memory is kept for backward, which needs as much and begins with it, so that of few scores it is
+  6 N V H. Where no weight takes a gradient, those of hidden states are formed in forward, but for a factor that
+  backward brings (4 N V H in place of 6).
 - `linear_loss` is for objectives whose loss at a score depends on that score alone, such as supervised
   fine-tuning: gradients are formed in forward while the logits are there (6 N V H), as in Liger (2410.10989). It also
   takes a teacher, whose logits are made chunk by chunk beside the student's, and compares the two distributions.
@@ -138,8 +141,23 @@ def linear_logprobs(
             `divergences` are `linear_loss`'s alone.
     """
     bias = options.pop("bias", None)
-    spec = _Spec(**cast(Any, options))
-    return _wanted(spec.want, *_LinearLogprobs.apply(spec, index, target, bias, *_flat(terms)))
+    spec = _Spec(**cast(Any, options), grad=torch.is_grad_enabled())
+    wanted = spec.grad and any(term.x.requires_grad for term in terms)
+    at_once = wanted and spec.split is None and forms_in_forward(terms, bias, spec.want)
+    return _wanted(spec.want, *_LinearLogprobs.apply(spec._replace(at_once=at_once), index, target, bias, *_flat(terms)))
+
+
+def forms_in_forward(terms: Sequence[Term], bias: Tensor | None, want: Want) -> bool:
+    """Whether `linear_logprobs` reads no weight in backward: none takes a gradient, nor can statistics beside
+    log-probabilities have one. Not in float16, in which small probabilities without a factor are nothing.
+
+    Args:
+        terms: as there.
+        bias: likewise.
+        want: the statistics beside log-probabilities.
+    """
+    trained = any(term.weight.requires_grad for term in terms) or (bias is not None and bias.requires_grad)
+    return not (trained or want.entropies or want.mean_logprobs or _dtype_of(terms[0].x) == torch.float16)
 
 
 def linear_loss(
@@ -211,6 +229,8 @@ class _Spec(NamedTuple):
     grad: bool = True
     """Whether gradients are wanted at all, which the inside of an autograd function cannot see."""
     teacher: Teacher | None = None
+    at_once: bool = False
+    """Whether those of hidden states are formed in forward."""
 
 
 class _Loss(NamedTuple):
@@ -260,7 +280,9 @@ class OwnScores:
         most_at_once: int,
         split: SplitVocabulary | None,
     ) -> None:
-        self.index, self.target, self.rows, self.split = index, target, min(most_at_once, len(index)), split
+        self.index, self.target, self.split = index, target, split
+        chunks = -(-len(index) // max(most_at_once, 1))
+        self.rows = -(-len(index) // max(chunks, 1))  # about equally many in each
 
     def spans(self) -> Iterator[slice]:
         """The scores of each chunk."""
@@ -339,17 +361,30 @@ class ChunkedHead:
         head = ChunkedHead(_Spec(teacher.projection), scores, teacher.bias, teacher.terms)
         return (logits for _, _, logits in head.chunks())
 
-    def chunks(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-        """(scores of the chunk, their x of each term, raw logits [rows, vocab]); the logits are one buffer."""
-        scores = self.scores
-        buffer = torch.empty(scores.rows, self.vocab, dtype=self.dtype, device=scores.index.device)
-        for span in scores.spans():
+    def workspace(self) -> Float[Tensor, "rows vocab"]:
+        """For the logits of a chunk."""
+        shape = (self.scores.rows, self.vocab)
+        return torch.empty(shape, dtype=self.dtype, device=self.scores.index.device)
+
+    def chunks(
+        self, buffer: Tensor | None = None, kept: slice | None = None
+    ) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+        """(scores of the chunk, their x of each term, raw logits [rows, vocab]).
+
+        Args:
+            buffer: that the logits are written to, chunk after chunk.
+            kept: a chunk whose rows in the buffer are left as they are; it comes first.
+        """
+        scores, buffer = self.scores, self.workspace() if buffer is None else buffer
+        spans = [span for span in scores.spans() if span != kept]
+        for span in spans if kept is None else [kept, *spans]:
             xs = [scores.taken(term.x, span, self.dtype) for term in self.terms]
             logits = buffer[: span.stop - span.start]
-            for x, term in zip(xs, self.terms, strict=True):
-                _put_logits(logits, x, term.weight, add=x is not xs[0])
-            if self.bias is not None:
-                logits += self.bias
+            if span is not kept:
+                for x, term in zip(xs, self.terms, strict=True):
+                    _put_logits(logits, x, term.weight, add=x is not xs[0])
+                if self.bias is not None:
+                    logits += self.bias
             yield span, xs, logits
 
     def few(self) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
@@ -494,16 +529,36 @@ def _returned(gradients: _Gradients, cut: _Cut, sinks: Sequence[Tensor | None]) 
     return [bias, *(tensor for pair in zip(gradients.xs, weights, strict=True) for tensor in pair)]
 
 
+class _LastChunk(NamedTuple):
+    """Of the scores: what backward would compute again of it."""
+
+    span: slice
+    slopes: Float[Tensor, "rows vocab"]
+    """Gradients at its raw logits where those at its log-probabilities are one; in a buffer for any chunk."""
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec: _Spec, index, target, bias, *flat):
         terms = _pairs(flat)
         scores = _scores_of(spec, index, target, terms)
         head = ChunkedHead(spec, scores, bias, terms)
+        needed = [spec.grad and need for need in ctx.needs_input_grad[3:]]
+        keeps = any(needed) and not spec.at_once and head.dtype != torch.float16  # as in `forms_in_forward`
+        ctx.formed = _of_scores(scores, terms, needed[1::2]) if spec.at_once else []
+        ctx.last, buffer = None, head.workspace()
         columns: list[RowStats] = []
         with torch.autocast(index.device.type, enabled=False):
-            for span, _, logits in head.chunks():
-                columns += [rows.stats(spec.want, keep=False) for _, rows in head.blocks(span, logits)]
+            for span, _, logits in head.chunks(buffer):
+                if keeps and span.stop >= len(scores.target):
+                    ctx.last = _LastChunk(span, buffer)
+                for _, rows in head.blocks(span, logits):
+                    columns.append(rows.stats(spec.want, keep=False))
+                    if spec.at_once or ctx.last is not None:
+                        rows.gradient(Slopes(torch.ones_like(columns[-1].lse)), columns[-1].entropies)
+                for into, term in zip(ctx.formed, head.terms, strict=False):
+                    if into is not None:
+                        into[span] = _back(logits, term.weight)
         stats = _joined(columns, terms[0].x, len(scores.index))
         logprobs, entropies, means, top1, _, collisions, _ = map(scores.own, stats)
         ctx.spec, ctx.dtype = spec, head.dtype
@@ -519,25 +574,65 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx, *grads):
         index, target, bias, lse, entropies, *flat = ctx.saved_tensors
         terms, spec = _pairs(flat), ctx.spec
-        sinks = _sinks(ctx.leaves, spec.accumulate)
         with torch.autocast(index.device.type, dtype=ctx.dtype, enabled=ctx.dtype != terms[0].x.dtype):
             scores = ctx.met or _scores_of(spec, index, target, terms)
             head = ChunkedHead(spec, scores, bias, terms)
         of_logprobs, of_entropies, of_means = scores.slopes_of_all(grads[:3])
         of_logprobs = torch.zeros_like(lse) if of_logprobs is None else of_logprobs
+        if spec.at_once:
+            return None, None, None, None, *_spread(ctx.formed, of_logprobs, scores, terms)
+        last, ctx.last = ctx.last if of_entropies is None and of_means is None else None, None
+        buffer, kept = (head.workspace(), None) if last is None else (last.slopes, last.span)
+        sinks = _sinks(ctx.leaves, spec.accumulate)
         gradients = _Gradients(head, terms, bias, ctx.needs_input_grad[3:], sinks)
         with torch.autocast(index.device.type, enabled=False):
-            for span, xs, logits in head.chunks():
-                for part, rows in head.blocks(span, logits):
-                    rows.restore(lse[part], keep=of_entropies is not None)
-                    slopes = Slopes(
-                        of_logprobs[part],
-                        None if of_entropies is None else of_entropies[part],
-                        None if of_means is None else of_means[part],
-                    )
-                    rows.gradient(slopes, entropies if of_entropies is None else entropies[part])
+            for span, xs, logits in head.chunks(buffer, kept):
+                if span is kept:
+                    logits.mul_(of_logprobs[span, None])
+                else:
+                    _slopes_of(head, span, logits, lse, entropies, (of_logprobs, of_entropies, of_means))
                 gradients.add(span, xs, logits)
         return None, None, None, *_returned(gradients, _Cut.of(bias, terms, spec.split), sinks)
+
+
+def _of_scores(scores: AllScores, terms: Sequence[Term], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Room for a gradient of each score's hidden state, of those terms that need one."""
+    pairs = zip(terms, needed, strict=True)
+    return [term.x.new_empty(len(scores.index), term.x.shape[1]) if need else None for term, need in pairs]
+
+
+def _spread(
+    formed: Sequence[Tensor | None], slopes: Float[Tensor, " scores"], scores: AllScores, terms: Sequence[Term]
+) -> list[Tensor | None]:
+    """The gradients of the terms, from those of the scores where each log-probability's is one."""
+    returned: list[Tensor | None] = []
+    for of_scores, term in zip(formed, terms, strict=True):
+        into = None if of_scores is None else torch.zeros_like(term.x)
+        if of_scores is not None and into is not None:
+            for span in scores.spans():
+                scores.add_back(into, span, (of_scores[span] * slopes[span, None]).to(into.dtype))
+        returned += [into, None]
+    return returned
+
+
+def _slopes_of(
+    head: ChunkedHead,
+    span: slice,
+    logits: Float[Tensor, "rows vocab"],
+    lse: Float[Tensor, " scores"],
+    entropies: Tensor,
+    slopes: tuple[Tensor, Tensor | None, Tensor | None],
+) -> None:
+    """Overwrites a chunk's raw logits with the gradients at them; `slopes` are those at all statistics."""
+    of_logprobs, of_entropies, of_means = slopes
+    for part, rows in head.blocks(span, logits):
+        rows.restore(lse[part], keep=of_entropies is not None)
+        of_part = Slopes(
+            of_logprobs[part],
+            None if of_entropies is None else of_entropies[part],
+            None if of_means is None else of_means[part],
+        )
+        rows.gradient(of_part, entropies if of_entropies is None else entropies[part])
 
 
 class _LinearLoss(torch.autograd.Function):

@@ -31,6 +31,7 @@ from lowtide.ops.linear_logprobs import (
     TokenStats,
     Want,
     chunk_rows,
+    forms_in_forward,
     linear_logprobs,
     linear_loss,
 )
@@ -196,7 +197,8 @@ def _fused(
     split = split_of(parts.base.weight)
     shared: dict[str, Any] = {"bias": bias, "projection": projection, "want": scores.want, "split": split}
     shared["accumulate"] = scores.accumulate
-    unread_in_backward(parts.base, scores.loss is not None)
+    unread = scores.loss is not None or (split is None and forms_in_forward(terms, bias, scores.want))
+    unread_in_backward(parts.base, unread)
     if scores.loss is None:
         return None, linear_logprobs(terms, scores.index, scores.target, **shared)
     shared |= {"factor": scores.factor, "grad_scale": scores.grad_scale}

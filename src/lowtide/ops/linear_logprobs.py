@@ -318,10 +318,19 @@ def _scores_of(spec: _Spec, index: Tensor, target: Tensor, terms: Sequence[Term]
     """Whose scores a head goes through, and how many at a time."""
     first, split = terms[0].x, spec.split
     vocab = terms[0].weight.shape[0] if split is None else split.each
-    most = spec.chunk or chunk_rows(vocab, _dtype_of(first), target_of(first).kind)
+    kind = target_of(first).kind
+    most = spec.chunk or chunk_rows(vocab, _dtype_of(first), kind)
+    if split is not None and spec.chunk is None and _copies_blocks(spec, kind):
+        most = max(most // 3, 1)  # a block is a whole chunk there, and has two copies
     if split is None or split.same_scores:
         return OwnScores(index, target, most, split)
     return SplitScores(split, index, target, most)
+
+
+def _copies_blocks(spec: _Spec, kind: str) -> bool:
+    """Whether the passes over a block of logits need two more of its size."""
+    twice = spec.want.entropies or spec.want.collisions or spec.want.divergences
+    return kind == "cpu" and (twice or spec.projection.softcap is not None)
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
@@ -349,8 +358,7 @@ class ChunkedHead:
         else:
             self.block = min(max(1, block_bytes // _row_bytes(self.vocab, self.dtype, kind)), max(scores.rows, 1))
         self.scratch = None
-        twice = spec.want.entropies or spec.want.collisions or spec.want.divergences
-        if kind == "cpu" and (twice or spec.projection.softcap is not None):
+        if _copies_blocks(spec, kind):
             wide = torch.promote_types(self.dtype, torch.float32)
             self.scratch = torch.empty(2, self.block, self.vocab, dtype=wide)
 

@@ -468,9 +468,9 @@ def watching(run: Run, model: Any) -> Iterator[None]:
 
     chunks = linear_logprobs.ChunkedHead.chunks
 
-    def counted(self: Any) -> Any:
+    def counted(self: Any, *args: Any) -> Any:
         run.heads += 1
-        return chunks(self)
+        return chunks(self, *args)
 
     layers: Any = checkpointed_layers(model)
     first, activation = parts(model)

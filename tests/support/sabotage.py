@@ -66,9 +66,9 @@ def out_of_memory(model: nn.Module, place: str, number: int, error: str = "CUDA"
 
     chunks = linear_logprobs.ChunkedHead.chunks
 
-    def in_head(self: Any) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+    def in_head(self: Any, *args: Any) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
         pass_by()
-        return chunks(self)
+        return chunks(self, *args)
 
     if place == OPTIMIZER:
         with mock.patch.object(torch, "zeros_like", _passing(torch.zeros_like, pass_by)):

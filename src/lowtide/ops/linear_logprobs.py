@@ -144,7 +144,8 @@ def linear_logprobs(
     spec = _Spec(**cast(Any, options), grad=torch.is_grad_enabled())
     wanted = spec.grad and any(term.x.requires_grad for term in terms)
     at_once = wanted and spec.split is None and forms_in_forward(terms, bias, spec.want)
-    return _wanted(spec.want, *_LinearLogprobs.apply(spec._replace(at_once=at_once), index, target, bias, *_flat(terms)))
+    spec = spec._replace(at_once=at_once)
+    return _wanted(spec.want, *_LinearLogprobs.apply(spec, index, target, bias, *_flat(terms)))
 
 
 def forms_in_forward(terms: Sequence[Term], bias: Tensor | None, want: Want) -> bool:

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from lowtide.ops.attention_blocks import Part, block_kernel
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.linear_logprobs import Term, linear_logprobs
-from lowtide.ops.varlen_attention import varlen_attention
+from lowtide.ops.varlen_attention import rules_of, varlen_attention
 from lowtide.planner import speed
 from lowtide.planner.devices import DEVICES, Device, Rates
 from lowtide.planner.speed import OperationCosts
@@ -128,6 +130,38 @@ def test_attention_computes_half_of_all_pairs(case):
         varlen_attention(q, k, v, plan, **rules).sum().backward()
     fused = sum(each.flops for each in mode.costs.operations if each.attention)
     assert fused == 3.5 * 2 * 1024 * keys * 8 * 64
+
+
+def plain_attention(queries: int, keys: int) -> int:
+    """What torch counts of attention written out, 8 heads of width 64, each query to all keys, forward and backward;
+    and one product more, of the scores that a kernel computes again in backward."""
+    q, k, v = (torch.ones(8, count, 64, requires_grad=True) for count in (queries, keys, keys))
+    with FlopCounterMode(display=False) as count:
+        ((q @ k.mT).softmax(-1) @ v).sum().backward()
+        q @ k.mT
+    return count.get_total_flops()
+
+
+@pytest.mark.parametrize("case", ["varlen", "cpu"])
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(64, 192, False), (128, 128, False), (128, 128, True)])
+def test_a_block_of_earlier_keys_is_seen_whole_and_the_own_one_by_half(case, queries, keys, causal):
+    name, dtype, *_ = ATTENTION[case]
+    with FakeTensorMode(), Counted() as mode, as_on(PLAIN if name is None else DEVICES[name]):
+        q, k, v = (torch.empty(count, 8, 64, dtype=dtype) for count in (queries, keys, keys))
+        rules = rules_of({}, 64, queries + keys)
+        kernel = block_kernel(q, v, rules)
+        part = kernel.forward(q, k, v, rules, causal=causal)
+        kernel.backward(q, q, k, v, Part(part.out, part.lse), rules, causal=causal)
+    fused = sum(each.flops * count for each, count in mode.costs.operations.items() if each.attention)
+    assert fused == plain_attention(queries, keys) // (2 if causal else 1)
+
+
+def test_keys_that_a_mask_hides_are_computed_with():
+    q = torch.empty(1, 8, 128, 64, requires_grad=True)
+    mask = torch.ones(128, 128).tril().bool()
+    masked = counted(lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum().backward())
+    causal = counted(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward())
+    assert masked.flops == 2 * causal.flops == plain_attention(128, 128)
 
 
 def test_experts_compute_each_token_once():

@@ -288,6 +288,11 @@ def _sight(causal: bool) -> list[int]:
     return [-1, 0 if causal else -1]
 
 
+def argument_names(func: Any) -> list[str]:
+    """Those of an operation, those by position first."""
+    return [each.name for each in func._schema.arguments]
+
+
 def changes_arguments(func: Any) -> bool:
     """Whether an operation writes to one of its arguments."""
     return func._schema.is_mutable

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lowtide.compat.torch import GROUPED_PRODUCT, changed_arguments, changes_arguments, packet_of, storage_id
+from lowtide.compat.torch import (
+    GROUPED_PRODUCT,
+    argument_names,
+    changed_arguments,
+    changes_arguments,
+    packet_of,
+    storage_id,
+)
 from lowtide.planner.devices import Device
 
 PRODUCT_EFFICIENCY = 0.7
@@ -223,13 +230,27 @@ def _sparse_bytes(name: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> 
     return 2 * sum(map(_size, outputs))
 
 
-# -- attention, of which only half of all pairs are computed: a causal kernel skips the blocks ahead ---------------
+# -- attention: of all pairs of a query and a key, a causal kernel computes half, since it skips the blocks ahead ----
+
+BACKWARD = 5, 2
+"""The products of a backward, in place of those of a forward."""
 
 
-def _dense_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """[n, heads, queries, dim]"""
-    n, heads, queries, dim = query.shape
-    return n * heads * queries * key.shape[2] * (dim + value.shape[3])
+def _dense_attention(name: str) -> Callable[..., int]:
+    """For one of the kernels of `scaled_dot_product_attention`, by name, whose tensors are [n, heads, queries, dim].
+    One that is not causal computes all pairs, those that a mask hides too."""
+    names = argument_names(getattr(aten, name).default)
+    first, causal = names.index("query"), names.index("is_causal")
+    products, of = BACKWARD if name.endswith("_backward") else (1, 1)
+
+    def flops(*args: Any, **kwargs: Any) -> int:
+        query, key, value = args[first : first + 3]
+        n, heads, queries, dim = query.shape
+        skips = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+        half = n * heads * queries * key.shape[2] * (dim + value.shape[3])
+        return half * (1 if skips else 2) * products // of
+
+    return flops
 
 
 def _ragged_attention(query: Tensor, key: Tensor, value: Tensor, keys: int) -> int:
@@ -249,7 +270,8 @@ def _varlen_backward(*args: Any, window: Sequence[int] | None = None, **_: Any) 
     """The gradient of the output before the arguments of `_varlen`, output and log-sum-exp behind the value."""
     query, key, value, keys = *args[1:4], args[9]
     window = args[13] if len(args) > 13 else window
-    return _ragged_attention(query, key, value, _seen(keys, window)) * 5 // 2
+    products, of = BACKWARD
+    return _ragged_attention(query, key, value, _seen(keys, window)) * products // of
 
 
 def _seen(keys: int, window: Sequence[int] | None) -> int:
@@ -259,14 +281,10 @@ def _seen(keys: int, window: Sequence[int] | None) -> int:
     return keys if not window or window[0] < 0 else min(keys, 2 * (window[0] + 1))
 
 
-def _dense_backward(_grad: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Five products in place of two."""
-    return _dense_attention(*args, **kwargs) * 5 // 2
-
-
 def _flex_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _lse: Tensor,
                    keys: int) -> int:  # fmt: skip
-    return _ragged_attention(query, key, value, keys) * 5 // 2
+    products, of = BACKWARD
+    return _ragged_attention(query, key, value, keys) * products // of
 
 
 ATTENTION: dict[str, Callable[..., int]] = {
@@ -275,14 +293,8 @@ ATTENTION: dict[str, Callable[..., int]] = {
     "lowtide::flex_attention": _ragged_attention,
     "lowtide::flex_attention_backward": _flex_backward,
 } | {
-    f"aten::_scaled_dot_product_{kind}": formula
-    for kind, formula in {
-        "flash_attention": _dense_attention,
-        "flash_attention_backward": _dense_backward,
-        "efficient_attention": _dense_attention,
-        "efficient_attention_backward": _dense_backward,
-        "flash_attention_for_cpu": _dense_attention,
-        "flash_attention_for_cpu_backward": _dense_backward,
-    }.items()
+    f"aten::_scaled_dot_product_{kind}{way}": _dense_attention(f"_scaled_dot_product_{kind}{way}")
+    for kind in ("flash_attention", "efficient_attention", "flash_attention_for_cpu")
+    for way in ("", "_backward")
 }
 """Floating-point operations of fused attention, by the operation's name."""

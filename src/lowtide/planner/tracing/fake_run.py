@@ -58,6 +58,7 @@ from lowtide.run.training_run import Inputs, TrainingRun, adapters_of, head_with
 from lowtide.spelling import check_arguments_known
 from lowtide.step.heaviest import heaviest_batch, rows_in_a_step
 from lowtide.step.metrics import Totals
+from lowtide.step.pieces import is_long, plan_pieces
 from lowtide.step.runner import StepRunner
 
 B = TypeVar("B")
@@ -346,10 +347,12 @@ class FakeRun:
         return found
 
     def _thinned(self, batch: RaggedBatch, device: Device) -> RaggedBatch:
-        """Few enough scores for two chunks of the head, which is all that its peak depends on."""
+        """Few enough scores for two chunks of the head in each forward, which is all that its peak depends on."""
         dtype = torch.bfloat16 if self.config.bf16 else torch.float16 if self.config.fp16 else self._dtype
         rows = self.method.head.chunk_rows(self.described, dtype, device.kind)
-        return batch if rows is None else batch.thinned(2 * rows * self.sequence_parallel)
+        most = self.config.tokens_per_microbatch
+        forwards = len(plan_pieces(batch.segments, most)) if most is not None and is_long(batch, most) else 1
+        return batch if rows is None else batch.thinned(2 * rows * self.sequence_parallel * forwards)
 
     @property
     def has_16_bits(self) -> bool:

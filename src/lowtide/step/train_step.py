@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,23 +84,36 @@ class BackwardPlan:
     """Puts in order what a step that was left in the middle leaves behind, beside gradients."""
 
 
-def agree(counts: Counts, pieces: int, device: torch.device, copies: int = 1) -> tuple[Counts, int, int]:
-    """(counts of all ranks added up, micro-batches that each rank runs, ranks), in one exchange; no micro-batches where
-    one rank says that it could not cut its batch.
+class Agreed(NamedTuple):
+    """What all ranks know of a step before it."""
+
+    counts: Counts
+    """Of all ranks, added up."""
+    pieces: int
+    """Micro-batches that each rank runs; 0 where one of them could not cut its batch."""
+    ranks: int
+    long_rows: bool
+    """Whether one of them has a row above the token budget."""
+
+
+def agree(counts: Counts, pieces: int, device: torch.device, copies: int = 1, *, long_rows: bool = False) -> Agreed:
+    """What all ranks know, from what each of them knows of its own batch, in one exchange.
 
     Args:
+        pieces: micro-batches of this rank; 0 if it could not cut its batch.
         copies: so many ranks hold the same rows, and count as one.
+        long_rows: whether this rank has a row above the token budget.
     """
     if not distributed():
-        return counts, pieces, 1
-    mine = torch.tensor([*counts.values(), pieces], dtype=torch.float64, device=float64_device(device))
+        return Agreed(counts, pieces, 1, long_rows)
+    mine = torch.tensor([*counts.values(), long_rows, pieces], dtype=torch.float64, device=float64_device(device))
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, mine)
     table = torch.stack(everyones)
+    *totals, cutting, _ = (table.sum(0) / copies).tolist()
     each = table[:, -1]
     pieces = int(each.max()) if each.min() else 0
-    totals = (table[:, :-1].sum(0) / copies).tolist()
-    return dict(zip(counts, totals, strict=True)), pieces, len(everyones) // copies
+    return Agreed(dict(zip(counts, totals, strict=True)), pieces, len(everyones) // copies, cutting > 0)
 
 
 def train_step(
@@ -136,10 +150,12 @@ def train_step(
     pieces = 0
     with sync.local():
         pieces = max(len(groups_of(models, batch, objective, limits)), models.stages)
-    counts, pieces, ranks = agree({**objective.counts(batch), **known}, pieces, device, models.copies)
+    is_cut = limits.tokens is not None and max(batch.row_tokens, default=0) > limits.tokens
+    own_counts = {**objective.counts(batch), **known}
+    counts, pieces, ranks, some_cut = agree(own_counts, pieces, device, models.copies, long_rows=is_cut)
     if not pieces:
         sync.meet(device)
-    even = _some_rank_cuts(models, batch, limits)
+    even = models.together and some_cut
     if even or models.stages > 1:
         batch = _with_reference(sync, models, batch, objective, limits)
     parts = pieces_first(parts_of(batch, limits)) if even else parts_of(batch, limits, pieces)
@@ -321,13 +337,6 @@ def groups_of(models: Models, batch: RaggedBatch, objective: Objective | OwnLoss
     groups = batch.plan_split(limits.tokens, limits.rows, long_rows=True)
     check_long_rows(models, batch, objective, limits)
     return groups
-
-
-def _some_rank_cuts(models: Models, batch: RaggedBatch, limits: Limits) -> bool:
-    """Whether forwards are of all ranks together, and one of them has a row above the token budget."""
-    if not models.together or limits.tokens is None:
-        return False
-    return worst_of_ranks(int(max(batch.row_tokens) > limits.tokens), batch.token_ids.device) > 0
 
 
 def check_long_rows(models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits) -> None:

@@ -106,3 +106,10 @@ def test_weights_that_are_trained_are_streamed_on_a_cpu_without_a_reference():
     assert in_file(dataclasses.replace(sft, device_kind="cuda")) == []
     assert in_file(dataclasses.replace(sft, adapters=True)) == []
     assert in_file(setting()) == []
+
+
+def test_rows_in_pieces_have_their_keys_somewhere_and_no_step_in_backward():
+    found = [choice for axis in axes(setting("cuda"), Sizes(200, 2000, in_pieces=True)) for choice in axis.choices]
+    assert {"chain_storage": "host"} in [choice.options for choice in found]
+    assert not any("optimizer_in_backward" in choice.options for choice in found)
+    assert not any("chain_storage" in choice.options for choice in choices(setting("cuda")))

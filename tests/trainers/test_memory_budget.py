@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from accelerate.state import PartialState
@@ -94,3 +98,34 @@ def test_a_plan_leaves_the_state_of_accelerate_alone(tmp_path):
     made = trainer(args)
     assert made.accelerator.state.device == args.device
     assert before.items() <= PartialState._shared_state.items()
+
+
+@pytest.mark.slow
+def test_where_no_whole_row_fits_it_is_trained_in_pieces(tmp_path):
+    script, tokens = Path(__file__).with_name("pieces_child.py"), 2048
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, str(tokens)], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["settings"]["tokens_per_microbatch"] < tokens
+    assert set(found["cut"]) == {tokens}
+    assert found["peak"] == pytest.approx(found["predicted"], rel=0.06)
+    assert found["peak"] < found["whole"]
+
+
+def test_what_evaluates_in_its_own_way_keeps_rows_whole(tmp_path, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def planned(*_, whole_rows: bool, **__) -> None:
+        raise Asked(whole_rows)
+
+    class Own(lowtide.SFTTrainer):
+        def prediction_step(self, *args, **kwargs):
+            return super().prediction_step(*args, **kwargs)
+
+    monkeypatch.setattr("lowtide.trainers.method.fit_budget", planned)
+    for kind, whole in ((lowtide.SFTTrainer, False), (Own, True)):
+        with pytest.raises(Asked, match=str(whole)):
+            kind("no-model", config(tmp_path, memory_budget="1GiB"), train_dataset=ROWS)

@@ -50,6 +50,8 @@ class PlannedRun:
     """Whether its rows are token rows already, for which no tokenizer is needed."""
     from_files: bool = True
     """Whether its weights are loaded from files; false for a model that is there already."""
+    whole_rows: bool = False
+    """Whether no budget may be below the longest row, since something that no trace sees needs rows whole."""
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What was traced of it over several devices, which plans for other numbers of them share."""
 
@@ -140,9 +142,11 @@ def _sizes_of(run: PlannedRun, assembled: TrainingRun, rows: Dataset) -> Sizes:
     config = run.config({})
     (whole,) = heaviest_rows(lengths, -(-config.per_device_train_batch_size // run.method.rows.together(config)), None)
     together = int(lengths[whole].sum())
+    longest = max(int(lengths.max()), bin_tokens or 0)
     if run.requested.get("tokens_per_microbatch", "free") != "free":
-        return Sizes(together, together)
-    return Sizes(min(together, max(int(lengths.max()), bin_tokens or 0)), together)
+        budget = run.requested["tokens_per_microbatch"]
+        return Sizes(together, together, in_pieces=budget is not None and budget < longest, given=True)
+    return Sizes(min(together, longest), together)
 
 
 def measured(run: PlannedRun, prepared: Dataset, options: Mapping[str, Any], tokens: int | None) -> Measured:

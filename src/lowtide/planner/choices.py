@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lowtide.compat.torch import cpu_has_bf16
+from lowtide.memory.activations.chain_storage import HOST
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.table import TECHNIQUES
 from lowtide.planner.search import Axis, Choice, Sizes
@@ -70,7 +71,10 @@ def axes(setting: Setting, sizes: Sizes) -> list[Axis]:
         "reference": _reference(setting),
         "precision": _precision(setting),
         "trained": _trained(setting),
+        "keys": _keys(setting, sizes),
     }
+    if sizes.in_pieces:
+        lists = {name: [each for each in choices if not each[0].whole] for name, choices in lists.items()}
     made = (_axis(name, choices, setting) for name, choices in lists.items())
     return [axis for axis in made if axis.scales or len(axis.choices) > 1]
 
@@ -211,3 +215,12 @@ def _trained(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     if setting.adapters:
         return found
     return [*found, (Choice("LoRA", slower=0.8, changes=LORA, last_resort=True), {"use_peft": True})]
+
+
+def _keys(setting: Setting, sizes: Sizes) -> list[tuple[Choice, Mapping[str, Any]]]:
+    """Where those of a row wait that is run in pieces."""
+    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("keys on the device"), {})]
+    if sizes.in_pieces:
+        where = "host memory" if setting.device_kind == "cuda" else "a file"
+        found.append((Choice(f"keys in {where}", slower=1.1), {"chain_storage": HOST}))
+    return found

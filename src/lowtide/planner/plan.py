@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.estimate import BANDS
+from lowtide.planner.pieces import Searches, sizes_in_pieces
 from lowtide.planner.search import Candidate, Measured, Refused, Search, Sizes
 from lowtide.ranks.sharding import Sharding
 from lowtide.run.engine import computed_in
@@ -228,19 +230,20 @@ def make_plan(
         ValueError: the run cannot be planned, with the reason.
     """
     prepared, sizes, of_rows = prepared_rows(run, rows)
-    search = Search(
-        lambda options, tokens: measured(run, prepared, options, tokens),
-        axes(setting_of(run, exact=exact, streamed=streamed), sizes),
-        sizes,
-        room / (1 + BANDS[run.device.kind]),
-    )
+    setting = setting_of(run, exact=exact, streamed=streamed)
+
+    def search_of(sizes: Sizes) -> Search:
+        measure = partial(measured, run, prepared)
+        return Search(measure, axes(setting, sizes), sizes, room / (1 + BANDS[run.device.kind]))
+
+    searches = Searches(search_of, sizes, None if run.whole_rows else sizes_in_pieces(sizes))
     if exact:
-        _check_weights(search, room, run)
-    found = search.best(RUNNERS_UP if explain else 0)
+        _check_weights(searches.whole, room, run)
+    found = searches.best(RUNNERS_UP if explain else 0)
     if not found:
-        raise _nothing_fits(search, room, run, exact)
-    best = found[0]
-    chosen, *others = (_option(search, each, best) for each in found)
+        raise _nothing_fits(searches, room, run, exact)
+    search, best = found[0]
+    chosen, *others = (_option(each.search, each.candidate, best) for each in found)
     assert best.measured is not None
     return Plan(
         method=run.method.name,
@@ -251,14 +254,14 @@ def make_plan(
         estimate=replace(
             best.measured.estimate,
             room_bytes=room,
-            assumptions=assumptions_of(run, search.settings(best), best.tokens or sizes.whole),
+            assumptions=assumptions_of(run, search.settings(best), best.tokens or search.sizes.whole),
         ),
         runners_up=tuple(others),
-        techniques=tuple(_effects(search, sizes)) if explain else (),
-        refused=_refusals(search),
+        techniques=tuple(_effects(searches.whole, sizes)) if explain else (),
+        refused=_refusals(searches.whole),
         notes=(*notes, *of_rows, *best.measured.estimate.notes, *_proposed(run, search, prepared, best)),
         speed_by="relative costs" if best.measured.tokens_per_second is None else "roofline",
-        traces=search.traces,
+        traces=searches.traces,
     )
 
 
@@ -376,9 +379,9 @@ def _weights(measured: Measured) -> int:
     return int(min(phase.get("weights", 0) for name, phase in measured.phases.items() if name != "loading"))
 
 
-def _nothing_fits(search: Search, room: int, run: PlannedRun, exact: bool) -> PlanError:
+def _nothing_fits(searches: Searches, room: int, run: PlannedRun, exact: bool) -> PlanError:
     try:
-        least = search.smallest()
+        search, least = searches.smallest()
     except Refused as reason:
         return PlanError(str(reason), 0, {}, room=room)
     assert least.measured is not None
@@ -404,6 +407,7 @@ ADVICE = {
     "optimizer": "It needs a smaller model, adapters (use_peft), or a device with more memory",
     "reference": "It needs adapters (use_peft), whose reference is the model without them, or precomputed log-probs",
     "activations": "It needs shorter rows (max_length), a smaller model, or a device with more memory",
+    "keys": "It needs shorter rows (max_length), or a device with more memory",
     "head": "It needs shorter rows (max_length), a smaller vocabulary, or a device with more memory",
     "runtime": "That is the process itself, before any tensor: the budget is too small for any model",
 }

@@ -29,8 +29,8 @@ TRIES = 5
 ROUND = 16
 """Token budgets are multiples of this."""
 
-STATES = ("weights", "gradients", "optimizer", "reference", "runtime")
-"""Categories that do not depend on the tokens of a micro-batch, nor on what becomes of activations."""
+STATES = ("weights", "gradients", "optimizer", "reference", "keys", "runtime")
+"""Categories that do not depend on what becomes of activations, nor, but for keys, on the tokens of a micro-batch."""
 
 Combination = tuple[int, ...]
 """For each axis the number of a choice."""
@@ -83,10 +83,21 @@ class Measured:
 
 
 class Sizes(NamedTuple):
-    """The tokens of a micro-batch: of the longest row alone, and of as many rows as it may have."""
+    """The tokens of a micro-batch: the least and the most that may be chosen."""
 
     longest: int
+    """Of the longest row alone; of the shortest pieces, where rows are run in pieces."""
     whole: int
+    """Of as many rows as it may have; of the longest pieces."""
+    in_pieces: bool = False
+    """Whether the longest row is run in pieces."""
+    given: bool = False
+    """Whether the user says the token budget, so that there is nothing to choose."""
+
+    @property
+    def budget(self) -> int | None:
+        """The token budget with which a micro-batch has the most tokens, where it is to be chosen."""
+        return self.whole if self.in_pieces and not self.given else None
 
 
 class Candidate(NamedTuple):
@@ -94,7 +105,7 @@ class Candidate(NamedTuple):
 
     combination: Combination
     tokens: int | None
-    """Budget of a micro-batch; None where it may be whole."""
+    """Of a micro-batch; None for the most that it may have."""
     peak: float
     cost: float
     """Seconds a token, in some unit."""
@@ -146,7 +157,7 @@ class Search:
         waiting: list[tuple[Any, int, str, Candidate, int]] = []
 
         def wait(stage: str, candidate: Candidate, tries: int = 0) -> None:
-            heapq.heappush(waiting, (self._rank(candidate), next(order), stage, candidate, tries))
+            heapq.heappush(waiting, (self.rank(candidate), next(order), stage, candidate, tries))
 
         for combination in itertools.product(*(range(len(axis.choices)) for axis in self.axes)):
             wait("hoped", Candidate(combination, None, 0.0, self._hoped(combination), None))
@@ -183,7 +194,7 @@ class Search:
                 except Refused:
                     continue
                 predicted.append(Candidate(combination, tokens, peak, self.cost(combination, tokens), None))
-        for candidate in sorted(predicted, key=lambda each: (each.peak, self._rank(each))):
+        for candidate in sorted(predicted, key=lambda each: (each.peak, self.rank(each))):
             traced = self._proved(candidate)
             if traced is not None:
                 return traced
@@ -199,8 +210,8 @@ class Search:
 
     def settings(self, candidate: Candidate) -> dict[str, Any]:
         """What a user would write for a candidate, with its token budget."""
-        tokens = {} if candidate.tokens is None else {"tokens_per_microbatch": candidate.tokens}
-        return self.options(candidate.combination) | tokens
+        budget = self._budget(candidate.tokens)
+        return self.options(candidate.combination) | ({} if budget is None else {"tokens_per_microbatch": budget})
 
     def changes(self, candidate: Candidate) -> tuple[str, ...]:
         """What its settings change in the results."""
@@ -235,13 +246,17 @@ class Search:
         if key not in self._known:
             self.traces += 1
             try:
-                self._known[key] = self.measure(self.options(combination), tokens)
+                self._known[key] = self.measure(self.options(combination), self._budget(tokens))
             except Refused as reason:
                 self.refused[key] = str(reason)
                 raise
         return self._known[key]
 
     # -- predicting ---------------------------------------------------------------------------------------------
+
+    def _budget(self, tokens: int | None) -> int | None:
+        """The token budget with which a micro-batch has so many tokens."""
+        return self.sizes.budget if tokens is None else tokens
 
     @property
     def _less(self) -> int | None:
@@ -375,7 +390,7 @@ class Search:
 
     # -- speed ---------------------------------------------------------------------------------------------------
 
-    def _rank(self, candidate: Candidate) -> tuple:
+    def rank(self, candidate: Candidate) -> tuple:
         """The better the smaller: no last resort, fast, exact, little to set."""
         choices = self.choices(candidate.combination)
         settings = sum(len(choice.options) for choice in choices) + (candidate.tokens is not None)

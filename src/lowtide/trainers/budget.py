@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, Unpack
 
 from lowtide.methods.method import Method
@@ -34,10 +34,15 @@ def fit_budget(
     args: TrainingConfig,
     model: Any,
     dataset: Any,
+    *,
+    whole_rows: bool = False,
     **inputs: Unpack[RunInputs],
 ) -> Fitted:
     """Chooses what fits `memory_budget`, and sets it in the config; where nothing fits, what takes least, said aloud:
     no run is refused for a prediction alone.
+
+    Args:
+        whole_rows: whether something needs rows whole, so that none may be run in pieces.
 
     Raises:
         ValueError: the run cannot be planned; says why, and what to do.
@@ -56,7 +61,7 @@ def fit_budget(
     if dataset is None:
         raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
     rows, notes = first_rows(dataset)
-    run = run_of(method, args, model, requested=args.requested, **inputs)
+    run = replace(run_of(method, args, model, requested=args.requested, **inputs), whole_rows=whole_rows)
     room, of_budget = read_budget(args.memory_budget, run.device)
     try:
         plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)

@@ -135,11 +135,13 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         """The settings that `memory_budget` chooses, set in the config."""
         if not self.args.memory_budget:
             return Fitted({}, "")
+        plainly = self.evaluates_plainly(predicts=True) or given.get("preprocess_logits_for_metrics") is not None
         return fit_budget(
             self.method,
             self.args,
             given["model"],
             given["train_dataset"],
+            whole_rows=plainly,
             **self._to_plan(given),
         )
 

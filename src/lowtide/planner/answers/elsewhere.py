@@ -21,6 +21,7 @@ from lowtide.planner.plan import Plan
 BATCH, STEPS, LENGTH = "per_device_train_batch_size", "gradient_accumulation_steps", "max_length"
 OURS = {
     "tokens_per_microbatch": "micro-batches are counted in rows, so a few long rows take more than predicted",
+    "chain_storage": "rows are not run in pieces",
     "optimizer_in_backward": "gradients of all weights are there at once",
     "optimizer_states_on_host": "the optimizer's states stay on the device",
     "checkpointing_every": "layers are checkpointed all or none",

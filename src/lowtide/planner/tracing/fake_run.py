@@ -40,7 +40,7 @@ from lowtide.planner.sharding.layout import Layout
 from lowtide.planner.speed import OperationCosts
 from lowtide.planner.tracing.described_model import DescribedModel
 from lowtide.planner.tracing.faked import faked
-from lowtide.planner.tracing.following import follow_layers, follow_phases, label, stack_of
+from lowtide.planner.tracing.following import follow_layers, follow_phases, keys_followed, label, stack_of
 from lowtide.planner.tracing.four_bit import check_four_bit, reference_in_four_bits
 from lowtide.planner.tracing.host_memory import followed_to_the_host, weights_wait, with_transfers
 from lowtide.planner.tracing.known_results import KnownResults
@@ -254,6 +254,7 @@ class FakeRun:
             as_on(device),
             as_stepped(optimizer_name(self.config), device),
             followed_to_the_host(trace, device),
+            keys_followed(trace),
         ):
             sequence = self._slice(_sending(trace, costs))
             batch, traced_scores, micro_batches = self._run(trace, fake, layers, device, sequence)

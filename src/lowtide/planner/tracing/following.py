@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import body
 from lowtide.engine.vision import TOWERS
+from lowtide.memory.activations import chain_storage
 from lowtide.memory.optimizers.file_states import FileStates
-from lowtide.planner.tracing.trace import IN_FILES, PHASES, PINNED, StorageTrace
+from lowtide.ops.piece_keys import OnDevice
+from lowtide.planner.tracing.trace import IN_FILES, KEYS, PHASES, PINNED, StorageTrace
 from lowtide.step.runner import StepRunner
 
 
@@ -82,6 +87,23 @@ def follow_layers(model: nn.Module, layers: int, trace: StorageTrace) -> None:
     for number, layer in enumerate(stack_of(model, layers) or ()):
         layer.register_forward_pre_hook(begins(number))
         layer.register_forward_hook(ends(number))
+
+
+class _Kept(OnDevice):
+    """What the pieces of long rows keep on the device, which a trace is told of."""
+
+    def __init__(self, trace: StorageTrace) -> None:
+        self.trace = trace
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        kept = super().keep(tensor)
+        self.trace.belongs([kept], KEYS)
+        return kept
+
+
+def keys_followed(trace: StorageTrace) -> contextlib.AbstractContextManager:
+    """While it lasts, a trace tells the keys and values of long rows, and their gradients, from activations."""
+    return patch.object(chain_storage, "OnDevice", partial(_Kept, trace))
 
 
 def is_taught(runner: StepRunner) -> bool:

@@ -1,0 +1,112 @@
+"""Rows in pieces, for plans: a second search, over token budgets below the longest row.
+
+In pieces a row takes a forward more, and each piece is a forward and a backward of its own, so whole rows are looked at
+first. What does not depend on the tokens of a piece is what the row's keys and values take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lowtide.planner.search import ROUND, Candidate, Refused, Search, Sizes
+
+LEAST_TOKENS = 128
+"""Of the shortest pieces that a plan proposes."""
+MOST_PIECES = 16
+"""Into which a plan cuts the longest row. A trace runs each of them."""
+WORTH = 1.4
+"""Pieces are looked at where whole rows take this many times the seconds of the plain settings: a row in pieces takes
+a third more than these, as it does with checkpointing."""
+
+
+class Found(NamedTuple):
+    """Settings that a search found."""
+
+    search: Search
+    candidate: Candidate
+
+    @property
+    def rank(self) -> tuple:
+        """The better the smaller."""
+        return self.search.rank(self.candidate)
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Whether another model is trained, or it is only for when nothing else fits."""
+        return any(choice.last_resort for choice in self.search.choices(self.candidate.combination))
+
+
+class Searches:
+    """For whole rows, and for rows in pieces where these do not do.
+
+    Args:
+        search_of: makes a search over some sizes of a micro-batch.
+        sizes: of whole rows, or of rows in pieces where the user says the budget.
+        pieces: of rows in pieces; None where none may be cut.
+    """
+
+    def __init__(self, search_of: Callable[[Sizes], Search], sizes: Sizes, pieces: Sizes | None) -> None:
+        self.whole, self._search_of, self._sizes = search_of(sizes), search_of, pieces
+        self._pieces: Search | None = None
+        self.why_whole: str | None = None
+        """Why rows cannot be run in pieces, where that was looked for."""
+
+    @property
+    def traces(self) -> int:
+        """That were made."""
+        return self.whole.traces + (0 if self._pieces is None else self._pieces.traces)
+
+    def best(self, runners_up: int = 0) -> list[Found]:
+        """The fastest settings that fit, and those behind them; empty if nothing fits.
+
+        Raises:
+            Refused: the plain settings cannot be traced.
+        """
+        found = [Found(self.whole, each) for each in self.whole.best(runners_up)]
+        if found and not found[0].is_last_resort:
+            cost, plain = found[0].candidate.cost, self.whole.cost(self.whole.plain, None)
+            if cost <= WORTH * plain:
+                return found
+            found += self._in_pieces(runners_up, worth=cost)
+        else:
+            found += self._in_pieces(runners_up)
+        return sorted(found, key=lambda each: each.rank)[: runners_up + 1]
+
+    def _in_pieces(self, runners_up: int, worth: float = float("inf")) -> list[Found]:
+        search = self.pieces()
+        return [] if search is None else [Found(search, each) for each in search.best(runners_up, worth)]
+
+    def pieces(self) -> Search | None:
+        """The search over rows in pieces; None where rows cannot be run so."""
+        if self._sizes is not None and self._pieces is None and self.why_whole is None:
+            search = self._search_of(self._sizes)
+            try:
+                search.traced(search.plain, None)
+            except Refused as reason:
+                self.why_whole = str(reason)
+            else:
+                self._pieces = search
+        return self._pieces
+
+    def smallest(self) -> Found:
+        """What takes least, whether it fits or not; traced.
+
+        Raises:
+            Refused: nothing can be traced.
+        """
+        searches: Sequence[Search | None] = (self.whole, self.pieces())
+        found = [Found(each, each.smallest()) for each in searches if each is not None]
+        return min(found, key=lambda each: each.candidate.peak)
+
+
+def sizes_in_pieces(sizes: Sizes) -> Sizes | None:
+    """The tokens of the shortest and the longest pieces of the longest row; None where it is too short to be cut, or
+    where the user says the budget."""
+    least, most = (_rounded(sizes.longest / count) for count in (MOST_PIECES, 2))
+    least = max(least, LEAST_TOKENS)
+    return None if sizes.given or least > most else Sizes(least, most, in_pieces=True)
+
+
+def _rounded(tokens: float) -> int:
+    return int(-(-tokens // ROUND)) * ROUND

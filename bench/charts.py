@@ -1,9 +1,10 @@
-"""Bar charts as SVG, drawn from recorded results: readable in light and dark, on a phone and on paper.
+"""Charts as SVG, drawn from recorded results and tables: readable in light and dark, on a phone and on paper.
 
 An SVG in a page is an image and cannot see the page's colours, so it brings its own background, and follows the
 system's scheme. Names stand above their bars, so that a narrow screen does not cut them.
 """
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -71,6 +72,50 @@ def bar_chart(title: str, series: Sequence[str], groups: Iterable[Group], *, not
     return _svg(title, y + MARGIN, parts)
 
 
+CELL, NAME_LETTERS = 14, 36
+"""Pixels of a cell of a grid, and letters of a line beside it."""
+MARKS = {
+    "exact": '<rect x="{x}" y="{y}" width="9" height="9" rx="1.5" class="c"/>',
+    "not exact": '<circle cx="{cx}" cy="{cy}" r="3.6" class="ring"/>',
+    "no-op": '<rect x="{x}" y="{my}" width="9" height="2" class="faint"/>',
+    "refused": '<path d="M{x} {y}l9 9m0-9l-9 9" class="cross"/>',
+    "no such option": '<path d="M{x} {y}m2 2h5v5h-5z" class="cross thin"/>',
+}
+"""How words of a cell are drawn: told by their form as well as by their colour."""
+
+
+def grid_chart(title: str, cells: Mapping[tuple[str, str], str]) -> str:
+    """Returns a grid of marks as SVG: a column for each second name, whose letters stand upright, a row for each first.
+
+    Args:
+        title: what it shows.
+        cells: by row and column, one of the words of `MARKS`.
+    """
+    rows, columns = list(dict.fromkeys(row for row, _ in cells)), list(dict.fromkeys(column for _, column in cells))
+    parts, y = [_text(MARGIN, MARGIN + 14, title, "title")], MARGIN + 14 + LINE
+    x, said = MARGIN, set(cells.values())
+    for word in (each for each in MARKS if each in said):
+        parts += [_mark(word, x, y - 10), _text(x + 15, y, word, "faint")]
+        x += 32 + round(7.2 * len(word))
+    y += 18 + round(6.6 * max(map(len, columns)))
+    for number, column in enumerate(columns):
+        at = MARGIN + number * CELL + 9
+        parts.append(f'<text x="{at}" y="{y - 6}" class="small" transform="rotate(-90 {at} {y - 6})">{column}</text>')
+    side = MARGIN + len(columns) * CELL + 6
+    for row in rows:
+        lines = textwrap.wrap(row, NAME_LETTERS)
+        parts += [_mark(cells[row, column], MARGIN + number * CELL, y) for number, column in enumerate(columns)]
+        for line in lines:
+            parts.append(_text(side, y + 9, line, "small"))
+            y += 15
+        y += 3
+    return _svg(title, y + MARGIN, parts)
+
+
+def _mark(word: str, x: int, y: int) -> str:
+    return MARKS[word].format(x=x, y=y, cx=x + 4.5, cy=y + 4.5, my=y + 3.5)
+
+
 def _text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text x="{x:.1f}" y="{y}" class="{kind}">{escape(text)}</text>'
 
@@ -81,7 +126,8 @@ def _svg(title: str, height: int, parts: Sequence[str]) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">',
             f"<title>{escape(title)}</title>",
-            f"<style>text{{font:14px system-ui,sans-serif}}.title,.name{{font-weight:600}}{style}</style>",
+            f"<style>text{{font:14px system-ui,sans-serif}}.title,.name{{font-weight:600}}"
+            f".small{{font-size:12px}}.ring,.cross{{fill:none;stroke-width:2}}.thin{{stroke-width:1}}{style}</style>",
             f'<rect width="{WIDTH}" height="{height}" rx="6" class="paper"/>',
             *parts,
             "</svg>\n",
@@ -91,4 +137,5 @@ def _svg(title: str, height: int, parts: Sequence[str]) -> str:
 
 def _style(colours: Mapping[str, str]) -> str:
     fills = "".join(f".{name}{{fill:{colour}}}" for name, colour in colours.items())
-    return fills + f".title,.name,.value{{fill:{colours['ink']}}}"
+    strokes = f".ring{{stroke:{colours['b']}}}.cross{{stroke:{colours['faint']}}}"
+    return fills + strokes + f".title,.name,.value,.small{{fill:{colours['ink']}}}"

@@ -4,7 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.charts import DARK, KINDS, LIGHT, Bar, Group, bar_chart
+from bench.charts import DARK, KINDS, LIGHT, Bar, Group, bar_chart, grid_chart
+from tests.support.matrix_page import OF_RANKS, PAGE, picture_of, written
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -37,3 +38,26 @@ def test_bars_are_as_long_as_their_values_and_text_is_escaped():
     bars = [float(rect.get("width", 0)) for rect in root.iter(f"{SVG}rect") if rect.get("height") == "18"]
     assert bars[1] / bars[0] == pytest.approx(2, rel=0.01)
     assert bars[2] / bars[0] == pytest.approx(4, rel=0.01)
+
+
+def test_a_grid_has_a_mark_for_every_cell_and_every_name():
+    words = {
+        ("first", "A"): "exact",
+        ("first", "B"): "refused",
+        ("a second one", "A"): "exact",
+        ("a second one", "B"): "no-op",
+    }
+    root = ElementTree.fromstring(grid_chart("title", words))
+    assert {"title", "first", "a second one", "A", "B", *words.values()} == {
+        each.text for each in root.iter(f"{SVG}text")
+    }
+    exact = [each for each in root.iter(f"{SVG}rect") if each.get("class") == "c"]
+    assert len(exact) == 1 + 2, "one is in the legend"
+    assert len(list(root.iter(f"{SVG}path"))) == 1 + 1
+
+
+@pytest.mark.parametrize("path", [PAGE, OF_RANKS], ids=["matrix", "ranks"])
+def test_the_pictures_of_matrices_are_those_of_their_tables(path):
+    title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    assert picture_of(path).read_text(encoding="utf-8") == grid_chart(title, written(path))
+    assert f"(charts/{path.stem}.svg)" in path.read_text(encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,8 @@ from lowtide.planner.estimate import Estimate
 from lowtide.planner.profiling.profile import Profile, ProfiledRun, Span, Tensors, ticks
 from lowtide.planner.profiling.profile_page import html_of
 from lowtide.trainers import predictions
+from tests.support.browser import CHROMIUM
 
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
-)
 MIB = 1 << 20
 
 

@@ -1,11 +1,21 @@
 """What `lowtide.compat.peft` takes from the inside of PEFT is there."""
 
+import sys
+import types
+
+import peft
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lowtide.compat.peft import adapter_active, adapters_switched_off, caches_kept, same_weights_trained
+from lowtide.compat.peft import (
+    adapter_active,
+    adapters_switched_off,
+    caches_kept,
+    same_weights_trained,
+    without_bitsandbytes,
+)
 
 TINY = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -30,6 +40,22 @@ def test_a_layers_cache_is_as_it_was(model):
     with caches_kept(layer):
         layer._caches["norm"] = 1
     assert layer._caches == {}
+
+
+def test_no_adapter_asks_for_bitsandbytes(model, monkeypatch):
+    """A stand-in for the package fails the test where it is looked into."""
+
+    class Untouched(types.ModuleType):
+        def __getattr__(self, name):
+            raise AssertionError(f"PEFT looked into bitsandbytes, for {name}")
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", Untouched("bitsandbytes"))
+    before = peft.tuners.lora.model.is_bnb_available
+    with without_bitsandbytes():
+        assert not peft.tuners.lora.model.is_bnb_available(), "PEFT asks by another name whether bitsandbytes is there"
+        wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    assert type(wrapped.base_model.model.model.layers[0].self_attn.q_proj) is peft.tuners.lora.Linear
+    assert peft.tuners.lora.model.is_bnb_available is before
 
 
 def two_adapters(model):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.charts import grid_chart
 from tests.support.matrix import Cell
 
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
@@ -29,6 +30,8 @@ is put through is counted in each run, so that a technique that did nothing is t
 GKD has a teacher, and learns on the data's completions.
 GRPO, RLOO, OnlineDPO and PPO learn from the same completions in both runs, written by a `rollout_func`. Losses of GRPO,
 RLOO and PPO can be 0, and differences are relative to the largest of the run where they are not all above 0.
+
+![Every technique in every trainer, as the table below has it in words](charts/matrix.svg)
 """
 OPENING_OF_RANKS = """# Techniques over ranks
 
@@ -41,6 +44,8 @@ that lie otherwise in a shard, or of sums in another order.
 
 `2 ranks` are whole copies, FSDP2 is `fsdp=True`, ZeRO-2 and ZeRO-3 are DeepSpeed's stages, SP splits sequences, TP
 layers.
+
+![Techniques in each way to spread a run, as the table below has it in words](charts/matrix-ranks.svg)
 """
 
 
@@ -69,6 +74,17 @@ def written(page: Path = PAGE) -> dict[tuple[str, str], str]:
         for row in rows[2:]
         for kind, word in zip(kinds, row[2:-1], strict=True)
     }
+
+
+def draw(page: Path = PAGE) -> None:
+    """Draws what is written on a page beside the other charts."""
+    title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    picture_of(page).write_text(grid_chart(title, written(page)), encoding="utf-8")
+
+
+def picture_of(page: Path) -> Path:
+    """Where the picture of a page lies."""
+    return page.parent / "charts" / f"{page.stem}.svg"
 
 
 def _switch(technique: Any) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
@@ -25,6 +27,22 @@ def caches_kept(tuner: Any) -> Iterator[None]:
     finally:
         if before is not None:
             tuner._caches = before
+
+
+@contextlib.contextmanager
+def without_bitsandbytes() -> Iterator[None]:
+    """While it lasts, PEFT takes bitsandbytes to be absent, and does not import it to ask whether a layer is of it.
+
+    For models in which no layer is: the import takes a second. Each kind of adapter asks by a name of its own.
+    """
+    import peft.tuners
+
+    with contextlib.ExitStack() as stack:
+        for name in ("is_bnb_available", "is_bnb_4bit_available"):
+            for module in [each for key, each in sys.modules.items() if key.startswith(f"{peft.tuners.__name__}.")]:
+                if name in vars(module):
+                    stack.enter_context(patch.object(module, name, lambda: False))
+        yield
 
 
 @contextlib.contextmanager

@@ -197,7 +197,18 @@ def _flops(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> 
     if func is GROUPED_PRODUCT:
         return _grouped_product(*args[:2])
     formula = flop_registry.get(IN_PLACE.get(packet_of(func), packet_of(func)))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    if formula is None:
+        return 0
+    if kwargs or not all(isinstance(each, Tensor) for each in args):
+        return int(formula(*args, **kwargs, out_val=out))
+    key = (func, *(each.shape for each in args), out.shape if isinstance(out, Tensor) else None)
+    if key not in _known_flops:
+        _known_flops[key] = int(formula(*args, out_val=out))
+    return _known_flops[key]
+
+
+_known_flops: dict[Any, int] = {}
+"""By an operation and the shapes of the tensors that are its arguments and its result."""
 
 
 def _grouped_product(one: Tensor, other: Tensor) -> int:

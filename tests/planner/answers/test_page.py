@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 
+import pytest
+
 from lowtide.cli.main import main
 from lowtide.planner.answers.known_models import known_models
 from lowtide.planner.answers.page import grid, html_of
 from lowtide.planner.devices import DEVICES
+from tests.support.browser import CHROMIUM, browser
+
+NOTHING = {"contrast": [], "wider": [], "unnamed": [], "unsaid": []}
+"""What an audit finds of a page with which nothing is wrong."""
 
 
 class Elements(HTMLParser):
@@ -67,3 +73,63 @@ def test_the_grid_has_the_models_and_devices_that_there_are():
 def test_names_cannot_end_the_script():
     made = {**grid(), "date": "</script><b>"}
     assert "</script><b>" not in html_of(made)
+
+
+@pytest.fixture(scope="module")
+def tab():
+    with browser() as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(html_of(grid()), encoding="utf-8")
+    return path.as_uri()
+
+
+in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="needs chromium, which this machine does not have")
+
+
+@in_a_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1600])
+def test_in_a_browser_it_is_readable_and_asks_for_nothing(tab, written, width, dark):
+    tab.open(written, width=width, dark=dark)
+    assert tab.audit() == NOTHING
+    assert tab.errors == []
+    assert tab.requests == [written]
+    assert tab.run("document.querySelectorAll('#devices tr').length") == 1 + len(grid()["devices"])
+
+
+@in_a_browser
+def test_in_a_browser_it_is_operated_by_keys(tab, written):
+    tab.open(written, width=800)
+    focused, state = [], "({length: at('length').value, said: at('length_said').textContent, rows: at('rows').value})"
+    for _ in range(5):
+        tab.press("Tab", 9)
+        focused.append(tab.run("document.activeElement.id"))
+        assert tab.run("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    assert focused == ["model", "method", "device", "length", "rows"]
+    before = tab.run(state)
+    tab.press("ArrowRight", 39)
+    tab.press("Tab", 9, shift=True)
+    tab.press("ArrowRight", 39)
+    tab.press("ArrowRight", 39)
+    assert tab.run(state) == {"length": "11", "said": "2,048", "rows": str(int(before["rows"]) + 1)}
+    tab.press("End", 35)
+    positions = grid()["positions"]["Qwen/Qwen2.5-7B"]
+    assert tab.run("at('length').getAttribute('aria-valuetext')") == f"{positions:,} tokens"
+
+
+@in_a_browser
+def test_in_a_browser_what_does_not_fit_says_so(tab, written):
+    tab.open(written, width=800)
+
+    def best(model: str, device: str) -> str:
+        chosen = f"at('model').value = '{model}'; at('device').value = '{device}'; update();"
+        return tab.run(f"{chosen} at('best').textContent")
+
+    smallest = min(grid()["devices"], key=lambda each: each["memory"])["name"]
+    assert best("Qwen/Qwen2.5-0.5B", "H100-80GB") == "full fits"
+    assert best("Qwen/Qwen2.5-7B", smallest) != "full fits"

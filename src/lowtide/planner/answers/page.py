@@ -37,9 +37,9 @@ for LoRA, gradient checkpointing, bfloat16 mixed precision, AdamW; one GPU.</p>
 <label>Model <select id="model">{models}</select></label>
 <label>Method <select id="method">{methods}</select></label>
 <label>Device <select id="device">{devices}</select></label>
-<label>Tokens of a row <output id="length_said" for="length"></output>
+<label for="length">Tokens of a row <output id="length_said" for="length"></output>
 <input id="length" type="range" min="8" max="17" step="0.5" value="10"></label>
-<label>Rows of a batch <output id="rows_said" for="rows"></output>
+<label for="rows">Rows of a batch <output id="rows_said" for="rows"></output>
 <input id="rows" type="range" min="1" max="64" step="1" value="8"></label>
 </form>
 <section class="advice" aria-live="polite"><p class="label" id="best_label"></p><p class="value" id="best"></p>

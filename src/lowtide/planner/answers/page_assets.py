@@ -1,12 +1,13 @@
 """The style and the script of the page of devices (`page`)."""
 
 STYLE = """
-form { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 1rem; margin: 1.5rem 0 0; }
+form { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: 1rem; margin: 1.5rem 0 0; }
 label { display: block; color: var(--dim); font-size: .9rem; }
 output { float: right; color: var(--ink); font-weight: 600; font-variant-numeric: tabular-nums; }
 select, input { display: block; width: 100%; margin: .25rem 0 0; min-height: 2.4rem; font: inherit;
   color: var(--ink); accent-color: var(--best); }
-select { padding: .3rem .5rem; background: var(--panel); border: 1px solid var(--dim); border-radius: 4px; }
+select { padding: .3rem 1.6rem .3rem .5rem; text-overflow: ellipsis; background: var(--panel);
+  border: 1px solid var(--dim); border-radius: 4px; }
 select:focus-visible, input:focus-visible, .scroll:focus-visible { outline: 3px solid var(--best);
   outline-offset: 2px; }
 .ways { display: grid; gap: .75rem; }
@@ -20,7 +21,7 @@ select:focus-visible, input:focus-visible, .scroll:focus-visible { outline: 3px 
 .no .bar i { background: var(--bad); } .no h3 span { color: var(--bad); } .yes h3 span { color: var(--best); }
 tr.first td { background: var(--tint); font-weight: 600; }
 h2 { scroll-margin-top: 1rem; }
-code { font-size: .92em; }
+code { font-size: .92em; } code span { display: inline-block; max-width: 100%; }
 :root { --bad: #b3372b; }
 @media (prefers-color-scheme: dark) { :root { --bad: #f08a7e; } }
 @media (min-width: 70rem) { main { max-width: 78rem; } .ways { grid-template-columns: 1fr 1fr; } }
@@ -76,6 +77,17 @@ function row(cells, name) {
   }
   return line;
 }
+/* As it is typed; a line is broken between options alone. */
+function command(settings) {
+  const code = document.createElement("code"), batch = " --per_device_train_batch_size " + at("rows").value + " ";
+  const words = "lowtide " + at("method").value + " --model " + at("model").value + batch + settings;
+  for (const word of words.trim().split(/\s+(?=--)/)) {
+    const part = document.createElement("span");
+    part.textContent = word;
+    code.append(part, " ");
+  }
+  return code;
+}
 function shown(way, found, device) {
   const box = document.createElement("div"), title = document.createElement("h3");
   box.className = "way " + (found.fits ? "yes" : "no");
@@ -93,9 +105,7 @@ function shown(way, found, device) {
     + (found.speed ? "Some " + count(found.speed) + " tokens/s. " : "");
   box.append(title, bar, more);
   if (found.settings) {
-    const code = document.createElement("code");
-    code.textContent = "lowtide " + at("method").value + " " + found.settings.trim();
-    box.append(code);
+    box.append(command(found.settings));
   }
   if (way.changes) {
     const note = document.createElement("p");

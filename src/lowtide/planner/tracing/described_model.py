@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
+from lowtide.compat.peft import without_bitsandbytes
 from lowtide.engine.adapters import add_adapter_of
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
@@ -86,7 +87,8 @@ class DescribedModel:
             model = self._made(layers)
             if self.peft_config is None:
                 return model
-            adapted = adapt(model, copy.deepcopy(self.peft_config), gradient_checkpointing=False)
+            with without_bitsandbytes():
+                adapted = adapt(model, copy.deepcopy(self.peft_config), gradient_checkpointing=False)
             if self.beside is not None:
                 add_adapter_of(adapted, self.beside)
             return adapted

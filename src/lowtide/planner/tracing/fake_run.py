@@ -19,6 +19,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from lowtide.compat.peft import without_bitsandbytes
 from lowtide.compat.torch import FakeTensorMode, without_modes
 from lowtide.compat.transformers import place_on
 from lowtide.data.batches.masking import EVALUATION
@@ -251,7 +252,7 @@ class FakeRun:
             patch.object(offloading, "trim_heap", trace.trimmed),
             patch.dict(STORAGES, {"4bit": reference_in_four_bits}),
             taking(partial(_few_blocks, costs.values())),
-            as_on(device),
+            as_on(device, trace),
             as_stepped(optimizer_name(self.config), device),
             followed_to_the_host(trace, device),
             keys_followed(trace),
@@ -393,7 +394,8 @@ class FakeRun:
         with without_modes():
             if not self.prepared:
                 self._prepare(lambda: run.prepared(self.dataset, "train")[0])
-        run.install()
+        with contextlib.nullcontext() if peft_config is None else without_bitsandbytes():
+            run.install()
         with without_modes():
             run.check_rows("train", self.dataset)
         return run

@@ -21,6 +21,8 @@ MOST = 50_000
 PLAIN = frozenset(
     (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )  # of an argument that is its own description
+FOLLOWING = ("aten", "torch_attn", "lowtide")
+"""Of whose operations the forms of results follow from those of arguments."""
 KNOWN: dict[Any, Any] = {}
 """By operation and the forms of its arguments, how to make what it gives, of all traces of a process."""
 
@@ -87,7 +89,7 @@ class KnownResults:
         Raises:
             _NotKept: it may follow from more.
         """
-        if func.namespace != "aten" or torch.is_inference_mode_enabled():
+        if func.namespace not in FOLLOWING or torch.is_inference_mode_enabled():
             raise _NotKept
         key: list[Any] = [func, torch.get_default_dtype()]
         self._describe(args, key, tensors)

@@ -32,14 +32,18 @@ from lowtide.ops.varlen_attention import BACKENDS, Backend
 from lowtide.planner.devices import Device
 from lowtide.planner.tracing.cuda_attention import flex, sdpa
 from lowtide.planner.tracing.cuda_autocast import cuda_autocast
-from lowtide.planner.tracing.trace import Mode
+from lowtide.planner.tracing.trace import Mode, StorageTrace
 
 
 @contextlib.contextmanager
-def as_on(device: Device) -> Iterator[None]:
+def as_on(device: Device, trace: StorageTrace | None = None) -> Iterator[None]:
     """While it lasts, what runs on fake CPU tensors allocates as on a device.
 
     To be entered last, within the fake mode and the trace, so that the trace sees what is allocated here.
+
+    Args:
+        device: the device.
+        trace: takes the buffers of kernels itself, which spares each operation a mode; None for a mode of their own.
     """
     if device.kind != "cuda":
         with grouped_products_by(_grouped_product):
@@ -54,7 +58,7 @@ def as_on(device: Device) -> Iterator[None]:
         _replaced(TritonRows, "launch", _pass_over_rows),
         cuda_autocast(),
         foreach_by_default(),
-        _Workspaces(),
+        _Workspaces() if trace is None else trace.taking_around(WORKSPACES),
     ):
         yield
 

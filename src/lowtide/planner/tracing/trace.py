@@ -110,6 +110,7 @@ class StorageTrace(StorageWatch[Block], Mode):
         self.events: list[Event] = []
         self.watchers: list[Callable[[Any, Any, Any], None]] = []
         self._stepping = False
+        self._around: Mapping[str, Callable[..., Any]] = {}
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -128,6 +129,15 @@ class StorageTrace(StorageWatch[Block], Mode):
             yield
         finally:
             optimizer.state, self._stepping, self.layer = defaultdict(dict, optimizer.state), False, None
+
+    @contextlib.contextmanager
+    def taking_around(self, workspaces: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+        """Around some operations, by their names, takes the buffers that a function makes of their arguments."""
+        before, self._around = self._around, workspaces
+        try:
+            yield
+        finally:
+            self._around = before
 
     def belongs(self, tensors: Iterable[Tensor], category: str | None = None, layer: int | None = None) -> None:
         """Says what some tensors are, or of which layer."""
@@ -169,6 +179,10 @@ class StorageTrace(StorageWatch[Block], Mode):
     def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # what such a tensor is made of comes here after it
+        taken = None
+        if self._around and (allocate := self._around.get(func.name())) is not None:
+            with self:
+                taken = allocate(*args, **kwargs)
         for_all = self._stepping and func.name().startswith(FOR_ALL) and len(args[0]) > 1
         if for_all:
             self.layer = None
@@ -180,6 +194,7 @@ class StorageTrace(StorageWatch[Block], Mode):
             for each, layer in zip(out, layers, strict=True):
                 if isinstance(each, Tensor):
                     self._see(each, layer)
+        del taken
         for watcher in self.watchers:
             watcher(func, args, out)
         return out

@@ -1,0 +1,47 @@
+"""The website in a real browser: every page, narrow and wide, light and dark. Needs mkdocs-material and Chromium."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import CHROMIUM, browser
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = "404.html"
+"""Its addresses begin at a server's root, which a folder has not."""
+OWN = ("file:", "data:", "blob:")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="needs chromium, which this machine does not have"),
+]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> list[Path]:
+    pytest.importorskip("material", reason="`make site` installs mkdocs-material")
+    folder = tmp_path_factory.mktemp("site")
+    config = ROOT / "docs_site" / "mkdocs.yml"
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", str(config), "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return [page for page in sorted(folder.rglob("*.html")) if page.name != ELSEWHERE]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1600])
+def test_every_page_is_readable_and_asks_for_nothing(pages, width, dark):
+    wrong: dict[str, object] = {}
+    with browser() as tab:
+        for page in pages:
+            tab.open(page.as_uri(), width=width, dark=dark)
+            found = {name: said for name, said in tab.audit().items() if said}
+            found |= {"errors": list(tab.errors)} if tab.errors else {}
+            fetched = [address for address in tab.requests if not address.startswith(OWN)]
+            if found or fetched:
+                wrong[page.name] = found | {"fetched": fetched}
+    assert len(pages) > 50
+    assert wrong == {}

@@ -2,8 +2,8 @@
 
 All that such a tensor has is its form: shape, strides, dtype, and whose storage it is in. torch finds the form of a
 result each time anew, at ten times the cost of looking it up: a trace of some layers has thousands of operations, of
-which hundreds differ. Kept is what torch found, for operations of aten alone, and only where the form of a result
-follows from the forms of the arguments; whatever else comes is torch's to answer.
+which hundreds differ. Kept is what torch found, for operations of aten and of attention, and only where the form of a
+result follows from the forms of the arguments; whatever else comes is torch's to answer.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
-from lowtide.run.optimizers import make_optimizer
+from lowtide.run.optimizers import make_optimizer, streams_trained
 from lowtide.run.training_run import Inputs, TrainingRun, adapters_of, head_with_adapter
 from lowtide.spelling import check_arguments_known
 from lowtide.step.heaviest import heaviest_batch, rows_in_a_step
@@ -230,7 +230,7 @@ class FakeRun:
             ValueError: an operation cannot be traced; names it.
         """
         traced = self._unrolled(device)
-        costs = with_transfers(traced.costs, traced.events)
+        costs = with_transfers(traced.costs, traced.events, written=streams_trained(self.config))
         return replace(traced, costs=costs, notes=(*self.notes, *traced.notes, *self.not_counted))
 
     @property

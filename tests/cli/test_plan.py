@@ -236,7 +236,7 @@ def test_trained_weights_are_streamed_where_nothing_else_fits(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["trained_weights"] == "stream"
     assert found["settings"]["optimizer_in_backward"] == "two_pass"
-    assert found["peak_bytes"] < 12e9
+    assert found["estimate"]["peak_bytes"] < 24e9
     assert found["estimate"]["host_bytes"] > 3 * 2 * 7e9
     assert not found["chosen"]["changes"]
     assert any("host memory" in note for note in found["notes"])

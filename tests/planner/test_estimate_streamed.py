@@ -73,7 +73,7 @@ def test_trained_weights_and_moments_in_a_file():
 
 @pytest.mark.slow
 def test_trained_weights_and_moments_in_host_memory():
-    options = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
+    options = {"optimizer_in_backward": True, "max_grad_norm": 0.0, "per_device_train_batch_size": 4}
     resident = weights(SFTConfig, TEXTS, "H100-80GB", lora=False, **options)
     streamed = weights(SFTConfig, TEXTS, "H100-80GB", lora=False, **options, trained_weights="stream")
     assert resident["weights"] == pytest.approx(7 * LAYER + 2 * ENDS, rel=0.01)

@@ -46,6 +46,12 @@ def weights_wait(model: nn.Module, trace: StorageTrace) -> None:
         trace.belongs(stream.weights, PINNED if stream.store.layers_only else IN_FILES)
 
 
+def weights_go(models: Iterable[nn.Module]) -> None:
+    """What is streamed waits again, as a part of a run begins, which may be run several times."""
+    for stream in filter(None, map(stream_of, models)):
+        stream.let_all_go()
+
+
 class _Visiting(Unresident):
     """What is brought in of streamed weights."""
 
@@ -55,9 +61,13 @@ class _Visiting(Unresident):
         self._layers: dict[Unit, int | None] = {}
 
     def hold(self, unit: Unit, size: int) -> Tensor:
-        self._layers[unit] = self.trace.layer
+        """A layer is stepped before anything else is of it: it is asked of its weights which one it is."""
+        now, of_unit = self.trace.layer, self.trace.layer_of(unit.weights[0])
+        self.trace.layer = self._layers[unit] = now if of_unit is None else of_unit
         with self.trace.owned_by("weights"):
-            return super().hold(unit, size)
+            held = super().hold(unit, size)
+        self.trace.layer = now
+        return held
 
     def leave(self, unit: Unit) -> None:
         """What was brought in for a layer goes as a part of it, whichever runs by then: layers are unrolled."""

@@ -228,6 +228,20 @@ def test_frozen_weights_are_streamed_where_nothing_else_fits(capsys):
     assert any("host memory" in note for note in found["notes"])
 
 
+@pytest.mark.slow
+def test_trained_weights_are_streamed_where_nothing_else_fits(capsys):
+    """An 8B, all of it, on a card of 24 GB."""
+    words = ["plan", "sft", "--model", "meta-llama/Meta-Llama-3-8B", "--lengths", "2048x1", "--device", "4090"]
+    assert main([*words, "--dtype", "bfloat16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["trained_weights"] == "stream"
+    assert found["settings"]["optimizer_in_backward"] == "two_pass"
+    assert found["estimate"]["peak_bytes"] < 24e9
+    assert found["estimate"]["host_bytes"] > 3 * 2 * 7e9
+    assert not found["chosen"]["changes"]
+    assert any("host memory" in note for note in found["notes"])
+
+
 def test_float16_is_planned_for_a_gpu_without_bfloat16(capsys, model):
     words = ["--model", str(model), "--lengths", "64x4", "--fp16", "--use_peft", "--dtype", "float16", "--json"]
     assert main(["estimate", "sft", *words, "--device", "t4"]) == 0

@@ -69,3 +69,23 @@ def test_trained_weights_and_moments_in_a_file():
     assert resident["optimizer"] > 2 * 7 * LAYER
     assert streamed["weights"] <= 1.01 * (ENDS + LAYER)
     assert streamed["optimizer"] <= 0.1 * resident["optimizer"]
+
+
+@pytest.mark.slow
+def test_trained_weights_and_moments_in_host_memory():
+    options = {"optimizer_in_backward": True, "max_grad_norm": 0.0, "per_device_train_batch_size": 4}
+    resident = weights(SFTConfig, TEXTS, "H100-80GB", lora=False, **options)
+    streamed = weights(SFTConfig, TEXTS, "H100-80GB", lora=False, **options, trained_weights="stream")
+    assert resident["weights"] == pytest.approx(7 * LAYER + 2 * ENDS, rel=0.01)
+    assert 2 * ENDS + 2 * LAYER <= streamed["weights"] <= 1.02 * (2 * ENDS + 3 * LAYER)
+    assert streamed["optimizer"] <= 0.1 * resident["optimizer"]
+    assert 3 * 7 * LAYER + 4 * ENDS <= streamed["elsewhere"] <= 2 * (3 * 7 * LAYER + 4 * ENDS)
+
+
+@pytest.mark.slow
+def test_gradients_of_several_micro_batches_wait_in_host_memory():
+    options = {"optimizer_in_backward": "two_pass", "trained_weights": "stream", "per_device_train_batch_size": 1}
+    one = weights(SFTConfig, TEXTS, "H100-80GB", lora=False, **options)
+    several = weights(SFTConfig, TEXTS, "H100-80GB", lora=False, **options, gradient_accumulation_steps=2)
+    assert several["elsewhere"] >= one["elsewhere"] + 7 * LAYER
+    assert several["weights"] <= one["weights"] + 1.02 * LAYER

@@ -26,6 +26,9 @@ class Stream:
         assert isinstance(other, Computation)
         self.synced = True
 
+    def synchronize(self):
+        self.run(self.done + len(self.queue))
+
     def run(self, position):
         while self.done < position:
             self.done += 1
@@ -45,11 +48,14 @@ class Late(TorchDispatchMode):
         super().__init__()
         self.stream = stream
 
+    def __exit__(self, *raised):
+        self.stream.synced = False
+        return super().__exit__(*raised)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         assert self.stream.synced, "a copy must wait for the computation before it"
-        self.stream.synced = False
         target, source = args[:2]
         self.stream.queue.append(Copy(target, source))
         return target
@@ -62,7 +68,9 @@ class Copy:
         self.sides = [self._side(target), self._side(source)]
 
     def _side(self, tensor):
-        return tensor if getattr(tensor, "is_host", False) else StorageWeakRef(tensor.untyped_storage())
+        if getattr(tensor, "is_host", False):
+            return tensor
+        return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.size()
 
     def __call__(self):
         target, source = map(self._tensor, self.sides)
@@ -71,9 +79,10 @@ class Copy:
     def _tensor(self, side):
         if isinstance(side, torch.Tensor):
             return side
-        storage = torch.UntypedStorage._new_with_weak_ptr(side.cdata)
+        held, offset, size = side
+        storage = torch.UntypedStorage._new_with_weak_ptr(held.cdata)
         assert storage is not None, "device memory was let go before its copy was done"
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
+        return torch.empty(0, dtype=torch.uint8).set_(storage, offset, size, (1,))
 
 
 class FakeCuda:

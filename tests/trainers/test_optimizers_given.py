@@ -129,7 +129,7 @@ def test_a_compressed_optimizer_sends_each_state_to_the_host_before_it_makes_the
 
     monkeypatch.setattr(run_optimizers, "HostStates", Watched)
     monkeypatch.setattr(run_optimizers, "wants_host_states", lambda args: True)
-    run_optimizers.settle_optimizer(optimizer, None)
+    run_optimizers.settle_optimizer(optimizer, None, model)
     assert there == list(range(1, len(list(model.parameters())) + 1))
 
 

@@ -64,8 +64,8 @@ class MemoryOptions:
     trained_weights: str = option(
         "resident",
         "Where all weights are that are trained: 'stream' keeps them and the optimizer's states in a temporary file in "
-        "output_dir, and holds a layer at a time, on a CPU. Needs optimizer_in_backward, and saves most with one "
-        "micro-batch a step.",
+        "output_dir (from a GPU, those of layers in host memory), and brings in a layer at a time. Needs "
+        "optimizer_in_backward, and saves most with one micro-batch a step.",
         choices=["resident", "stream"],
     )
     rehearsal: bool = option(

@@ -166,8 +166,6 @@ def _base_refused(site: Site) -> str | None:
 
 
 def _trained_refused(site: Site) -> str | None:
-    if kind_of(site.device) != "cpu":
-        return "it is built for a CPU: on a GPU take optimizer_states_on_host=True"
     if not all(parameter.requires_grad for parameter in site.model.parameters()):
         return "some weights are frozen: take base_weights='stream', which streams these"
     return COMPILED if site.options.torch_compile else _gradients_that_wait(site)
@@ -362,11 +360,12 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         Technique(
             "streamed trained weights",
-            "weights and moments, which lie in a file; a layer's are resident at a time, and all gradients at none",
+            "weights and moments, in a file or on the host; a layer's are resident at a time, and all gradients never",
             {"trained_weights": "stream", "optimizer_in_backward": TWO_PASS},
             option_is("trained_weights", "stream"),
             lowers=("weights", "optimizer"),
             refused=_trained_refused,
+            around=_streamed,
         ),
         Technique(
             "bfloat16 mixed precision",

@@ -149,9 +149,10 @@ def _gradients(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     if clips:
         two_passes = Choice("optimizer in backward, two passes", slower=2.0, whole=True)
         found.append((two_passes, {"optimizer_in_backward": TWO_PASS}))
-    if setting.device_kind == "cpu" and not setting.adapters and "ref_model_storage" not in setting.names:
+    if setting.device_kind in ("cpu", "cuda") and not setting.adapters and "ref_model_storage" not in setting.names:
         slower = STREAMED * (2.0 if clips else 1.0)
-        in_file = Choice("weights and states in a file", slower=slower, last_resort=True, whole=True)
+        where = "a file" if setting.device_kind == "cpu" else "host memory"
+        in_file = Choice(f"weights and states in {where}", slower=slower, last_resort=True, whole=True)
         found.append((in_file, {"optimizer_in_backward": TWO_PASS if clips else True, "trained_weights": "stream"}))
     return found
 

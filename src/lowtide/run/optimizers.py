@@ -17,6 +17,8 @@ from lowtide.memory.optimizers.lora_fa import LoraFA, projections_of
 from lowtide.memory.optimizers.muon import ADJUSTMENTS, MuonWithAdamW, matrices_of
 from lowtide.memory.optimizers.narrow_step import check_separable
 from lowtide.memory.optimizers.states import optimizer_name
+from lowtide.memory.optimizers.streamed_states import StreamedStates
+from lowtide.memory.weights.streaming import stream_of
 from lowtide.memory.weights.written_file import NoFile, file_beside
 from lowtide.ops.target import kind_of
 
@@ -198,16 +200,21 @@ def check_one_by_one(optimizer: torch.optim.Optimizer, args: Any) -> None:
     Raises:
         ValueError: says why.
     """
-    if streams_trained(args):
+    if streams_trained(args) and kind_of(args.device) == "cpu":
         check_in_file(optimizer)
-    elif wants_host_states(args):
+    elif streams_trained(args) and isinstance(optimizer, CompressedAdamW):
+        raise ValueError(
+            f"optim={args.optim!r} stores weights in a form of its own, and trained_weights='stream' those that were "
+            "loaded: take optim='adamw_torch_fused'"
+        )
+    elif streams_trained(args) or wants_host_states(args):
         check_host_states(optimizer)
     elif args.optimizer_in_backward:
         check_separable(optimizer)
 
 
 def streams_trained(args: Any) -> bool:
-    """Whether trained weights and their states lie in a file."""
+    """Whether trained weights and their states lie in a file, or in host memory."""
     return getattr(args, "trained_weights", "resident") == "stream"
 
 
@@ -231,22 +238,31 @@ def wants_host_states(args: Any) -> bool:
 def make_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
     """The optimizer that `optim` names, as a trainer makes it, with its states where they belong."""
     optimizer = trainer_optimizer(model, args, own_optimizer(args, model) if args.optim in NAMES else None)
-    settle_optimizer(optimizer, args)
+    settle_optimizer(optimizer, args, model)
     return optimizer
 
 
-def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any) -> None:
+def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any, model: nn.Module) -> None:
     """What happens to an optimizer before a scheduler is made for it."""
-    host = HostStates(optimizer) if wants_host_states(args) else None
-    if streams_trained(args):
+    host = _host_states(optimizer, args, model)
+    if host is not None:
+        optimizer.host_states = host  # type: ignore[attr-defined]
+    elif streams_trained(args):
         first = optimizer.param_groups[0]["params"][0]
         file = NoFile() if isinstance(first, FakeTensor) else file_beside(args.output_dir)
         optimizer.host_states = FileStates(optimizer, file)  # type: ignore[attr-defined]
-    if host is not None:
-        optimizer.host_states = host  # type: ignore[attr-defined]
     if isinstance(optimizer, CompressedAdamW):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.compress_([parameter])
                 if host is not None:
                     host.take_home(parameter)
+
+
+def _host_states(optimizer: torch.optim.Optimizer, args: Any, model: nn.Module) -> HostStates | None:
+    """What keeps states in host memory; None where they are on the device, or in a file."""
+    if streams_trained(args) and kind_of(args.device) == "cuda":
+        stream = stream_of(model)
+        assert stream is not None, "weights are streamed before they have an optimizer"
+        return StreamedStates(optimizer, stream, args.device)
+    return HostStates(optimizer) if wants_host_states(args) else None

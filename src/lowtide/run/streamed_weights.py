@@ -1,7 +1,8 @@
-"""Streams the frozen weights of a run's models: what is refused, and where the weights wait.
+"""Streams the weights of a run's models: what is refused, and where the weights wait.
 
-Asked for by `base_weights="stream"`: the base under adapters, a reference, a teacher, a reward model. They are streamed
-from the moment that they are loaded, so that the probe and the making of adapters take no more.
+Trained ones are asked for by `trained_weights="stream"`, frozen ones by `base_weights="stream"`: the base under
+adapters, a reference, a teacher, a reward model. They are streamed from the moment that they are loaded, so
+that the probe and the making of adapters take no more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.weights.mapped_files import MappedFiles, lying_in_files
 from lowtide.memory.weights.pinned_layers import PinnedLayers
 from lowtide.memory.weights.streaming import STREAM, Store, Unresident, WeightStream, stream_of
+from lowtide.memory.weights.trained_layers import TrainedLayers
 from lowtide.memory.weights.written_file import file_beside
 from lowtide.ops.mapped import can_let_go, declare, keep
 from lowtide.ops.target import kind_of
@@ -91,17 +93,17 @@ def stream_frozen(model: nn.Module, args: Any, *, what: str = "model") -> None:
 
 
 def stream_trained(model: nn.Module, args: Any) -> None:
-    """Moves the weights of a model that is trained whole into a temporary file, if this is asked for.
+    """Streams the weights of a model that is trained whole, if this is asked for: on a CPU all of them lie in a
+    temporary file, beside a GPU those of layers lie in pinned host memory.
 
     Raises:
-        ValueError: some are frozen, or it is not on a CPU, or there is no room for a file; says what to do.
+        ValueError: some are frozen, or there is no room for a file, or it is another device; says what to do.
     """
     if not streams_trained(args):
         return
-    if args.device.type != "cpu" or kind_of(args.device) != "cpu":
+    if args.device.type not in ("cpu", "cuda") or (args.device.type == "cpu" and not can_let_go()):
         raise ValueError(
-            "trained_weights='stream' is built for a CPU: on a GPU take optimizer_in_backward with "
-            "optimizer_states_on_host=True, which leave weights alone on it"
+            f"trained_weights='stream' needs Linux with a CPU or a CUDA device: here, leave it out ({args.device})"
         )
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
@@ -110,13 +112,28 @@ def stream_trained(model: nn.Module, args: Any) -> None:
             f"({frozen[0]}, ...): take base_weights='stream', which streams these"
         )
     parameters = [*model.parameters()]
-    planned = isinstance(parameters[0], FakeTensor)
-    if not planned:
+    on_device = kind_of(args.device) == "cuda"
+    if isinstance(parameters[0], FakeTensor):
+        store: Store = Unresident(on_device=on_device, written=True)
+    elif on_device:
+        store = TrainedLayers(args.device)
+    else:
         declare_all(lying_in_files(parameters))
         file_beside(args.output_dir).take(parameters)
-    stream = WeightStream(model, parameters, Unresident(on_device=False) if planned else MappedFiles())
+        store = MappedFiles()
+    attach_trained(model, store, args.device)
+
+
+def attach_trained(model: nn.Module, store: Store, device: torch.device) -> WeightStream:
+    """Has a store hold the weights of a model that is trained whole; what it does not hold goes to the device."""
+    stream = WeightStream(model, [*model.parameters()], store)
     vars(causal_model(model))[STREAM] = stream
+    if isinstance(store, TrainedLayers):
+        _place_the_rest(model, stream, device)
+        model.register_state_dict_pre_hook(lambda *_: stream.settle())
+        model.register_load_state_dict_pre_hook(lambda *_: stream.settle())
     stream.let_all_go()
+    return stream
 
 
 def declare_base(model: nn.Module, args: Any) -> None:

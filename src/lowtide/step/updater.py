@@ -118,6 +118,8 @@ class Updater:
         """
         if self.scaler is not None:
             self.accelerator.unscale_gradients()
+        if (stream := stream_of(model)) is not None:
+            stream.settle()
         trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
         gradients = {name: cast(Tensor, p.grad) for name, p in trained.items()}
         norm = self.total_norm({p: gradients[name] for name, p in trained.items()})

@@ -107,6 +107,6 @@ class OwnOptimizers(Trainer):
         inner = unwrap_optimizer(optimizer)
         if inner is not self._settled:
             step_local_shards(inner)
-            settle_optimizer(inner, self.args)
+            settle_optimizer(inner, self.args, cast(nn.Module, self.model))
             self._settled = inner
         return optimizer

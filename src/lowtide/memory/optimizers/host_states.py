@@ -62,15 +62,22 @@ class HostStates:
     Args:
         optimizer: an ordinary one, maybe wrapped by accelerate; before a scheduler is made for it, which wraps `step`.
         offload: which parameters' states live in host memory; by default those of all that do not themselves.
+        device: where a parameter is when it is stepped; by default where it is now.
 
     Raises:
         ValueError: the optimizer cannot step one parameter at a time, or is one of bitsandbytes.
     """
 
-    def __init__(self, optimizer: Any, *, offload: Callable[[Tensor], bool] = on_a_device):
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        offload: Callable[[Tensor], bool] = on_a_device,
+        device: torch.device | None = None,
+    ) -> None:
         self.optimizer = unwrap_optimizer(optimizer)
         check_host_states(self.optimizer)
-        self._offload = offload
+        self._offload, self._device = offload, device
         self._lanes: dict[torch.device, Lane] = {}
         replaced: Any = self.optimizer
         replaced.step = types.MethodType(lambda _, closure=None: self.step(closure), replaced)
@@ -115,8 +122,9 @@ class HostStates:
                 elsewhere[number] = {name: value for name, value in saved.items() if name not in home}
         type(self.optimizer).load_state_dict(self.optimizer, {**state_dict, "state": elsewhere})
         for parameter, home in at_home.items():
+            device = self._device or parameter.device
             for name, value in home.items():
-                self.optimizer.state[parameter][name] = _host_like(value, parameter.device).copy_(value)
+                self.optimizer.state[parameter][name] = _host_like(value, device).copy_(value)
 
     def wait(self) -> None:
         """Until the states in host memory are those of the last step."""
@@ -133,15 +141,16 @@ class HostStates:
         lane.wait_for_last()
         with lane.copying():
             brought = {
-                name: value.to(parameter.device, non_blocking=lane.asynchronous, copy=True)
+                name: value.to(self._device or parameter.device, non_blocking=lane.asynchronous, copy=True)
                 for name, value in home.items()
             }
             return _Visit(lane, home, brought, lane.mark())
 
     def _lane(self, parameter: Tensor) -> Lane:
-        if parameter.device not in self._lanes:
-            self._lanes[parameter.device] = Lane(parameter.device)
-        return self._lanes[parameter.device]
+        device = self._device or parameter.device
+        if device not in self._lanes:
+            self._lanes[device] = Lane(device)
+        return self._lanes[device]
 
     def _step_visiting(self, group: dict[str, Any], parameter: Tensor, visit: _Visit | None) -> None:
         if visit is None:
@@ -163,7 +172,7 @@ class HostStates:
                 if _moves(value):
                     home = homes.get(name)
                     if home is None or home.device.type != "cpu" or home.shape != value.shape:
-                        home = _host_like(value, parameter.device)
+                        home = _host_like(value, lane.device)
                     lane.leave(value)
                     state[name] = home.copy_(value, non_blocking=lane.asynchronous)
             lane.last_sent = lane.mark()

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lowtide.memory.weights.streaming import Unit
+from lowtide.memory.weights.streaming import Staying, Unit
 from lowtide.ops.mapped import bring_in, let_go, read_ahead
 
 
-class MappedFiles:
+class MappedFiles(Staying):
     """Where the weights of a model on a CPU wait (a `Store` of `memory.weights.streaming`)."""
 
     layers_only = False

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compat.torch import is_in_backward, storage_id
-from lowtide.memory.weights.streaming import Unit
+from lowtide.memory.weights.streaming import Staying, Unit
 
 ALIGNMENT = 256
 """Bytes, of where a weight begins in its layer's buffer, as torch's allocator has it."""
@@ -33,16 +33,41 @@ class Visit:
 
 
 class Home:
-    """Where the weights of a layer wait: one buffer of host memory, and the place of each in it."""
+    """Where the weights of a layer wait: in one buffer of host memory, or in one each.
 
-    def __init__(self, unit: Unit, buffer: Tensor, starts: Sequence[int]) -> None:
-        self.unit, self.buffer, self.starts = unit, buffer, starts
+    Args:
+        starts: where each weight begins in a buffer of all of them, in bytes.
+        size: bytes of that.
+        buffers: of host memory.
+    """
+
+    def __init__(self, unit: Unit, starts: Sequence[int], size: int, buffers: Sequence[Tensor]) -> None:
+        self.unit, self.starts, self.size, self.buffers = unit, starts, size, buffers
 
     def place(self, buffer: Tensor) -> None:
-        """Has the layer's weights lie in a buffer."""
+        """Has the layer's weights lie in a buffer of all of them."""
         for weight, start in zip(self.unit.weights, self.starts, strict=True):
-            part = buffer[start : start + weight.nbytes].view(weight.dtype)
-            weight.data = part.view(weight.shape)
+            weight.data = part_of(buffer, start, weight)
+
+    def place_at_home(self) -> None:
+        """Has them lie in host memory."""
+        if len(self.buffers) == 1:
+            return self.place(self.buffers[0])
+        for weight, buffer in zip(self.unit.weights, self.buffers, strict=True):
+            weight.data = part_of(buffer, 0, weight)
+
+    def beside(self, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What lies in a buffer on the device, with what it is in host memory, in bytes."""
+        if len(self.buffers) == 1:
+            yield buffer[: len(self.buffers[0])], self.buffers[0]
+            return
+        for start, each in zip(self.starts, self.buffers, strict=True):
+            yield buffer[start : start + len(each)], each
+
+
+def part_of(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """The tensor of another's form that begins at a byte of a buffer."""
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 class Saved(NamedTuple):
@@ -55,7 +80,7 @@ class Saved(NamedTuple):
     offset: int
 
 
-class PinnedLayers:
+class PinnedLayers(Staying):
     """Where the weights of layers wait (a `Store` of `memory.weights.streaming`).
 
     Args:
@@ -84,8 +109,7 @@ class PinnedLayers:
 
     def leave(self, unit: Unit) -> None:
         """The weights are those in host memory again, and the device's copy is let go."""
-        home = self._home(unit)
-        home.place(home.buffer)
+        self._home(unit).place_at_home()
         visit = self._visits.pop(unit, None)
         if visit is not None and not visit.is_used:  # its memory is the computation's again
             self.cuda.current_stream(self.device).wait_event(visit.arrived)
@@ -109,21 +133,29 @@ class PinnedLayers:
             for weight in unit.weights:
                 starts.append(size)
                 size += -(-weight.nbytes // ALIGNMENT) * ALIGNMENT
-            buffer = self.buffer(size)
-            for weight, start in zip(unit.weights, starts, strict=True):
-                buffer[start : start + weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight.detach())
-            self._homes[unit] = Home(unit, buffer, starts)
+            self._homes[unit] = self._made_home(unit, starts, size)
         return self._homes[unit]
+
+    def _made_home(self, unit: Unit, starts: Sequence[int], size: int) -> Home:
+        buffer = self.buffer(size)
+        for weight, start in zip(unit.weights, starts, strict=True):
+            part_of(buffer, start, weight).copy_(weight.detach())
+        return Home(unit, starts, size, [buffer])
 
     def _set_out(self, unit: Unit) -> None:
         if unit in self._visits:
             return
         home = self._home(unit)
-        back = torch.empty(len(home.buffer), dtype=torch.uint8, device=self.device)
+        back = torch.empty(home.size, dtype=torch.uint8, device=self.device)
         self.into.wait_stream(self.cuda.current_stream(self.device))  # its memory may still be in use there
+        self._wait_for(home)
         with self.cuda.stream(self.into):
-            back.copy_(home.buffer, non_blocking=True)
+            for part, waiting in home.beside(back):
+                part.copy_(waiting, non_blocking=True)
             self._visits[unit] = Visit(back, self.into.record_event())
+
+    def _wait_for(self, home: Home) -> None:
+        """Before a layer is copied: what is to be done first on the stream that brings it."""
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved:
         if is_in_backward() or type(tensor) not in (Tensor, torch.nn.Parameter):

@@ -2,7 +2,8 @@
 
 Frozen weights are read three times in a step and never written, so they need not be in memory in between. Where they
 wait is a `Store`: on a CPU the files that they came from (`memory.weights.mapped_files`), on CUDA pinned host memory
-(`memory.weights.pinned_layers`). From ZeRO-Infinity (arXiv 2104.07857); here hooks of modules alone bring weights in
+(`memory.weights.pinned_layers`). Trained ones wait in a file too (`memory.weights.written_file`), or are written back
+(`memory.weights.trained_layers`). From ZeRO-Infinity (arXiv 2104.07857); here hooks of modules alone bring weights in
 and let them go, so that no forward is rewritten.
 
 A unit is what is brought in together: each layer and, on a CPU, each other module with weights of its own. It comes as
@@ -15,7 +16,7 @@ Exact: bytes move and no value changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,9 +58,34 @@ class Store(Protocol):
         """After it was used."""
         ...
 
+    def bring_gradients(self, unit: Unit, /) -> None:
+        """Of a unit that is there: its gradients are too, when this returns."""
+        ...
+
+    def stepped(self, unit: Unit, /) -> None:
+        """Some weights of a unit that is there were changed."""
+        ...
+
+    def wait(self) -> None:
+        """Until everything is where it waits."""
+        ...
+
     def around(self) -> AbstractContextManager[None]:
         """What is entered for each forward that backward follows."""
         ...
+
+
+class Staying:
+    """What a store does whose gradients stay where they are made, and which copies nothing back."""
+
+    def bring_gradients(self, unit: Unit, /) -> None:
+        """They are there."""
+
+    def stepped(self, unit: Unit, /) -> None:
+        """Where they wait is where they are."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
 
 class WeightStream:
@@ -104,11 +130,34 @@ class WeightStream:
             self.store.leave(unit)
         self._present.clear()
 
+    def settle(self) -> None:
+        """Has all weights, and gradients, lie where they wait: before they are read in another way than by a step."""
+        self.let_all_go()
+        self.store.wait()
+
+    @contextmanager
+    def visiting(self, unit: Unit) -> Iterator[None]:
+        """A unit is there with its gradients, to be stepped."""
+        for other in self._present:
+            if other is not unit:
+                self._leave(other)
+        self._present = [unit]
+        self.store.bring(unit, None)
+        self.store.bring_gradients(unit)
+        yield
+        self._leave(unit)
+        self._present.clear()
+
+    def _leave(self, unit: Unit) -> None:
+        """A unit goes, with what autocast keeps of it until a forward is over."""
+        self.store.leave(unit)
+        torch.clear_autocast_cache()
+
     def _enter(self, number: int, following: int) -> None:
         unit = self.units[number]
         for other in self._present:
             if other is not unit:
-                self.store.leave(other)
+                self._leave(other)
         self._present = [unit]
         self.store.bring(unit, self.units[following] if 0 <= following < len(self.units) else None)
 
@@ -127,27 +176,37 @@ class WeightStream:
             if first is not None and first.requires_grad:
                 first.register_hook(backward_begins)
             if not is_in_backward():
-                self.store.leave(self.units[number])
+                self._leave(self.units[number])
 
         return hook
 
 
-class Unresident:
+class Unresident(Staying):
     """Where the weights of a plan wait: what is brought in takes its bytes, on tensors without memory.
 
     Args:
         on_device: whether they are copied to a device, where the next layer's arrive while one runs.
+        written: whether they are trained: copied back as well, beside gradients that wait.
     """
 
-    def __init__(self, *, on_device: bool) -> None:
-        self.layers_only = on_device
-        self._held: dict[Unit, Tensor] = {}
+    def __init__(self, *, on_device: bool, written: bool = False) -> None:
+        self.layers_only, self.written = on_device, on_device and written
+        self._held: dict[Unit, list[Tensor]] = {}
 
     def bring(self, unit: Unit, following: Unit | None) -> None:
         if unit not in self._held:
             size = unit.bytes if unit.is_layer else min(unit.bytes, BAND_BYTES)
             ahead = following.bytes if self.layers_only and following is not None else 0
-            self._held[unit] = self.hold(unit, size + ahead)
+            behind = unit.bytes if self.written and is_in_backward() else 0
+            self._held[unit] = [self.hold(unit, size + ahead + behind)]
+            if behind:
+                self.bring_gradients(unit)
+
+    def bring_gradients(self, unit: Unit) -> None:
+        """Those that wait on the host come to the device, beside their places there."""
+        if self.written and unit in self._held:
+            size = sum(weight.nbytes for weight in unit.weights if weight.grad is not None)
+            self._held[unit] += [self.hold(unit, size)] if size else []
 
     def leave(self, unit: Unit) -> None:
         self._held.pop(unit, None)
@@ -156,7 +215,7 @@ class Unresident:
         return nullcontext()
 
     def hold(self, unit: Unit, size: int) -> Tensor:
-        """So many bytes, for a unit and the one that follows."""
+        """So many bytes, for a unit and those beside it."""
         return torch.empty(size, dtype=torch.uint8)
 
 

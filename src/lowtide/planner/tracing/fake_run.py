@@ -43,7 +43,7 @@ from lowtide.planner.tracing.described_model import DescribedModel
 from lowtide.planner.tracing.faked import faked
 from lowtide.planner.tracing.following import follow_layers, follow_phases, keys_followed, label, stack_of
 from lowtide.planner.tracing.four_bit import check_four_bit, reference_in_four_bits
-from lowtide.planner.tracing.host_memory import followed_to_the_host, weights_wait, with_transfers
+from lowtide.planner.tracing.host_memory import followed_to_the_host, weights_go, weights_wait, with_transfers
 from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planner.tracing.package_optimizers import as_stepped
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards, make_reward_models
@@ -54,7 +54,7 @@ from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
-from lowtide.run.optimizers import make_optimizer
+from lowtide.run.optimizers import make_optimizer, streams_trained
 from lowtide.run.training_run import Inputs, TrainingRun, adapters_of, head_with_adapter
 from lowtide.spelling import check_arguments_known
 from lowtide.step.heaviest import heaviest_batch, rows_in_a_step
@@ -230,7 +230,7 @@ class FakeRun:
             ValueError: an operation cannot be traced; names it.
         """
         traced = self._unrolled(device)
-        costs = with_transfers(traced.costs, traced.events)
+        costs = with_transfers(traced.costs, traced.events, written=streams_trained(self.config))
         return replace(traced, costs=costs, notes=(*self.notes, *traced.notes, *self.not_counted))
 
     @property
@@ -440,17 +440,22 @@ class FakeRun:
     ) -> None:
         """The parts that a run on the CPU and on a GPU is put together from."""
         model = runner.model.train()
+
+        def part(name: str) -> None:
+            weights_go(filter(None, (model, getattr(runner.reference, "model", None))))
+            trace.part(name)
+
         if self.gathers or self._is_large(model, layers):
             host_heap.trim_in_layers(model, trace.trimmed)
         runner.begin()
         label(runner, layers, trace)
         if rollout is not None:
-            trace.part("rollout")
+            part("rollout")
             batch = rollout.run(batch)
             label(runner, layers, trace)
-        trace.part("room")
+        part("room")
         reserved = self._reserved(model, trace) if wants_room(runner.updater.inner) else []
-        trace.part("gradients")
+        part("gradients")
         # Of several micro-batches, the gradients wait for the last, and nothing is stepped in backward.
         gradients = runner.accumulate if several else runner.gradients
         if several:
@@ -458,29 +463,29 @@ class FakeRun:
             label(runner, layers, trace)
         in_backward = runner.in_backward is not None and not several
         if in_backward:
-            trace.part("states")
+            part("states")
             gradients(batch)
             _take_step(runner, layers, trace)
-        trace.part("step")
+        part("step")
         gradients(batch)
         trace.phase = "optimizer"
         label(runner, layers, trace)
-        for part in () if in_backward else ("states", "optimizer"):
-            trace.part(part)
+        for name in () if in_backward else ("states", "optimizer"):
+            part(name)
             _take_step(runner, layers, trace)
         if in_backward:
             _take_step(runner, layers, trace)
-        trace.part("clear")
+        part("clear")
         runner.updater.zero_grad(model)
         if evaluated is not None:
-            trace.part("evaluation")
+            part("evaluation")
             with trace.during("evaluation"):
                 runner.evaluate(evaluated, Totals(), model.eval())
                 model.train()
         if self.saves:
-            trace.part("saving")
+            part("saving")
             self._save(runner, trace)
-        trace.part("end")
+        part("end")
         del reserved
 
     def _evaluated(self, run: TrainingRun, device: Device) -> RaggedBatch:

@@ -46,22 +46,34 @@ def weights_wait(model: nn.Module, trace: StorageTrace) -> None:
         trace.belongs(stream.weights, PINNED if stream.store.layers_only else IN_FILES)
 
 
+def weights_go(models: Iterable[nn.Module]) -> None:
+    """What is streamed waits again, as a part of a run begins, which may be run several times."""
+    for stream in filter(None, map(stream_of, models)):
+        stream.let_all_go()
+
+
 class _Visiting(Unresident):
     """What is brought in of streamed weights."""
 
-    def __init__(self, trace: StorageTrace, *, on_device: bool) -> None:
-        super().__init__(on_device=on_device)
+    def __init__(self, trace: StorageTrace, *, on_device: bool, written: bool = False) -> None:
+        super().__init__(on_device=on_device, written=written)
         self.trace = trace
         self._layers: dict[Unit, int | None] = {}
 
     def hold(self, unit: Unit, size: int) -> Tensor:
-        self._layers[unit] = self.trace.layer
+        """A layer is stepped before anything else is of it: it is asked of its weights which one it is."""
+        now, of_unit = self.trace.layer, self.trace.layer_of(unit.weights[0])
+        self.trace.layer = self._layers[unit] = now if of_unit is None else of_unit
         with self.trace.owned_by("weights"):
-            return super().hold(unit, size)
+            held = super().hold(unit, size)
+        self.trace.layer = now
+        return held
 
     def leave(self, unit: Unit) -> None:
         """What was brought in for a layer goes as a part of it, whichever runs by then: layers are unrolled."""
         now, self.trace.layer = self.trace.layer, self._layers.get(unit)
+        if self.written:
+            self.trace.belongs([weight.grad for weight in unit.weights if weight.grad is not None], PINNED)
         super().leave(unit)
         self.trace.layer = now
 
@@ -159,11 +171,13 @@ def host_bytes(events: Iterable[Event]) -> int:
     return most
 
 
-def with_transfers(costs: Mapping[str, OperationCosts], events: Iterable[Event]) -> dict[str, OperationCosts]:
+def with_transfers(
+    costs: Mapping[str, OperationCosts], events: Iterable[Event], *, written: bool = False
+) -> dict[str, OperationCosts]:
     """The costs of a micro-batch and of a step, and the bytes that they move between host and device.
 
     What a micro-batch makes goes out and comes back; so do states, once a step. A reference's weights come, and stay as
-    they are.
+    they are; streamed ones come in forward and in backward, and go back if they are `written`.
     """
     left = Counter[str]()
     part = "loading"
@@ -171,7 +185,7 @@ def with_transfers(costs: Mapping[str, OperationCosts], events: Iterable[Event])
         if block is None and born:
             part = phase
         elif block is not None and born and block.category in ON_HOST:
-            streamed = part == "loading" and block.category == PINNED  # weights come in forward and in backward
-            left[part] += 2 * block.size if streamed else block.size
+            streamed = part == "loading" and block.category == PINNED
+            left[part] += (3 if written else 2) * block.size if streamed else block.size
     moved = {"layers": 2 * left["step"] + left["loading"], "optimizer": 2 * left["states"]}
     return {name: replace(each, host_bytes=moved.get(name, 0)) for name, each in costs.items()}

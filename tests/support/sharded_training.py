@@ -64,6 +64,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": 8,
     },

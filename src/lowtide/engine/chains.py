@@ -11,10 +11,7 @@ from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.attention import NAME
 from lowtide.engine.heads import head_of
 from lowtide.engine.virtual_tokens import prompt_config
-from lowtide.ranks.shards import is_fully_sharded
 
-SPLIT_OVER = "_lowtide_split_over"
-"""The attribute of a model that says which ranks `engine.forward.score` splits the tokens of a batch over."""
 BY_LENGTH = frozenset({"dynamic", "longrope"})
 """Kinds of rotary embeddings whose frequencies depend on the longest row of a forward, which a piece does not show."""
 
@@ -35,8 +32,6 @@ def why_not_chains(model: nn.Module, inner: Any) -> str | None:
         return "its head reads the mean of all hidden states"
     if any(getattr(module, "is_causal", True) is False for module in _text_modules(inner)):
         return "its tokens also see those after them"
-    if getattr(config, "num_kv_shared_layers", None) and (is_fully_sharded(inner) or vars(inner).get(SPLIT_OVER)):
-        return "its layers share keys, which is not tried where ranks share its weights or its tokens"
     kinds = BY_LENGTH.intersection(_rotary_kinds(getattr(config, "rope_parameters", None)))
     if kinds:
         return f"its rotary embeddings ({min(kinds)}) depend on the longest row of a forward"

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import set_attention
 from lowtide.engine.attention import NAME, PACKED, pair_inputs, planned_inputs, ragged_inputs
-from lowtide.engine.chains import SPLIT_OVER, why_not_chains
+from lowtide.engine.chains import why_not_chains
 from lowtide.engine.convolution import install_convolution
 from lowtide.engine.dropout import install_dropout
 from lowtide.engine.embedding import install_embedding
@@ -47,6 +47,8 @@ FIRST_POSITION = "_lowtide_first_position"
 """The attribute of a model that says which number it gives to the first position of a row."""
 READS_MEANS = "_lowtide_reads_means"
 """The attribute of a model that says whether its head reads the mean of a segment's hidden states."""
+SPLIT_OVER = "_lowtide_split_over"
+"""The attribute of a model that says which ranks `score` splits the tokens of a batch over."""
 TENSOR_PARALLEL = "_lowtide_tensor_parallel"
 """The attribute of a model that says which ranks its layers are split between."""
 

@@ -7,9 +7,8 @@ from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.attention import NAME
-from lowtide.engine.chains import SPLIT_OVER
 from lowtide.engine.convolution import FAMILIES
-from lowtide.engine.forward import causal_model
+from lowtide.engine.forward import SPLIT_OVER, causal_model
 from lowtide.engine.probe import probe_split
 from lowtide.ranks.sequence import SequenceParallel
 

@@ -16,6 +16,7 @@ from bench.compare import BUSY
 from bench.contestants import BATCH, PACKED_BATCH
 from bench.estimate import cells as estimate_cells
 from bench.estimate import summary as estimate_summary
+from bench.matrix_charts import write_matrix_charts
 from bench.measure import GIGABYTE
 from bench.memory_docs import costs_table, longest_section, memory_section, techniques_table, write_measured
 from bench.methods import METHODS
@@ -109,6 +110,7 @@ def main() -> int:
     write_between(SHARDING_PAGE, PEAKS_MARK, [line for each in sharded for line in sharded_lines(each)], PEAKS_END)
     write_between(MEMORY_PAGE, COSTS_MARK, costs_table(memory), COSTS_END)
     write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
+    write_matrix_charts()
     for result in results:
         if result.get("kind") == RECIPES:
             write_between(recipes.PAGE, recipes.MARK, recipes.lines(result), recipes.END)

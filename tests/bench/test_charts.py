@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.charts import DARK, KINDS, LIGHT, Bar, Group, bar_chart, grid_chart
-from tests.support.matrix_page import OF_RANKS, PAGE, picture_of, written
+from bench.matrix_charts import PAGES, matrix_chart, picture_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -56,8 +56,7 @@ def test_a_grid_has_a_mark_for_every_cell_and_every_name():
     assert len(list(root.iter(f"{SVG}path"))) == 1 + 1
 
 
-@pytest.mark.parametrize("path", [PAGE, OF_RANKS], ids=["matrix", "ranks"])
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_the_pictures_of_matrices_are_those_of_their_tables(path):
-    title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-    assert picture_of(path).read_text(encoding="utf-8") == grid_chart(title, written(path))
+    assert picture_of(path).read_text(encoding="utf-8") == matrix_chart(path)
     assert f"(charts/{path.stem}.svg)" in path.read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """`python -m tests.exactness` writes docs/matrix.md: every memory technique in every trainer, as training says.
 
-With `--ranks` it writes docs/matrix-ranks.md: every technique on two ranks, in each way to spread a run.
+With `--ranks` it writes docs/matrix-ranks.md: every technique on two ranks, in each way to spread a run. `make docs`
+draws their pictures.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import io
 
 from tests.support.heap import young_heap
 from tests.support.matrix import EVERY_TRAINER, TECHNIQUES, Cell, cell
-from tests.support.matrix_page import OF_RANKS, OPENING_OF_RANKS, PAGE, draw, page
+from tests.support.matrix_page import OF_RANKS, OPENING_OF_RANKS, PAGE, page
 from tests.support.ranks_matrix import WAYS, cells_of, techniques
 
 
@@ -27,7 +28,6 @@ def main() -> None:
             for kind in EVERY_TRAINER:
                 cells[technique.name, kind] = cell(kind, technique)
     PAGE.write_text(page(TECHNIQUES, EVERY_TRAINER, cells), encoding="utf-8")
-    draw(PAGE)
     print(f"wrote {PAGE.name}: {len(cells)} cells")
 
 
@@ -36,7 +36,6 @@ def write_ranks() -> None:
     found = {(name, way): cell for way in WAYS for name, cell in cells_of(way).items()}
     tried = {name: TECHNIQUES[name] for name in techniques()}
     OF_RANKS.write_text(page(tried, tuple(WAYS), found, OPENING_OF_RANKS), encoding="utf-8")
-    draw(OF_RANKS)
     print(f"wrote {OF_RANKS.name}: {len(found)} cells")
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.charts import grid_chart
 from tests.support.matrix import Cell
 
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
@@ -74,17 +73,6 @@ def written(page: Path = PAGE) -> dict[tuple[str, str], str]:
         for row in rows[2:]
         for kind, word in zip(kinds, row[2:-1], strict=True)
     }
-
-
-def draw(page: Path = PAGE) -> None:
-    """Draws what is written on a page beside the other charts."""
-    title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-    picture_of(page).write_text(grid_chart(title, written(page)), encoding="utf-8")
-
-
-def picture_of(page: Path) -> Path:
-    """Where the picture of a page lies."""
-    return page.parent / "charts" / f"{page.stem}.svg"
 
 
 def _switch(technique: Any) -> str:

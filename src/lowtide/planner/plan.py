@@ -360,6 +360,10 @@ def _proposed(run: PlannedRun, search: Search, prepared: Dataset, best: Candidat
     return (*on_host, f"{there} With it the peak is {peaks[0]} in place of {peaks[1]}.")
 
 
+COMPUTING = ("forward", "backward")
+"""The phases in which layers are computed, and hold at least a layer of streamed weights."""
+
+
 def _check_weights(search: Search, room: int, run: PlannedRun) -> None:
     """Exact settings leave the weights as large as they are, but for those that stream them, so there is no need to
     look at all of them."""
@@ -375,8 +379,8 @@ def _check_weights(search: Search, room: int, run: PlannedRun) -> None:
 
 
 def _weights(measured: Measured) -> int:
-    """Bytes of weights that are there all the time, once they are loaded."""
-    return int(min(phase.get("weights", 0) for name, phase in measured.phases.items() if name != "loading"))
+    """Bytes of weights that are there whenever a model is trained on; of streamed ones, in each phase of that."""
+    return int(min(phase.get("weights", 0) for name, phase in measured.phases.items() if name in COMPUTING))
 
 
 def _nothing_fits(searches: Searches, room: int, run: PlannedRun, exact: bool) -> PlanError:

@@ -2,92 +2,21 @@
 
 import copy
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
 
-from lowtide import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from lowtide import SFTConfig
 from lowtide.engine.forward import causal_model
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops import mapped
-from tests.support.matrix import tokenizer
+from tests.support.streamed_runs import LORA, WRITTEN, assert_like, dpo, outcome, saved, sft
 from tests.support.tiny_models import build
-
-LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 
 
 @pytest.fixture(autouse=True)
 def _small_bands(monkeypatch):
     monkeypatch.setattr(mapped, "BAND_BYTES", 4096)
-
-
-def saved(folder: Path, dtype=torch.float32, **changes) -> str:
-    model = build(dtype=dtype, vocab_size=400, tie_word_embeddings=False, **changes)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-def rows(count: int = 16) -> Dataset:
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(2, 30, (count,), generator=generator).tolist()
-    made = [torch.randint(1, 400, (length,), generator=generator).tolist() for length in lengths]
-    return Dataset.from_dict({"input_ids": made, "labels": made})
-
-
-def pairs(count: int = 8) -> Dataset:
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    side = rows(count)["input_ids"]
-    return Dataset.from_dict({name: [[*row, k] for row in side] for k, name in enumerate(names)})
-
-
-COMMON = {
-    "per_device_train_batch_size": 4,
-    "max_steps": 4,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "dataset_kwargs": {"skip_prepare_dataset": True},
-}
-
-
-def sft(model, folder, *, peft=LORA, **options):
-    torch.manual_seed(0)
-    args = SFTConfig(output_dir=str(folder), **{**COMMON, **options})
-    return SFTTrainer(model, args, train_dataset=rows(), peft_config=None if peft is None else LoraConfig(**peft))
-
-
-def dpo(model, folder, *, peft=LORA, **options):
-    torch.manual_seed(0)
-    given = {name: options.pop(name) for name in ("ref_model",) if name in options}
-    given["processing_class"] = tokenizer()
-    common = {name: value for name, value in COMMON.items() if name != "dataset_kwargs"}
-    args = DPOConfig(output_dir=str(folder), **{**common, "learning_rate": 1e-3, **options})
-    peft_config = None if peft is None else LoraConfig(**peft)
-    return DPOTrainer(model, args=args, train_dataset=pairs(), peft_config=peft_config, **given)
-
-
-def outcome(trainer):
-    trainer.train()
-    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
-    return losses, {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def assert_like(got, wanted, tolerance=1e-5):
-    assert len(got[0]) == len(wanted[0]) > 1
-    assert wanted[0][0] != wanted[0][-1]
-    assert got[0] == pytest.approx(wanted[0], rel=tolerance)
-    assert got[1].keys() == wanted[1].keys()
-    apart = {n: float((got[1][n] - w).norm() / w.norm().clamp(min=1e-6)) for n, w in wanted[1].items()}
-    assert {name: far for name, far in apart.items() if far > tolerance} == {}
 
 
 def mapped_bytes(model) -> int:
@@ -277,8 +206,6 @@ def test_what_was_not_declared_is_never_let_go():
 
 
 # -- trained weights -------------------------------------------------------------------------------------------------
-
-WRITTEN = {"trained_weights": "stream", "optimizer_in_backward": "two_pass", "max_grad_norm": 0.1}
 
 
 @pytest.mark.parametrize("tied", [False, True])

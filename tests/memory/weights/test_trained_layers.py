@@ -16,8 +16,8 @@ from lowtide.memory.weights.trained_layers import TrainedLayers
 from lowtide.run import optimizers, streamed_weights
 from lowtide.run.streamed_weights import attach_trained
 from lowtide.step.in_backward import InBackward
-from tests.memory.weights.test_streaming import WRITTEN, assert_like, outcome, saved, sft
 from tests.support.late_copies import CPU, FakeCuda
+from tests.support.streamed_runs import WRITTEN, assert_like, outcome, saved, sft
 from tests.support.tiny_models import build, checkpointed, loss_of, separate
 
 STEPS, LAYERS = 3, 4

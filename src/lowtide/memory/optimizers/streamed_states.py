@@ -34,7 +34,9 @@ class StreamedStates(HostStates):
     def __init__(self, optimizer: Any, stream: WeightStream, device: torch.device) -> None:
         super().__init__(optimizer, offload=lambda _: True, device=device)
         self.stream, self.device = stream, device
-        self._number = {weight: number for number, unit in enumerate(stream.units) for weight in unit.weights}
+        self._number: dict[Tensor, int] = {
+            weight: number for number, unit in enumerate(stream.units) for weight in unit.weights
+        }
         self._arriving: dict[Tensor, Any] = {}
         """By parameter: its states, which have set out."""
         self._stepped_last: int | None = None

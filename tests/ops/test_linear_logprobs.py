@@ -105,6 +105,17 @@ def test_the_last_chunk_and_a_frozen_head_are_not_computed_again(frozen, chunk, 
     assert counted.get_total_flops() == products * 2 * len(index) * terms[0].weight.numel()
 
 
+def test_a_frozen_head_is_not_read_in_backward():
+    terms, index, target, _ = problem(torch.float32)
+    weight = terms[0].weight.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        (expected,) = torch.autograd.grad(dense([Term(terms[0].x, weight)], index, target).logprobs.sum(), terms[0].x)
+        found = linear_logprobs([Term(terms[0].x, weight)], index, target).logprobs.sum()
+    weight.untyped_storage().resize_(0)  # as where it is gathered for forward alone
+    found.backward()
+    torch.testing.assert_close(terms[0].x.grad, expected, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS.keys())
 def test_gradcheck(projection):

@@ -143,22 +143,23 @@ def linear_logprobs(
     bias = options.pop("bias", None)
     spec = _Spec(**cast(Any, options), grad=torch.is_grad_enabled())
     wanted = spec.grad and any(term.x.requires_grad for term in terms)
-    at_once = wanted and spec.split is None and forms_in_forward(terms, bias, spec.want)
-    spec = spec._replace(at_once=at_once)
+    spec = spec._replace(at_once=wanted and forms_in_forward(terms, bias, spec.want, spec.split))
     return _wanted(spec.want, *_LinearLogprobs.apply(spec, index, target, bias, *_flat(terms)))
 
 
-def forms_in_forward(terms: Sequence[Term], bias: Tensor | None, want: Want) -> bool:
+def forms_in_forward(terms: Sequence[Term], bias: Tensor | None, want: Want, split: SplitVocabulary | None) -> bool:
     """Whether `linear_logprobs` reads no weight in backward: none takes a gradient, nor can statistics beside
-    log-probabilities have one. Not in float16, in which small probabilities without a factor are nothing.
+    log-probabilities have one, and no rows lie on other ranks.
 
     Args:
         terms: as there.
         bias: likewise.
         want: the statistics beside log-probabilities.
+        split: the ranks that hold the rows of the weights.
     """
     trained = any(term.weight.requires_grad for term in terms) or (bias is not None and bias.requires_grad)
-    return not (trained or want.entropies or want.mean_logprobs or _dtype_of(terms[0].x) == torch.float16)
+    others = trained or want.entropies or want.mean_logprobs or split is not None
+    return not others and _holds_slopes_of_one(_dtype_of(terms[0].x))
 
 
 def linear_loss(
@@ -326,6 +327,12 @@ def _scores_of(spec: _Spec, index: Tensor, target: Tensor, terms: Sequence[Term]
     if split is None or split.same_scores:
         return OwnScores(index, target, most, split)
     return SplitScores(split, index, target, most)
+
+
+def _holds_slopes_of_one(dtype: torch.dtype) -> bool:
+    """Whether gradients of log-probabilities can be formed before their factor is known: in float16 small
+    probabilities are nothing without it."""
+    return dtype != torch.float16
 
 
 def _copies_blocks(spec: _Spec, kind: str) -> bool:
@@ -553,7 +560,7 @@ class _LinearLogprobs(torch.autograd.Function):
         scores = _scores_of(spec, index, target, terms)
         head = ChunkedHead(spec, scores, bias, terms)
         needed = [spec.grad and need for need in ctx.needs_input_grad[3:]]
-        keeps = any(needed) and not spec.at_once and head.dtype != torch.float16  # as in `forms_in_forward`
+        keeps = any(needed) and not spec.at_once and _holds_slopes_of_one(head.dtype)
         ctx.formed = _of_scores(scores, terms, needed[1::2]) if spec.at_once else []
         ctx.last, buffer = None, head.workspace()
         columns: list[RowStats] = []
@@ -585,10 +592,10 @@ class _LinearLogprobs(torch.autograd.Function):
         terms, spec = _pairs(flat), ctx.spec
         with torch.autocast(index.device.type, dtype=ctx.dtype, enabled=ctx.dtype != terms[0].x.dtype):
             scores = ctx.met or _scores_of(spec, index, target, terms)
-            head = ChunkedHead(spec, scores, bias, terms)
+            head = None if spec.at_once else ChunkedHead(spec, scores, bias, terms)
         of_logprobs, of_entropies, of_means = scores.slopes_of_all(grads[:3])
         of_logprobs = torch.zeros_like(lse) if of_logprobs is None else of_logprobs
-        if spec.at_once:
+        if head is None:  # and no weight is read
             return None, None, None, None, *_spread(ctx.formed, of_logprobs, scores, terms)
         last, ctx.last = ctx.last if of_entropies is None and of_means is None else None, None
         buffer, kept = (head.workspace(), None) if last is None else (last.slopes, last.span)

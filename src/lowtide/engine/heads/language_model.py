@@ -197,7 +197,7 @@ def _fused(
     split = split_of(parts.base.weight)
     shared: dict[str, Any] = {"bias": bias, "projection": projection, "want": scores.want, "split": split}
     shared["accumulate"] = scores.accumulate
-    unread = scores.loss is not None or (split is None and forms_in_forward(terms, bias, scores.want))
+    unread = scores.loss is not None or forms_in_forward(terms, bias, scores.want, split)
     unread_in_backward(parts.base, unread)
     if scores.loss is None:
         return None, linear_logprobs(terms, scores.index, scores.target, **shared)

@@ -6,11 +6,12 @@ import functools
 
 import pytest
 
+from docs_site.matrix_table import words_of
 from tests.support.marks import slow_but
 from tests.support.matrix import EVERY_TRAINER, TECHNIQUES, cell, check_pair, pairs
-from tests.support.matrix_page import written
+from tests.support.matrix_page import PAGE
 
-page = functools.cache(written)
+page = functools.cache(lambda: words_of(PAGE))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 
+from docs_site.matrix_table import words_of
 from tests.support.matrix import TECHNIQUES
-from tests.support.matrix_page import OF_RANKS, written
+from tests.support.matrix_page import OF_RANKS
 from tests.support.ranks_matrix import NEEDS, WAYS, cells_of, techniques
 
 
@@ -16,7 +17,7 @@ from tests.support.ranks_matrix import NEEDS, WAYS, cells_of, techniques
 def test_every_technique_over_ranks(way):
     if find_spec(NEEDS.get(way, "torch")) is None:
         pytest.skip(f"needs {NEEDS[way]}")
-    page = written(OF_RANKS)
+    page = words_of(OF_RANKS)
     stale = "docs/matrix-ranks.md is stale: `python -m tests.exactness --ranks` writes it anew"
     found = {name: told(name, cell.word) for name, cell in cells_of(way).items()}
     assert {name: told(name, page[name, way]) for name in techniques()} == found, stale

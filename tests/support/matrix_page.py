@@ -1,4 +1,4 @@
-"""`docs/matrix.md`: every memory technique in every trainer, written and read.
+"""`docs/matrix.md`: every memory technique in every trainer, as it is written.
 
 `python -m tests.exactness` writes it from the cells of `tests/support/matrix.py`, which the tests go by too. A cell
 that is not true can be neither written nor kept.
@@ -61,18 +61,6 @@ def page(
         words = " | ".join(cell.word for cell in own)
         lines.append(f"| {name}{_switch(technique)} | {technique.saves} | {words} | {_remark(own)} |")
     return "\n".join([opening, *lines, ""])
-
-
-def written(page: Path = PAGE) -> dict[tuple[str, str], str]:
-    """The words on a page, by technique and trainer."""
-    lines = page.read_text(encoding="utf-8").splitlines()
-    rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
-    kinds = [title.strip() for title in rows[0][2:-1]]
-    return {
-        (row[0].partition("<br>")[0].strip(), kind): word.strip()
-        for row in rows[2:]
-        for kind, word in zip(kinds, row[2:-1], strict=True)
-    }
 
 
 def _switch(technique: Any) -> str:

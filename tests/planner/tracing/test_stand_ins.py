@@ -64,7 +64,7 @@ def attend(
 ) -> tuple[int, int]:
     """(bytes that attention keeps for backward, the most that its backward takes)"""
     batch = ragged(lengths)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Trace() as trace, as_on(device):
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Trace() as trace, as_on(device, trace):
         plan = AttentionPlan.build(batch.map(fake.from_tensor))
         query, key, value = inputs(dtype, kv_heads)
         out, kept, _ = trace.grown("forward", lambda: varlen_attention(query, key, value, plan, **rules))
@@ -115,7 +115,7 @@ def test_older_gpus_have_no_flash_attention():
 def test_dense_attention_takes_the_kernels_of_cuda(mask):
     q, k, v = (torch.empty(2, HEADS, 256, DIM, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     seen = torch.ones(256, 256, dtype=torch.bool) if mask else None
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Trace() as trace, as_on(AMPERE):
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Trace() as trace, as_on(AMPERE, trace):
         q, k, v = (fake.from_tensor(each) for each in (q, k, v))
         seen = None if seen is None else fake.from_tensor(seen)
         out, kept, _ = trace.grown("forward", lambda: F.scaled_dot_product_attention(q, k, v, seen))
@@ -127,7 +127,7 @@ def test_dense_attention_takes_the_kernels_of_cuda(mask):
 def test_the_head_holds_one_chunk_in_its_own_dtype():
     vocab, hidden, scores = 128_000, 64, 4096
     rows = scores // -(-scores // (CHUNK_BYTES["cuda"] // (2 * vocab)))
-    with FakeTensorMode(), Trace() as trace, as_on(AMPERE):
+    with FakeTensorMode(), Trace() as trace, as_on(AMPERE, trace):
         x = torch.empty(scores, hidden, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, requires_grad=True)
         index, target = torch.arange(scores), torch.zeros(scores, dtype=torch.long)
@@ -141,7 +141,7 @@ def test_the_head_holds_one_chunk_in_its_own_dtype():
 
 
 def test_sums_into_rows_sort_their_indices():
-    with FakeTensorMode(), Trace() as trace, as_on(AMPERE):
+    with FakeTensorMode(), Trace() as trace, as_on(AMPERE, trace):
         into, values, index = torch.empty(100, 8), torch.empty(5000, 8), torch.zeros(5000, dtype=torch.long)
         _, kept, most = trace.grown("backward", lambda: into.index_put_((index,), values, accumulate=True))
     assert (kept, most) == (0, 5 * 8 * 5000)
@@ -197,7 +197,7 @@ def test_autocast_keeps_the_dtypes_of_cuda():
 
 
 def test_cast_weights_are_held_once_a_forward():
-    with FakeTensorMode(), Trace() as trace, as_on(AMPERE):
+    with FakeTensorMode(), Trace() as trace, as_on(AMPERE, trace):
         layer, x = torch.nn.Linear(512, 512, bias=False), torch.empty(4, 512)
 
         def three_times() -> None:
@@ -227,7 +227,7 @@ SHAPE: dict[str, Any] = {
 def test_a_step_runs_and_its_layers_run_again_on_the_same_kernels(policy, dtype):
     length = 4096
     batch = ragged([length])
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Trace() as trace, as_on(AMPERE):
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Trace() as trace, as_on(AMPERE, trace):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=dtype).train()
         install(model)
         if policy is not None:
@@ -240,7 +240,7 @@ def test_a_step_runs_and_its_layers_run_again_on_the_same_kernels(policy, dtype)
 
 
 def test_adamw_has_its_foreach_form():
-    with FakeTensorMode(), Trace() as trace, as_on(AMPERE):
+    with FakeTensorMode(), Trace() as trace, as_on(AMPERE, trace):
         parameters = [torch.nn.Parameter(torch.empty(1000, 1000)) for _ in range(4)]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)

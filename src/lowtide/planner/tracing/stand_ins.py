@@ -32,7 +32,7 @@ from lowtide.ops.varlen_attention import BACKENDS, Backend
 from lowtide.planner.devices import Device
 from lowtide.planner.tracing.cuda_attention import flex, sdpa
 from lowtide.planner.tracing.cuda_autocast import cuda_autocast
-from lowtide.planner.tracing.trace import Mode, StorageTrace
+from lowtide.planner.tracing.trace import StorageTrace
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def as_on(device: Device, trace: StorageTrace | None = None) -> Iterator[None]:
 
     Args:
         device: the device.
-        trace: takes the buffers of kernels itself, which spares each operation a mode; None for a mode of their own.
+        trace: sees the buffers that kernels take inside themselves; without one nobody asks for them.
     """
     if device.kind != "cuda":
         with grouped_products_by(_grouped_product):
@@ -58,7 +58,7 @@ def as_on(device: Device, trace: StorageTrace | None = None) -> Iterator[None]:
         _replaced(TritonRows, "launch", _pass_over_rows),
         cuda_autocast(),
         foreach_by_default(),
-        _Workspaces() if trace is None else trace.taking_around(WORKSPACES),
+        contextlib.nullcontext() if trace is None else trace.taking_around(WORKSPACES),
     ):
         yield
 
@@ -127,15 +127,6 @@ WORKSPACES: dict[str, Callable[..., list[Tensor]]] = {
     "aten::index_put_": _sorted_indices,
 }
 """By operation, the buffers that it takes and frees again, from its arguments."""
-
-
-class _Workspaces(Mode):
-    def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        allocate = WORKSPACES.get(func.name())
-        held = allocate(*args, **kwargs) if allocate else None
-        out = func(*args, **kwargs)
-        del held
-        return out
 
 
 # -- experts ------------------------------------------------------------------------------------------------------

@@ -122,9 +122,8 @@ class HostStates:
                 elsewhere[number] = {name: value for name, value in saved.items() if name not in home}
         type(self.optimizer).load_state_dict(self.optimizer, {**state_dict, "state": elsewhere})
         for parameter, home in at_home.items():
-            device = self._device or parameter.device
             for name, value in home.items():
-                self.optimizer.state[parameter][name] = _host_like(value, device).copy_(value)
+                self.optimizer.state[parameter][name] = _host_like(value, self._device_of(parameter)).copy_(value)
 
     def wait(self) -> None:
         """Until the states in host memory are those of the last step."""
@@ -141,13 +140,16 @@ class HostStates:
         lane.wait_for_last()
         with lane.copying():
             brought = {
-                name: value.to(self._device or parameter.device, non_blocking=lane.asynchronous, copy=True)
-                for name, value in home.items()
+                name: value.to(lane.device, non_blocking=lane.asynchronous, copy=True) for name, value in home.items()
             }
             return _Visit(lane, home, brought, lane.mark())
 
+    def _device_of(self, parameter: Tensor) -> torch.device:
+        """Where it is stepped."""
+        return self._device or parameter.device
+
     def _lane(self, parameter: Tensor) -> Lane:
-        device = self._device or parameter.device
+        device = self._device_of(parameter)
         if device not in self._lanes:
             self._lanes[device] = Lane(device)
         return self._lanes[device]

@@ -33,7 +33,7 @@ class StreamedStates(HostStates):
 
     def __init__(self, optimizer: Any, stream: WeightStream, device: torch.device) -> None:
         super().__init__(optimizer, offload=lambda _: True, device=device)
-        self.stream, self.device = stream, device
+        self.stream = stream
         self._number: dict[Tensor, int] = {
             weight: number for number, unit in enumerate(stream.units) for weight in unit.weights
         }
@@ -93,4 +93,4 @@ class StreamedStates(HostStates):
             if group.get("fused") or group.get("capturable"):
                 state = self.optimizer.state.get(parameter, {})
                 counts = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
-                state.update({name: value.to(self.device) for name, value in counts.items()})
+                state.update({name: value.to(self._device_of(parameter)) for name, value in counts.items()})

@@ -33,16 +33,24 @@ class Visit:
 
 
 class Home:
-    """Where the weights of a layer wait: in one buffer of host memory, or in one each.
+    """Where the weights of a layer wait in host memory.
 
     Args:
         starts: where each weight begins in a buffer of all of them, in bytes.
         size: bytes of that.
-        buffers: of host memory.
+        waiting: each weight in host memory.
+        copied: buffers of host memory that they lie in, and where each begins in a buffer of all.
     """
 
-    def __init__(self, unit: Unit, starts: Sequence[int], size: int, buffers: Sequence[Tensor]) -> None:
-        self.unit, self.starts, self.size, self.buffers = unit, starts, size, buffers
+    def __init__(
+        self,
+        unit: Unit,
+        starts: Sequence[int],
+        size: int,
+        waiting: Sequence[Tensor],
+        copied: Sequence[tuple[int, Tensor]],
+    ) -> None:
+        self.unit, self.starts, self.size, self.waiting, self.copied = unit, starts, size, waiting, copied
 
     def place(self, buffer: Tensor) -> None:
         """Has the layer's weights lie in a buffer of all of them."""
@@ -51,17 +59,12 @@ class Home:
 
     def place_at_home(self) -> None:
         """Has them lie in host memory."""
-        if len(self.buffers) == 1:
-            return self.place(self.buffers[0])
-        for weight, buffer in zip(self.unit.weights, self.buffers, strict=True):
-            weight.data = part_of(buffer, 0, weight)
+        for weight, waiting in zip(self.unit.weights, self.waiting, strict=True):
+            weight.data = waiting
 
     def beside(self, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What lies in a buffer on the device, with what it is in host memory, in bytes."""
-        if len(self.buffers) == 1:
-            yield buffer[: len(self.buffers[0])], self.buffers[0]
-            return
-        for start, each in zip(self.starts, self.buffers, strict=True):
+        for start, each in self.copied:
             yield buffer[start : start + len(each)], each
 
 
@@ -138,9 +141,10 @@ class PinnedLayers(Staying):
 
     def _made_home(self, unit: Unit, starts: Sequence[int], size: int) -> Home:
         buffer = self.buffer(size)
-        for weight, start in zip(unit.weights, starts, strict=True):
-            part_of(buffer, start, weight).copy_(weight.detach())
-        return Home(unit, starts, size, [buffer])
+        parts = [part_of(buffer, start, weight) for weight, start in zip(unit.weights, starts, strict=True)]
+        for weight, part in zip(unit.weights, parts, strict=True):
+            part.copy_(weight.detach())
+        return Home(unit, starts, size, parts, [(0, buffer)])
 
     def _set_out(self, unit: Unit) -> None:
         if unit in self._visits:

@@ -31,8 +31,8 @@ IN_FLIGHT = 1
 class TrainedHome(Home):
     """Where the weights of a layer wait, and their gradients."""
 
-    def __init__(self, unit: Unit, starts: Sequence[int], size: int, buffers: Sequence[Tensor]) -> None:
-        super().__init__(unit, starts, size, buffers)
+    def __init__(self, *where: Any) -> None:
+        super().__init__(*where)
         self.gradients: dict[nn.Parameter, Tensor] = {}
         """Host memory, in bytes, of those that have waited once."""
         self.written: Any = None
@@ -110,9 +110,9 @@ class TrainedLayers(PinnedLayers):
         buffers = []
         for weight in unit.weights:
             buffers.append(self.buffer(weight.nbytes))
-            part_of(buffers[-1], 0, weight).copy_(weight.detach())
-            weight.data = part_of(buffers[-1], 0, weight)
-        return TrainedHome(unit, starts, size, buffers)
+            weight.data = part_of(buffers[-1], 0, weight).copy_(weight.detach())
+        waiting = [weight.data for weight in unit.weights]
+        return TrainedHome(unit, starts, size, waiting, [*zip(starts, buffers, strict=True)])
 
     def _wait_for(self, home: Home) -> None:
         """What was sent home may still be on its way."""

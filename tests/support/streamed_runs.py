@@ -79,3 +79,25 @@ def assert_like(got, wanted, tolerance=1e-5):
     assert got[1].keys() == wanted[1].keys()
     apart = {n: float((got[1][n] - w).norm() / w.norm().clamp(min=1e-6)) for n, w in wanted[1].items()}
     assert {name: far for name, far in apart.items() if far > tolerance} == {}
+
+
+def assert_resumes(name: str, folder: Path, **options) -> dict[str, torch.Tensor]:
+    """A run that goes on from its second step comes to the same bits; returns the weights that are trained."""
+    options |= {"save_strategy": "steps", "save_steps": 2}
+    _, wanted = outcome(sft(name, folder, **options))
+    trainer = sft(name, folder, **options)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert_equal({name: p for name, p in trainer.model.named_parameters() if p.requires_grad}, wanted)
+    return wanted
+
+
+def assert_all_resumes(folder: Path) -> None:
+    """The same where all weights are trained and streamed, and the last checkpoint has them."""
+    trained = assert_resumes(saved(folder / "model"), folder / "out", peft=None, **WRITTEN, learning_rate=1e-3)
+    again = type(build()).from_pretrained(folder / "out" / "checkpoint-4")
+    assert_equal(dict(again.named_parameters()), trained)
+
+
+def assert_equal(got, wanted):
+    assert got.keys() == wanted.keys()
+    assert [name for name, weight in wanted.items() if not torch.equal(got[name], weight)] == []

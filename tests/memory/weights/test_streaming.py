@@ -10,7 +10,17 @@ from lowtide import SFTConfig
 from lowtide.engine.forward import causal_model
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops import mapped
-from tests.support.streamed_runs import LORA, WRITTEN, assert_like, dpo, outcome, saved, sft
+from tests.support.streamed_runs import (
+    LORA,
+    WRITTEN,
+    assert_all_resumes,
+    assert_like,
+    assert_resumes,
+    dpo,
+    outcome,
+    saved,
+    sft,
+)
 from tests.support.tiny_models import build
 
 
@@ -93,12 +103,7 @@ def test_a_copy_of_a_policy_that_is_trained_whole_is_taken_from_its_files(tmp_pa
 
 def test_a_run_that_is_resumed_gives_the_same_bits(tmp_path):
     name = saved(tmp_path / "model")
-    options = {"base_weights": "stream", "save_strategy": "steps", "save_steps": 2}
-    wanted = outcome(sft(name, tmp_path / "out", **options))
-    trainer = sft(name, tmp_path / "out", **options)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    got = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert [name for name, w in wanted[1].items() if not torch.equal(got[name], w)] == []
+    assert_resumes(name, tmp_path / "out", base_weights="stream")
 
 
 def test_in_bfloat16(tmp_path):
@@ -225,14 +230,7 @@ def test_all_weights_in_a_file_take_the_steps_of_resident_ones(tmp_path, tied, o
 
 
 def test_all_weights_in_a_file_resumed_to_the_same_bits(tmp_path):
-    name = saved(tmp_path / "model")
-    options = {**WRITTEN, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
-    wanted = outcome(sft(name, tmp_path / "out", peft=None, **options))
-    trainer = sft(name, tmp_path / "out", peft=None, **options)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    assert [n for n, p in trainer.model.named_parameters() if not torch.equal(p, wanted[1][n])] == []
-    again = type(build()).from_pretrained(tmp_path / "out" / "checkpoint-4")
-    assert [n for n, p in again.named_parameters() if not torch.equal(p, wanted[1][n])] == []
+    assert_all_resumes(tmp_path)
 
 
 def test_several_micro_batches_are_stepped_by_rows_too(tmp_path):

@@ -17,7 +17,7 @@ from lowtide.run import optimizers, streamed_weights
 from lowtide.run.streamed_weights import attach_trained
 from lowtide.step.in_backward import InBackward
 from tests.support.late_copies import CPU, FakeCuda
-from tests.support.streamed_runs import WRITTEN, assert_like, outcome, saved, sft
+from tests.support.streamed_runs import WRITTEN, assert_all_resumes, assert_like, outcome, saved, sft
 from tests.support.tiny_models import build, checkpointed, loss_of, separate
 
 STEPS, LAYERS = 3, 4
@@ -186,14 +186,7 @@ def test_a_trainer_takes_the_steps_of_resident_weights(tmp_path, as_on_a_gpu, ac
 
 
 def test_a_run_that_is_resumed_gives_the_same_bits(tmp_path, as_on_a_gpu):
-    name = saved(tmp_path / "model")
-    options = {**WRITTEN, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
-    wanted = outcome(sft(name, tmp_path / "out", peft=None, **options))
-    trainer = sft(name, tmp_path / "out", peft=None, **options)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    assert [n for n, p in trainer.model.named_parameters() if not torch.equal(p, wanted[1][n])] == []
-    again = type(build()).from_pretrained(tmp_path / "out" / "checkpoint-4")
-    assert [n for n, p in again.named_parameters() if not torch.equal(p, wanted[1][n])] == []
+    assert_all_resumes(tmp_path)
 
 
 def test_optimizers_that_store_weights_otherwise_are_refused(tmp_path, as_on_a_gpu):

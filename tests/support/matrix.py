@@ -25,6 +25,7 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -269,9 +270,10 @@ def build(kind: str, intermediate_size: int, seed: int = 0) -> PreTrainedModel:
 
 @functools.cache
 def saved(kind: str, intermediate_size: int, seed: int = 0) -> str:
-    """The folder of the model."""
-    made = folder() / f"{kind}-{intermediate_size}-{seed}"
-    build(kind, intermediate_size, seed).save_pretrained(made)
+    """The folder of the model. A model's own `save_pretrained` writes on the first of several ranks alone."""
+    made, model = folder() / f"{kind}-{intermediate_size}-{seed}", build(kind, intermediate_size, seed)
+    model.config.save_pretrained(made)
+    save_model(model, str(made / "model.safetensors"), metadata={"format": "pt"})
     return str(made)
 
 

@@ -199,6 +199,8 @@ def hold_parts(rank: int, folder: str) -> None:
         trainer.train()
         parts = deepspeed.masters(trainer.runner.updater.engine)
         assert sum(part.nbytes for part in parts) <= 0.55 * whole
+        own = {p.ds_tensor.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+        assert {part.untyped_storage().data_ptr() for part in parts} == own, "float32 weights are their own masters"
         assert all(trainer.optimizer.optimizer.state[part]["exp_avg"].shape == part.shape for part in parts)
         norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
         assert len(norms) == 2

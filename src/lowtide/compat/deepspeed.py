@@ -135,7 +135,28 @@ def engine_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], device: torch.device
 ) -> Any:
     """The engine that trains a model by an optimizer."""
-    return deepspeed(device).initialize(model=model, optimizer=optimizer, config=dict(config))[0]
+    library = deepspeed(device)
+    with _stepping_the_weights():
+        return library.initialize(model=model, optimizer=optimizer, config=dict(config))[0]
+
+
+@contextlib.contextmanager
+def _stepping_the_weights() -> Iterator[None]:
+    """While it lasts, an optimizer of stage 3 is made that steps float32 weights themselves. It means to, but compares
+    the weights' device with a name (DeepSpeed 0.19), which no device equals, and keeps a copy of all of them."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    make = Stage3._create_fp32_partitions
+
+    def on_a_device(optimizer: Any) -> None:
+        name = optimizer.device
+        if not optimizer.offload_optimizer:
+            optimizer.device = torch.device(name)
+        make(optimizer)
+        optimizer.device = name
+
+    with mock.patch.object(Stage3, "_create_fp32_partitions", on_a_device):
+        yield
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ Mixed precision takes 16 bytes a parameter with AdamW: 2 for the weight, 2 for i
 and the moments. With N ranks that is 4 + 12/N, 2 + 14/N and 16/N (ZeRO, arXiv 1910.02054, figure 1). To that come,
 read from DeepSpeed 0.19 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `partitioned_param_coordinator.py`):
 
-- a master even of float32 weights, so that they take 4/N more than without ZeRO;
+- in stages 1 and 2 a master even of float32 weights, so that they take 4/N more than without ZeRO; in stage 3 where
+  states are offloaded, and else it steps these weights themselves (`compat.deepspeed` sees to that);
 - the buffer that gradients are reduced in, allocated whole however small the model is, and a copy of its content;
 - the partition's gradients in a buffer of their own, which holds whole the parameters that are cut at its ends, and in
   stages 1 and 2 comes anew in each backward;
@@ -94,7 +95,8 @@ def stage_3(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
     part = sum(_ceil(p.numel, ranks) for p in layout.trained)
     largest = max((p.numel for p in layout.parameters), default=0) * width
     trained = max((p.numel for p in layout.trained), default=0) * width
-    states = part * MASTER + layout.state_bytes(part, MASTER)
+    masters = 0 if width == MASTER and not sharding.offload_optimizer else part * MASTER
+    states = masters + layout.state_bytes(part, MASTER)
     reduced = part * width
     host = (states + reduced if sharding.offload_optimizer else 0) + (shards if sharding.offload_weights else 0)
     bucket = sharding.reduce_bucket * width
@@ -108,7 +110,7 @@ def stage_3(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
     gathered, arriving = (elements * width for elements in gathered_elements(layout, sharding))
     whole = replace(base, communication=bucket + gathered)
     found = {phase: [replace(whole, rest=traced.rest(phase))] for phase in traced.phases}
-    masters = 0 if sharding.offload_optimizer else part * MASTER
+    masters = 0 if sharding.offload_optimizer else masters
     found["loading"] = [
         replace(base, optimizer=0, gradients=0, communication=largest),
         replace(base, optimizer=masters, communication=bucket + largest),

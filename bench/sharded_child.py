@@ -2,7 +2,7 @@
 
 A `gigabits` in what it is given slows the exchange of gradients down to a link of so many a second; without `overlap`
 it follows backward, and without `by_rows` all rows of the embedding's are exchanged. `counts_tensors` has the
-bytes of living tensors counted, and `options` are further ones of lowtide's config.
+bytes of living tensors counted, `options` are further ones of lowtide's config, and `zero` of DeepSpeed's stage 3.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from bench.processes import MARK
 from bench.shapes import OVER_RANKS, build_model
 from bench.tokenizer import load_tokenizer
 
-ZERO_3 = {
+ZERO_3: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -132,7 +132,7 @@ def _options(spec: dict[str, Any], steps: int) -> dict[str, Any]:
         "bf16": False,
     }
     if spec["engine"] == "zero3":
-        common["deepspeed"] = ZERO_3
+        common["deepspeed"] = {**ZERO_3, "zero_optimization": ZERO_3["zero_optimization"] | spec.get("zero", {})}
         if spec["contestant"] == "trl":
             _tell_accelerate()
             del common["use_cpu"]

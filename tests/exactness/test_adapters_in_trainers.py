@@ -18,7 +18,8 @@ from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.loading import load_model
 from tests.support import matrix
 from tests.support.marks import slow_but
-from tests.support.matrix import ACTED, PLAIN, TECHNIQUES, TRAINERS, Run, check_equal, with_it
+from tests.support.matrix import ACTED, PLAIN, TECHNIQUES, Run, check_equal, with_it
+from tests.support.matrix_models import TRAINERS
 
 LEAN = ("gradient checkpointing", "activation offloading", "tiled MLP", "token budget")
 """Together in one run."""

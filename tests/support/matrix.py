@@ -42,19 +42,14 @@ from lowtide.ops import linear_logprobs
 from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.ops.mapped import is_mapped
 from tests.support.matrix_models import (
-    DECODERS,
-    EVERY_TRAINER,
     ONLINE,
     ROWS,
     TAUGHT,
-    TRAINERS,
     build,
     parts,
     rows,
     tokenizer,
 )
-
-__all__ = ["DECODERS", "EVERY_TRAINER", "TRAINERS"]
 
 STEPS = 5
 BATCH = 8

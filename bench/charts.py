@@ -72,7 +72,7 @@ def bar_chart(title: str, series: Sequence[str], groups: Iterable[Group], *, not
     return _svg(title, y + MARGIN, parts)
 
 
-CELL, NAME_LETTERS = 14, 36
+CELL, NAME_LETTERS, LETTER = 14, 36, 6.2
 """Pixels of a cell of a grid, and letters of a line beside it."""
 MARKS = {
     "exact": '<rect x="{x}" y="{y}" width="9" height="9" rx="1.5" class="c"/>',
@@ -103,7 +103,7 @@ def grid_chart(title: str, cells: Mapping[tuple[str, str], str]) -> str:
         parts.append(f'<text x="{at}" y="{y - 6}" class="small" transform="rotate(-90 {at} {y - 6})">{column}</text>')
     side = MARGIN + len(columns) * CELL + 6
     for row in rows:
-        lines = textwrap.wrap(row, NAME_LETTERS)
+        lines = textwrap.wrap(row, min(NAME_LETTERS, int((WIDTH - MARGIN - side) / LETTER)))
         parts += [_mark(cells[row, column], MARGIN + number * CELL, y) for number, column in enumerate(columns)]
         for line in lines:
             parts.append(_text(side, y + 9, line, "small"))

@@ -7,6 +7,7 @@ import pytest
 from lowtide.cli.main import main
 from lowtide.demo.answers import answers, exact_match
 from lowtide.demo.data import Question
+from lowtide.demo.detecting import with_wrong_digit, wrong_digit
 from lowtide.demo.model import make_model, make_tokenizer, save
 from lowtide.demo.run import Sizes, run_demo
 from tests.support.marks import slow_but
@@ -76,6 +77,24 @@ def test_labels_are_counted_before_and_after(tmp_path, command, capsys):
     shown = capsys.readouterr().out
     for part in ("all labels right", "marked as the larger number", str(tmp_path / "model")):
         assert part in shown
+
+
+@pytest.mark.slow
+def test_wrong_digits_are_found_before_and_after(tmp_path, command, capsys):
+    sizes = Sizes(steps=60, questions=2000, held_out=40, samples=3)
+    report = run_demo(tmp_path, command, method="replaced-token-detection", sizes=sizes)
+    assert report is not None
+    assert report["exact_match_before"] < 0.2
+    assert 0 <= report["exact_match_after"] <= 1
+    shown = capsys.readouterr().out
+    for part in ("wrong digit found", "held to be replaced", str(tmp_path / "model")):
+        assert part in shown
+
+
+def test_a_wrong_digit_stands_in_the_place_of_the_right_one():
+    question = Question(27, 38)
+    assert with_wrong_digit(question).replace(wrong_digit(question) + ", so", "5, so") == "27 + 38\n7 + 8 = 15, so 65"
+    assert wrong_digit(question) != "5"
 
 
 def test_a_run_that_fails_is_no_report(tmp_path):

@@ -1,4 +1,4 @@
-"""The world in which every memory technique meets every trainer: a tiny Llama, a few rows, and what is counted there.
+"""The world in which every memory technique meets every trainer, and what is counted there.
 
 A run trains for some steps and tells its losses, its weights, and how often the parts of the model were passed. It is
 compared with the run that lacks one technique and is the same in all else. `cell` is one technique in one trainer, and
@@ -22,26 +22,15 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
-from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import save_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    LlamaConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-)
+from transformers import PreTrainedModel, PrinterCallback
 
 import lowtide
 from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model
-from lowtide.engine.heads import language_model
+from lowtide.engine.heads import language_model, replaced_tokens
 from lowtide.memory import table
 from lowtide.memory.activations.checkpointing import POLICIES
 from lowtide.memory.activations.offloading import ActivationOffload
@@ -53,21 +42,17 @@ from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops import linear_logprobs
 from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.ops.mapped import is_mapped
+from tests.support.matrix_models import (
+    ONLINE,
+    ROWS,
+    TAUGHT,
+    build,
+    parts,
+    rows,
+    tokenizer,
+)
 
-TRAINERS = ("SFT", "DPO", "KTO", "Reward", "ORPO", "CPO", "BCO")
-ONLINE = ("GRPO", "RLOO", "OnlineDPO", "PPO")
-ENCODERS = ("TokenClassification", "SequenceClassification", "MaskedLM")
-TAUGHT = ("GKD",)
-DECODERS = (*TRAINERS, *ONLINE, *TAUGHT)
-"""The trainers that train the tiny Llama."""
-EVERY_TRAINER = (*DECODERS, *ENCODERS)
-"""The columns of the table; other tests go by `TRAINERS`, since a run of an online trainer takes longer, and not all
-that holds for decoders is meant for encoders."""
-UNPAIRED = ("KTO", "BCO")
-TAGS = ("question", "answer", "wrong", "more", "most")
-"""Of the words of a row."""
 STEPS = 5
-ROWS = 16
 BATCH = 8
 """Rows of a step; with gradient accumulation they come in several."""
 
@@ -100,7 +85,9 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "OnlineDPO": {"max_completion_length": 24, "shuffle_dataset": False, "learning_rate": 1e-3},
     "PPO": {**ONE_ROLLOUT, "num_ppo_epochs": STEPS, "learning_rate": 2e-4, "cliprange": 0.5, "vf_coef": 1.0},
     "GKD": {"lmbda": 0.0},
+    "Pretrain": {"packing": False, "packing_strategy": "bfd", "shuffle_dataset": False, "warmup_steps": 0},
     "MaskedLM": {"mlm_probability": 0.3},
+    "ReplacedTokenDetection": {"mlm_probability": 0.3, "generator_size": 0.5, "discriminator_weight": 5.0},
 }
 """Options of every run of a trainer.
 
@@ -164,7 +151,10 @@ BITWISE = {
     "rehearsal",
 }
 """The techniques that change no bit; the other exact ones add up in another order."""
-CHANGES = {("MaskedLM", "packing"): "masks are drawn of bins, with the same probabilities"}
+CHANGES = {
+    (kind, "packing"): "masks are drawn of bins, with the same probabilities"
+    for kind in ("MaskedLM", "ReplacedTokenDetection")
+}
 """What a technique changes in one trainer, where it does not in others."""
 EXCLUDED: Mapping[frozenset[str], str] = {
     **{
@@ -202,6 +192,8 @@ BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.3
 are rounded, where they are to 4 bits, and with another optimizer."""
 BANDS = {"Muon": 0.9, "LoRA-FA": 0.6}
 """The same for one whose first steps are a fifth as long as AdamW's, and for one that trains half of the adapters."""
+OTHER_DRAWS = {("ReplacedTokenDetection", "packing"): 0.3}
+"""The same where a trainer learns from other masks, and from what is drawn in their places."""
 
 
 @dataclass
@@ -214,7 +206,7 @@ class Run:
     """Tokens of each forward."""
     graphs: int = 0
     """Forwards that backward follows."""
-    layers: list[int] = field(default_factory=lambda: [0, 0])
+    layers: list[int] = field(default_factory=list)
     """Passages of each layer's first module; recomputation passes again."""
     activations: int = 0
     """Passages of the first layer's activation function."""
@@ -235,39 +227,6 @@ class Run:
 # -- the parts ---------------------------------------------------------------------------------------------------
 
 
-NO_TEXT = "ÿ"
-"""The piece of a byte that no text of UTF-8 has."""
-
-
-@functools.cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte is a token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({piece: n for n, piece in enumerate(["<eos>", *alphabet])}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", mask_token=NO_TEXT)
-
-
-def build(kind: str, intermediate_size: int, seed: int = 0) -> PreTrainedModel:
-    """Two layers, with weights large enough for attention to be far from uniform."""
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer()),
-        "hidden_size": 32,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "initializer_range": 0.1,
-        "num_labels": len(TAGS) if kind.endswith("Classification") else 1,
-    }
-    if kind in ENCODERS:
-        without_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return getattr(transformers, f"BertFor{kind}")(BertConfig(**sizes, **without_dropout))
-    family = AutoModelForSequenceClassification if kind == "Reward" else AutoModelForCausalLM
-    return family.from_config(LlamaConfig(**sizes, num_key_value_heads=2, eos_token_id=0))
-
-
 @functools.cache
 def saved(kind: str, intermediate_size: int, seed: int = 0) -> str:
     """The folder of the model. A model's own `save_pretrained` writes on the first of several ranks alone."""
@@ -275,40 +234,6 @@ def saved(kind: str, intermediate_size: int, seed: int = 0) -> str:
     model.config.save_pretrained(made)
     save_model(model, str(made / "model.safetensors"), metadata={"format": "pt"})
     return str(made)
-
-
-def rows(kind: str) -> Dataset:
-    """`ROWS` rows of different lengths; single completions come in twos with one prompt."""
-    pairs = [
-        {
-            "prompt": f"{n * n}+{n}=",
-            "chosen": f"{n * n + n}" + "!" * (n % 3),
-            "rejected": f"{n + 1}" + " or more" * (n % 3),
-        }
-        for n in range(ROWS)
-    ]
-    if kind in ONLINE:
-        return Dataset.from_list([{"prompt": row["prompt"], "answer": row["chosen"]} for row in pairs])
-    if kind in ("SFT", "MaskedLM"):
-        return Dataset.from_list([{"text": row["prompt"] + row["chosen"] + row["rejected"] * 2} for row in pairs])
-    if kind == "TokenClassification":
-        tags = [*TAGS, *TAGS]
-        words = [[row["prompt"], row["chosen"], *row["rejected"].split()] for row in pairs]
-        return Dataset.from_list([{"tokens": each, "ner_tags": tags[: len(each)]} for each in words])
-    if kind == "SequenceClassification":
-        labels = [TAGS[n % len(TAGS)] for n in range(len(pairs))]
-        texts = [f"{row['prompt']} {label}" for row, label in zip(pairs, labels, strict=True)]  # learned in few steps
-        return Dataset.from_list([{"text": text, "label": tag} for text, tag in zip(texts, labels, strict=True)])
-    if kind in UNPAIRED:
-        singles = [
-            {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
-            for row in pairs[1 : ROWS // 2 + 1]
-            for name in ("chosen", "rejected")
-        ]
-        return Dataset.from_list(singles)
-    if kind in TAUGHT:
-        return Dataset.from_list([{"prompt": row["prompt"], "completion": row["rejected"]} for row in pairs])
-    return Dataset.from_list(pairs)
 
 
 def write(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -342,15 +267,6 @@ def folder() -> Path:
     made = tempfile.TemporaryDirectory(prefix="lowtide-matrix-")
     folder.kept = made  # type: ignore[attr-defined]
     return Path(made.name)
-
-
-DECODER_PARTS = "input_layernorm", "mlp.act_fn"
-PARTS = {"bert": ("attention", "intermediate.intermediate_act_fn")}
-"""Of a layer: what its input passes first, and the activation function. Other families have `DECODER_PARTS`."""
-
-
-def parts(model: Any) -> tuple[str, str]:
-    return PARTS.get(model.config.model_type, DECODER_PARTS)
 
 
 class Watched:
@@ -450,8 +366,15 @@ def watched(trainer: Any) -> Run:
 def watching(run: Run, model: Any) -> Iterator[None]:
     """Counts what passes the parts of a model."""
 
+    first_of_two: list[int] = []
+
     def embedded(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        run.forwards.append(inputs[0].numel())
+        tokens = inputs[0].numel()
+        if embeds_twice(model) and not first_of_two:
+            first_of_two.append(tokens)
+            return
+        before = first_of_two.pop() if first_of_two else 0
+        run.forwards.append(tokens + before if model.config.is_encoder_decoder else tokens)
         run.graphs += torch.is_grad_enabled()
 
     def passed(number: int) -> Callable[..., None]:
@@ -475,6 +398,7 @@ def watching(run: Run, model: Any) -> Iterator[None]:
         return chunks(self, *args)
 
     layers: Any = checkpointed_layers(model)
+    run.layers = run.layers or [0] * len(layers)
     first, activation = parts(model)
     with contextlib.ExitStack() as stack:
         stack.callback(model.get_input_embeddings().register_forward_pre_hook(embedded).remove)
@@ -487,12 +411,18 @@ def watching(run: Run, model: Any) -> Iterator[None]:
         yield
 
 
+def embeds_twice(model: Any) -> bool:
+    """Whether a forward embeds twice by one module: sources and targets, or masked texts and what a generator made."""
+    return model.config.is_encoder_decoder or hasattr(model, replaced_tokens.GENERATOR)
+
+
 # -- without the fused head ----------------------------------------------------------------------------------------
 
 
 def dense_distribution(terms: Any, index: Any, projection: Any, bias: Tensor | None = None) -> Tensor:
     """[scores, vocab]: log-probabilities of all tokens."""
     logits = torch.stack([x[index] @ weight.T for x, weight in terms]).sum(0).float()
+    logits = logits * projection.scale
     return torch.log_softmax((logits if bias is None else logits + bias) / projection.temperature, dim=-1)
 
 
@@ -527,9 +457,17 @@ def dense_divergences(terms: Any, index: Tensor, *, teacher: Any, projection: An
     return sum(share * (each.exp() * (each - log_m)).sum(-1) for share, each in parts)  # type: ignore[return-value]
 
 
+def dense_read(terms: Any, index: Tensor, read: Any, *, projection: Any, bias: Tensor | None = None) -> Tensor:
+    """`read_logits` of all the logits."""
+    return read(dense_distribution(terms, index, projection, bias), slice(None))
+
+
 @contextlib.contextmanager
 def dense_head() -> Iterator[None]:
-    with mock.patch.multiple(language_model, linear_logprobs=dense_logprobs, linear_loss=dense_loss):
+    with (
+        mock.patch.multiple(language_model, linear_logprobs=dense_logprobs, linear_loss=dense_loss),
+        mock.patch.object(replaced_tokens, "read_logits", dense_read),
+    ):
         yield
 
 
@@ -564,7 +502,7 @@ def cell(kind: str, technique: Technique) -> Cell:
     if changes is None or idle is not None:
         check_equal(run, plain, bits=technique.name in BITWISE or idle is not None)
     else:
-        check_near(run, plain, technique)
+        check_near(run, plain, technique, band=OTHER_DRAWS.get((kind, technique.name)))
     if idle is not None:
         return Cell("no-op", idle)
     check(ACTED[technique.name](run, plain), f"{technique.name} did nothing")
@@ -640,9 +578,9 @@ def check_equal(run: Run, other: Run, *, bits: bool, within: float = ROUNDING) -
     check(weights <= most, f"the weights are {weights:.1e} apart")
 
 
-def check_near(run: Run, plain: Run, *techniques: Technique) -> None:
+def check_near(run: Run, plain: Run, *techniques: Technique, band: float | None = None) -> None:
     """The last loss lies near that of the plain run, and weights are other ones."""
-    band = sum(BANDS.get(each.name) or _band(each.changes or "") for each in techniques)
+    band = band or sum(BANDS.get(each.name) or _band(each.changes or "") for each in techniques)
     apart, fall = abs(run.losses[-1] - plain.losses[-1]), plain.losses[0] - plain.losses[-1]
     check(fall > 0, "the plain run learns nothing")
     check(apart <= band * fall, f"last losses {apart / fall:.1%} of the fall apart: {run.losses}, {plain.losses}")
@@ -674,7 +612,7 @@ def _policy(name: str) -> Callable[[Run, Run], bool]:
 
 
 def _recomputed(run: Run, plain: Run) -> bool:
-    return run.layers == [len(run.forwards) + run.graphs] * 2
+    return run.layers == [len(run.forwards) + run.graphs] * len(run.layers)
 
 
 def _offloaded(run: Run, plain: Run) -> bool:
@@ -734,7 +672,7 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "checkpointing that keeps attention": _policy("attention"),
     "checkpointing that keeps products": _policy("matmul"),
     "checkpointing of every k-th layer": lambda run, plain: (
-        run.layers == [len(run.forwards) + run.graphs, len(run.forwards)]
+        run.layers == [len(run.forwards) + run.graphs, len(run.forwards)] * (len(run.layers) // 2)
     ),
     "activation offloading": _offloaded,
     "fused head": lambda run, plain: run.heads > 0 == plain.heads,

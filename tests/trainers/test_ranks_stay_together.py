@@ -36,7 +36,8 @@ from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.runner import StepRunner
 from tests.support import matrix
 from tests.support.heap import young_heap
-from tests.support.matrix import HALF, ROUNDING, TECHNIQUES, TRAINERS, make, watched, with_it
+from tests.support.matrix import HALF, ROUNDING, TECHNIQUES, make, watched, with_it
+from tests.support.matrix_models import TRAINERS
 from tests.support.processes import run_ranks
 from tests.support.sabotage import OPTIMIZER, PLACES, out_of_memory
 

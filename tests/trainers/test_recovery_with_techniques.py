@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.marks import slow_but
-from tests.support.matrix import EVERY_TRAINER, TECHNIQUES, check_equal, make, watched, with_it
+from tests.support.matrix import TECHNIQUES, check_equal, make, watched, with_it
+from tests.support.matrix_models import EVERY_TRAINER
 from tests.support.sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
 
 pytestmark = pytest.mark.slow

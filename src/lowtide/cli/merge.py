@@ -68,13 +68,14 @@ def _merge(arguments: argparse.Namespace) -> bool:
 
     from lowtide.engine.heads import head_of_task
     from lowtide.engine.weights.complete_weights import labels_of_adapter, load_adapters
-    from lowtide.engine.weights.loading import load_model
+    from lowtide.engine.weights.loading import load_model, saved_config
     from lowtide.engine.weights.merging import save_merged
 
     trust = arguments.trust_remote_code
     labels = labels_of_adapter(adapter)
     init: dict[str, Any] = {} if labels is None else {"num_labels": labels}
-    base = load_model(name, trust_remote_code=trust, head=head_of_task(config.get("task_type")), dtype="auto", **init)
+    head = head_of_task(config.get("task_type"), saved_config(name, {"trust_remote_code": trust}))
+    base = load_model(name, trust_remote_code=trust, head=head, dtype="auto", **init)
     model = load_adapters(base, str(adapter))
     save_merged(model, output, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None)
     return _save_tokenizer([str(adapter), name], output, trust)

@@ -23,7 +23,7 @@ MASK = "<|mask|>"
 
 def text_rows(question: Question) -> Iterator[dict[str, Any]]:
     """The numbers and the answer as one text: `{"text": ...}`."""
-    yield {"text": _text(question, sum_of_last_digits(question))}
+    yield {"text": worked(question, sum_of_last_digits(question))}
 
 
 def make_encoder(seed: int) -> tuple[ModernBertForMaskedLM, PreTrainedTokenizerFast]:
@@ -59,7 +59,7 @@ def filled(folder: Path, questions: Sequence[Question], description: str) -> lis
     """What the model in `folder` puts in the place of the sum of each question's last digits, which is hidden."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForMaskedLM.from_pretrained(folder, dtype="float32").eval()
-    hidden = [_text(each, MASK * len(sum_of_last_digits(each))) for each in questions]
+    hidden = [worked(each, MASK * len(sum_of_last_digits(each))) for each in questions]
     inputs = tokenizer(hidden, padding=True, return_tensors="pt", return_token_type_ids=False)
     best = model(**inputs).logits.argmax(-1)[inputs["input_ids"] == tokenizer.mask_token_id]
     return [tokenizer.decode(each) for each in best.split([len(sum_of_last_digits(each)) for each in questions])]
@@ -69,7 +69,7 @@ def sum_of_last_digits(question: Question) -> str:
     return str(question.left % 10 + question.right % 10)
 
 
-def _text(question: Question, ones: str) -> str:
+def worked(question: Question, ones: str) -> str:
     """The numbers, the working with the sum of their last digits, and the result."""
     left, right = question.left, question.right
     return f"{left} + {right}\n{left % 10} + {right % 10} = {ones}, so {left + right}"

@@ -64,6 +64,12 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
     return model
 
 
+def model_beside(model: nn.Module) -> PreTrainedModel | None:
+    """The other model that is a module of a model, and trained with it (`Head.beside`); None if there is none."""
+    inner = causal_model(model)
+    return head_of(inner).beside(inner)
+
+
 def embedding_weight(model: nn.Module) -> Tensor:
     """[vocab, hidden]: the weight of the input embedding, whose device and dtype are the model's."""
     embeddings: Any = causal_model(model).get_input_embeddings()
@@ -78,7 +84,7 @@ def direct_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     head, embedding = (p if isinstance(p, nn.Parameter) and p.requires_grad else None for p in weights)
     first = [] if head is None or head is embedding else [head]
     last = [] if embedding is None else [embedding]
-    if (other := head_of(inner).beside(inner)) is not None:  # its backward comes after that of the model's head
+    if (other := model_beside(inner)) is not None:  # its backward comes after that of the model's head
         last += [p for part in direct_weights(other) for p in part if p is not embedding]
     return first, last
 
@@ -115,7 +121,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
         install_convolution(inner)
         if inner.config.is_encoder_decoder:
             install_pairs(inner)
-    if (other := head_of(inner).beside(inner)) is not None:
+    if (other := model_beside(inner)) is not None:
         install(other, padding_free=padding_free)
 
 

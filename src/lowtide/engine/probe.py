@@ -18,9 +18,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lowtide.compat.torch import gathered
 from lowtide.compat.transformers import rotary_limits_lowered
 from lowtide.engine.attention import PLAN, ragged_inputs
-from lowtide.engine.forward import causal_model, computing, embedding_weight, install, score, vocabulary
+from lowtide.engine.forward import (
+    causal_model,
+    computing,
+    embedding_weight,
+    install,
+    model_beside,
+    score,
+    vocabulary,
+)
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.split_plan import SplitPlan
@@ -113,7 +122,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16])
         if not ragged:
             alone = Probe(head_error, math.inf, math.inf, math.inf, tolerance, leak_tolerance)
-            return alone.joined(_of_other(inner, ragged))
+            return alone.joined(_of_other(model, ragged))
         install(model)
         failure: Exception | None = None
         try:
@@ -131,13 +140,16 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
             ragged_error = leak = prefix_error = float("inf")
             failure = error
     found = Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, failure)
-    return found.joined(_of_other(inner, ragged))
+    return found.joined(_of_other(model, ragged))
 
 
 def _of_other(model: nn.Module, ragged: bool) -> Probe | None:
     """Of the model that is trained beside; None if there is none."""
-    other = head_of(causal_model(model)).beside(model)
-    return None if other is None else probe(other, ragged=ragged)
+    other = model_beside(model)
+    if other is None:
+        return None
+    with gathered(model, other):  # what of it is left to the whole model
+        return probe(other, ragged=ragged)
 
 
 def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, float, Mapping[int, int]]:

@@ -115,12 +115,13 @@ class TrainingRun:
         if inputs.data_collator is not None and method.rows.collates_alone:
             raise ValueError(f"data_collator has no use in {method.title}: {method.rows.collates_alone}")
         if method.head.trains_beside is not None:
-            _check_beside(args, inputs, method)
+            _check_whole(args, f"yet beside {method.head.trains_beside}")
+            _check_whole_vocabulary(args, f"a vocabulary that {method.head.trains_beside} and the model share is whole")
         if method.writes:
             _check_whole(args, "yet, which would have to write the same completions")
         if method.taught:
             _check_whole(args, "yet beside a teacher")
-            _check_whole_vocabulary(args)
+            _check_whole_vocabulary(args, "the student's distribution is compared with the teacher's over all of them")
         if method.compares and args.compares:
             maker = TeacherMaker if method.taught else ReferenceMaker
             self._references = maker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
@@ -157,12 +158,15 @@ class TrainingRun:
             declare_base(model, args)
         if inputs.problem is not None:
             set_problem(causal_model(model).config, inputs.problem, asked=args.problem_type is not None)
-        if beside is None:
+        adds_model = method.head.trains_beside is not None  # which is trained whole, whatever adapters there are
+        if beside is None and not adds_model:
             self._attach_head(model)
         if inputs.peft_config is not None:
             model = self._adapted(model, adapters_of(method, args, inputs.peft_config, new_modules(model)))
         if beside is not None:
             add_adapter_of(model, beside)
+        if adds_model:
+            method.head.attach(cast(Any, causal_model(model)), args)
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
         stream_frozen(model, args)
@@ -402,28 +406,11 @@ def _check_whole(args: Any, why: str) -> None:
             raise ValueError(f"{type(args).__name__}: {what.format(ranks)}")
 
 
-def _check_beside(args: Any, inputs: Inputs, method: Method) -> None:
-    """Refuses what is made for one model, where another is trained as a module of it.
-
-    Raises:
-        ValueError: names the option, and what to do.
-    """
-    what = method.head.trains_beside
-    _check_whole(args, f"yet beside {what}")
-    if args.sharding.cuts_weights or args.sharding.by_deepspeed:
-        raise ValueError(
-            f"{type(args).__name__}: weights cannot be sharded yet beside {what}: leave fsdp and deepspeed out, and "
-            "start several ranks with whole copies"
-        )
-    if inputs.peft_config is not None:
-        raise ValueError(f"{method.title} trains {what} and the model from their weights: leave peft_config out")
-
-
-def _check_whole_vocabulary(args: Any) -> None:
+def _check_whole_vocabulary(args: Any, why: str) -> None:
+    """Refuses a vocabulary that ranks hold rows of; `why` completes the sentence."""
     if args.fsdp_split_vocabulary:
         raise ValueError(
-            f"{type(args).__name__}: fsdp_split_vocabulary=True splits the head by rows, and the student's "
-            "distribution is compared with the teacher's over all of them: leave it out"
+            f"{type(args).__name__}: fsdp_split_vocabulary=True splits the head by rows, and {why}: leave it out"
         )
 
 
@@ -440,6 +427,8 @@ def adapters_of(method: Method, args: Any, peft_config: Any, new_modules: Sequen
         return peft_config
     task = getattr(peft_config, "task_type", None)
     added, known = method.head.added_module, list(getattr(peft_config, "modules_to_save", None) or [])
+    if method.head.trains_beside is not None:
+        added = None  # a model of its own, which is saved as one
     wanted = [added, *new_modules] if method.rows.labelled else [added]
     lacking = [name for name in wanted if name is not None and name not in known]
     if lacking:
@@ -451,7 +440,8 @@ def adapters_of(method: Method, args: Any, peft_config: Any, new_modules: Sequen
     peft_config = copy.copy(peft_config)
     peft_config.task_type = method.head.task_type  # by which its base is loaded, and PEFT trains a new head whole
     excluded = getattr(peft_config, "exclude_modules", None) or []
-    if getattr(peft_config, "target_modules", None) == "all-linear" and isinstance(excluded, list):
+    all_linear = getattr(peft_config, "target_modules", None) == "all-linear"
+    if method.head.new_module is not None and all_linear and isinstance(excluded, list):
         # PEFT would adapt the head of a token classifier too, which is trained whole.
         peft_config.exclude_modules = [*excluded, method.head.new_module]
     return peft_config

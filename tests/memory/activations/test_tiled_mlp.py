@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForMaskedLM
 
 from lowtide.engine.forward import causal_model, score
 from lowtide.engine.heads.head import Scores
@@ -321,6 +322,48 @@ LLAMA4 = {"intermediate_size_mlp": 48, "moe_layers": [0], "num_local_experts": 4
 def test_what_is_no_token_wise_mlp_is_refused(model_type, changes, message):
     with pytest.raises(ValueError, match=message):
         install_tiled_mlp(build(model_type, **changes), 8)
+
+
+ENCODERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING[:2], ids=str)
+@pytest.mark.parametrize("model_type", ["bert", "electra", "roberta-prelayernorm"])
+def test_layers_that_run_their_mlp_by_a_method(model_type, checkpointing):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **ENCODERS, vocab_size=96, pad_token_id=0, hidden_dropout_prob=0.0)
+    model = AutoModelForMaskedLM.from_config(config, dtype=torch.float64).train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+    ids = torch.arange(1, 43).view(3, 14)
+
+    def pass_through():
+        model.zero_grad()
+        logits = model(input_ids=ids).logits
+        logits.square().mean().backward()
+        return logits.detach(), gradients(model)
+
+    model.config.attention_probs_dropout_prob = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    expected, wanted = pass_through()
+    names = set(model.state_dict())
+    for tile in (1, 5, 100):
+        assert install_tiled_mlp(model, tile) == 2
+        found, got = pass_through()
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        assert_close(
+            {n: g for n, g in got.items() if "key.bias" not in n},
+            {n: g for n, g in wanted.items() if "key.bias" not in n},
+            1e-10,
+        )
+    assert set(model.state_dict()) == names
+    copied = copy.deepcopy(model)
+    remove_tiled_mlp(model)
+    assert not any("feed_forward_chunk" in vars(module) for module in model.modules())
+    nn.init.zeros_(model.get_input_embeddings().weight)
+    torch.testing.assert_close(copied(input_ids=ids).logits, expected, rtol=1e-12, atol=1e-14)
 
 
 class Mixing(nn.Module):

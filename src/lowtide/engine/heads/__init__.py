@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lowtide.engine.heads.classes import SequenceClasses, TokenClasses
 from lowtide.engine.heads.head import Head
@@ -35,6 +35,11 @@ def head_of(model: PreTrainedModel) -> type[Head]:
     )
 
 
-def head_of_task(task_type: str | None) -> type[Head]:
-    """The kind of head of a task by PEFT's name for it; a language model's where it is not known."""
-    return next((head for head in HEADS if head.task_type == task_type), LanguageModel)
+def head_of_task(task_type: str | None, config: PretrainedConfig | None = None) -> type[Head]:
+    """The kind of head of a task by PEFT's name for it; a language model's where it is not known.
+
+    Args:
+        config: of the saved model, which tells heads apart that PEFT has one name for.
+    """
+    found = [head for head in HEADS if head.task_type == task_type] or [LanguageModel]
+    return next((head for head in found[1:] if config is not None and head.is_saved(config)), found[0])

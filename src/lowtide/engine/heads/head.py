@@ -148,6 +148,11 @@ class Head(ABC):
         return cls.auto_class
 
     @classmethod
+    def is_saved(cls, config: PretrainedConfig) -> bool:
+        """Whether a config says that the model was saved with this head, where another has the same `task_type`."""
+        return False
+
+    @classmethod
     @abstractmethod
     def why_not(cls, model: nn.Module) -> str | None:
         """What keeps a model from having this head, as a part of a sentence ("has no ..."); None if it has it."""

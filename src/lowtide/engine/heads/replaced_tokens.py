@@ -91,6 +91,10 @@ class ReplacedTokens(Head):
     trains_beside = "a generator"
 
     @classmethod
+    def is_saved(cls, config: PretrainedConfig) -> bool:
+        return not DISCRIMINATORS.isdisjoint(getattr(config, "architectures", None) or ())
+
+    @classmethod
     def why_not(cls, model: nn.Module) -> str | None:
         return None if is_one_of(model, DISCRIMINATORS) else "has no head that tells which tokens were replaced"
 
@@ -125,11 +129,11 @@ class ReplacedTokens(Head):
         token_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         flat = token_ids.flatten()
         replaced = torch.zeros_like(flat, dtype=torch.bool)
-        logprobs = scores.draws.new_zeros(0, dtype=torch.float32)
-        if len(scores.index):
-            logprobs, drawn = _generated(cast(Any, cls.beside(model)), scores, inputs)
-            flat = flat.index_copy(0, scores.index, drawn)
-            replaced = replaced.index_copy(0, scores.index, drawn != scores.target)
+        logprobs, drawn = _generated(
+            cast(Any, cls.beside(model)), scores, inputs
+        )  # of no score too: others wait for it
+        flat = flat.index_copy(0, scores.index, drawn)
+        replaced = replaced.index_copy(0, scores.index, drawn != scores.target)
         present = torch.ones_like(replaced) if mask is None else mask.flatten().bool()
         found = Replacements(logprobs, replaced, present)
         return replace(scores, replacements=found), {**inputs, "input_ids": flat.view_as(token_ids)}
@@ -269,6 +273,11 @@ def _check_tokens(model: PreTrainedModel, generator: PreTrainedModel, name: str)
 def _share_embeddings(model: PreTrainedModel, generator: PreTrainedModel) -> None:
     """The generator embeds tokens, positions and types as the discriminator does, by the same weights."""
     ours, theirs = cast(Any, model.base_model), cast(Any, generator.base_model)
+    if any(hasattr(module, "active_adapters") for module in ours.embeddings.modules()):
+        raise ValueError(
+            "share_embeddings=True: the generator would embed tokens through adapters, which are the discriminator's: "
+            "leave the embeddings out of target_modules and modules_to_save, or set share_embeddings=False"
+        )
     if ours.config.embedding_size != theirs.config.embedding_size:
         raise ValueError(
             f"share_embeddings=True: the generator's embeddings have {theirs.config.embedding_size} numbers a token, "

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit, staying_gathered, unread_in_backward
 from lowtide.compat.transformers import checkpointed_layers
-from lowtide.engine.forward import causal_model, install, score
+from lowtide.engine.forward import causal_model, install, model_beside, score
 from lowtide.engine.heads.head import body
 from lowtide.engine.weights.quantized import check_shardable
 from lowtide.engine.weights.split_layers import split_layers
@@ -103,14 +103,28 @@ def mesh_of(sharding: Sharding, device: torch.device) -> DeviceMesh:
 def units_of(model: nn.Module) -> list[Any]:
     """The modules of each unit but for what is left to the whole model."""
     inner: Any = causal_model(model)
+    other: Any = model_beside(inner)
+    units = [*checkpointed_layers(inner), *_ends_of(inner, other)]
+    if other is None:
+        return units
+    shared = set(inner.get_input_embeddings().parameters())
+    units += _ends_of(other)
+    # An embedding that both models run opens twice in a forward, and a head that is tied to it once.
+    return (
+        [unit for unit in units if shared.isdisjoint(_parameters(unit))] if shared & set(other.parameters()) else units
+    )
+
+
+def _ends_of(inner: Any, beside: Any = None) -> list[Any]:
+    """The embedding of a model, with the heads that are tied to it, and the other heads."""
     embedding = inner.get_input_embeddings()
     own = set(embedding.parameters())
     stacks = (body(inner), *((inner.get_encoder(), inner.get_decoder()) if inner.config.is_encoder_decoder else ()))
-    others = [each for each in inner.children() if each not in (*stacks, embedding)]
+    others = [each for each in inner.children() if each not in (*stacks, embedding, beside)]
     heads = [each for each in others if any(True for _ in each.parameters())]
     tied = [head for head in heads if not own.isdisjoint(head.parameters())]
     opening = [embedding, *tied] if tied else embedding
-    return [*checkpointed_layers(inner), opening, *(head for head in heads if head not in tied)]
+    return [opening, *(head for head in heads if head not in tied)]
 
 
 @contextlib.contextmanager

@@ -98,7 +98,8 @@ def save_joined(
     with WeightFiles(shards_in(checkpoint)) as files:
         own: dict[str, Tensor] = model.state_dict(keep_vars=True)
         tied = getattr(model, "all_tied_weights_keys", None) or {}
-        lacking = [name for name in own if name not in files.shapes and tied.get(name, name) not in files.shapes]
+        held = {id(value) for name, value in own.items() if name in files.shapes}
+        lacking = [name for name, v in own.items() if id(v) not in held and tied.get(name, name) not in files.shapes]
         wrong = [name for name, shape in files.shapes.items() if name not in own or tuple(own[name].shape) != shape]
         if lacking or wrong:
             raise ValueError(
@@ -124,6 +125,8 @@ def _described(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
         with torch.device("meta"), contextlib.suppress(ValueError):  # no model of this type has such a head
             model = head.loader(config).from_config(config, trust_remote_code=trust_remote_code)
             if type(model).__name__ == name:
+                if head.trains_beside is not None:
+                    head.attach(model)
                 if (folder / "generation_config.json").is_file():
                     model.generation_config = GenerationConfig.from_pretrained(folder)
                 return model

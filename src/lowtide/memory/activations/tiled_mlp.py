@@ -30,6 +30,8 @@ from lowtide.memory.activations.computed_again import Surroundings, computing_pa
 
 NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "DenseReluDense")
 """What transformers' models call the MLP of a layer."""
+CHUNK, CHUNK_PARTS = "feed_forward_chunk", ("intermediate", "output")
+"""The method by which a layer of BERT's kin runs its MLP, which is two modules, and these."""
 EXPERTS = ("num_experts", "is_transposed", "has_gate", "down_proj")
 """The attributes that tell them."""
 SHARED = ("shared_expert", "shared_experts", "shared_mlp")
@@ -58,12 +60,12 @@ def install_tiled_mlp(model: nn.Module, tile_tokens: int) -> int:
     if not found:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ValueError(
-            f"no layer of this model (model type {kind}) has a module named {', '.join(NAMES)}: its MLPs cannot be "
-            "tiled, leave the option off"
+            f"no layer of this model (model type {kind}) has a module named {', '.join(NAMES)}, or a method {CHUNK}: "
+            "its MLPs cannot be tiled, leave the option off"
         )
     for path, module in found.items():
         with gathered(model, module):
-            reason = None if hasattr(module, "tiling") else _why_not(module)
+            reason = None if hasattr(module, "tiling") else _why_not(_mlp_of(module))
         if reason:
             raise ValueError(
                 f"{path}, a {type(module).__name__}, cannot run over tiles of tokens: it {reason}; leave the option off"
@@ -71,10 +73,11 @@ def install_tiled_mlp(model: nn.Module, tile_tokens: int) -> int:
     for module in found.values():
         if hasattr(module, "tiling"):
             module.tiling.tokens = tile_tokens  # type: ignore[union-attr]
-        else:
-            before = module.__dict__.get("forward")
-            module.tiling = _Tiling(_plain(module), before, tile_tokens, _are_experts(module))  # type: ignore[assignment]
-            module.forward = types.MethodType(_forward, module)
+            continue
+        name, tiled = (CHUNK, _forward_chunk) if _has_chunk(module) else ("forward", _forward)
+        plain, before = _plain(_mlp_of(module)), module.__dict__.get(name)
+        module.tiling = _Tiling(plain, name, before, tile_tokens, _are_experts(module))  # type: ignore[assignment]
+        setattr(module, name, types.MethodType(tiled, module))
     return len(found)
 
 
@@ -83,9 +86,9 @@ def remove_tiled_mlp(model: nn.Module) -> None:
     for module in model.modules():
         tiling = module.__dict__.pop("tiling", None)
         if isinstance(tiling, _Tiling):
-            del module.forward
+            delattr(module, tiling.name)
             if tiling.before is not None:
-                module.forward = tiling.before
+                setattr(module, tiling.name, tiling.before)
 
 
 # -- which modules ------------------------------------------------------------------------------------------------
@@ -99,11 +102,39 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if inside and path.startswith(inside):
             continue
         is_mlp = name in NAMES and not _are_experts(getattr(module, "experts", None))
-        if is_mlp or _are_experts(module) or (name in SHARED and path.rpartition(".")[0] in mixtures):
+        if (
+            is_mlp
+            or _has_chunk(module)
+            or _are_experts(module)
+            or (name in SHARED and path.rpartition(".")[0] in mixtures)
+        ):
             inside = (*inside, path + ".")
             yield path, module
         elif name in NAMES:
             mixtures.add(path)
+
+
+def _has_chunk(module: Any) -> bool:
+    """Whether a module is a layer that runs its MLP by a method of its own."""
+    return callable(getattr(module, CHUNK, None)) and all(hasattr(module, name) for name in CHUNK_PARTS)
+
+
+class _FeedForward(nn.Module):
+    """The MLP of such a layer, residual and norm included, as a module: it stands in for the layer in its method."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        for name in CHUNK_PARTS:
+            setattr(self, name, getattr(layer, name))
+        self.training = layer.training
+        self.chunk = getattr(type(layer), CHUNK)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chunk(self, x)
+
+
+def _mlp_of(module: nn.Module) -> nn.Module:
+    return _FeedForward(module) if _has_chunk(module) else module
 
 
 def _are_experts(module: Any) -> bool:
@@ -120,7 +151,7 @@ def _why_not(module: nn.Module) -> str | None:
         return f"is a mixture whose experts, a {type(experts).__name__}, are not transformers' own"
     leaves = [(name, part) for name, part in module.named_modules() if not any(part.children())]
     for name, part in leaves:
-        known = isinstance(part, (nn.Identity, nn.ModuleDict, nn.ParameterDict))
+        known = isinstance(part, (nn.Identity, nn.LayerNorm, nn.ModuleDict, nn.ParameterDict))
         if not (known or _width(part) is not None or type(part).__module__.startswith(PACKAGES)):
             return f"contains a {type(part).__name__} ({name or 'itself'})"
     width = next((width for part in module.modules() if (width := _width(part)) is not None), None)
@@ -195,8 +226,10 @@ def _evaluation(module: nn.Module) -> Iterator[None]:
 class _Tiling:
     plain: Callable[..., Tensor]
     """The module's own forward, unbound, so that a copy of the module calls its own."""
+    name: str
+    """Of the method that tiles stand in for."""
     before: Callable[..., Tensor] | None
-    """A forward that the module had instead of its class's."""
+    """What the module had in its place instead of its class's."""
     tokens: int
     experts: bool
     """Whether it is given the experts of each token, and their weights, beside [tokens, hidden]."""
@@ -214,6 +247,12 @@ def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         return _tile_by_tile(self, given)
     x = _Input.apply(self, tuple(trainable), len(given), *given, *trainable.values())
     return _Output.apply(self, x, *(each.detach() for each in given[1:]))
+
+
+def _forward_chunk(self: Any, x: Tensor) -> Tensor:
+    mlp: Any = _FeedForward(self)
+    mlp.tiling = self.tiling
+    return _forward(mlp, x)
 
 
 def _pieces(module: Any, given: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:

@@ -28,6 +28,7 @@ from lowtide.engine.weights.stages import with_weights_on
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.shards import is_sharded
+from lowtide.trainers.checkpoints.beside import beside_adapters, load_beside
 from lowtide.trainers.checkpoints.choosing import last_whole, named, said
 from lowtide.trainers.checkpoints.durable import remove
 from lowtide.trainers.checkpoints.lock import only_run_in
@@ -195,6 +196,7 @@ class ResumableRuns(WholeCheckpoints):
             if hasattr(own, "peft_config") or not is_converted(own):
                 with contextlib.nullcontext() if sharded else same_weights_trained(own):
                     super()._load_from_checkpoint(checkpoint, model)
+                load_beside(own, Path(checkpoint))
                 return
             kind: Any = next(each for each in type(own).__mro__ if not issubclass(each, FSDPModule))
             # Its attention never runs; that of a vision tower has a name that only a model that is there may have.
@@ -206,6 +208,7 @@ class ResumableRuns(WholeCheckpoints):
         if hasattr(model, "peft_config"):
             with replaced_by_first_rank([p for p in model.parameters() if p.requires_grad]):
                 super()._load_from_checkpoint(checkpoint, model)
+            load_beside(model, Path(checkpoint))
             return
         if is_converted(model):
             raise ValueError(
@@ -224,8 +227,9 @@ class ResumableRuns(WholeCheckpoints):
                 f"the best model cannot be loaded, since {best} is damaged: {said(found)}. The weights of the last "
                 f"step are in {self.last_checkpoint}"
             )
-        in_stages = stage_of(causal_model(cast(nn.Module, self.model))) is not None
-        if len(getattr(self.model, "peft_config", ())) == 1 and not in_stages:
+        model = cast(nn.Module, self.model)
+        in_parts = stage_of(causal_model(model)) is not None or beside_adapters(model) is not None
+        if len(getattr(self.model, "peft_config", ())) == 1 and not in_parts:
             super()._load_best_model()
         else:
             self._load_from_checkpoint(best)

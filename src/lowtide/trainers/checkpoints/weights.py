@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from lowtide.compat.transformers import names_not_saved
 from lowtide.engine.weights.shard_files import WeightFiles, shards_in
 from lowtide.ranks.shards import whole_shape
+from lowtide.trainers.checkpoints.beside import beside_adapters, folder_of_other
 from lowtide.trainers.checkpoints.soundness import load_states
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -38,6 +39,8 @@ def check_weights(model: Any, folder: Path) -> None:
     if adapters and found is None and not shards:
         for name in model.peft_config:
             _check_adapter(model, name, folder if name == "default" else folder / name)
+        if (other := beside_adapters(model)) is not None:
+            check_weights(other, folder_of_other(model, folder))
         return
     if adapters or (found is None and not shards):
         here, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")

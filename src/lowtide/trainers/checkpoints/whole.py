@@ -25,6 +25,7 @@ from lowtide.ranks.failures import is_left_by_another
 from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.step.phases import Phases
+from lowtide.trainers.checkpoints.beside import save_beside
 from lowtide.trainers.checkpoints.durable import flush, remove
 from lowtide.trainers.checkpoints.manifest import seal
 from lowtide.trainers.checkpoints.run_record import run_record
@@ -170,6 +171,7 @@ class WholeCheckpoints(Trainer):
     def _save_whole(self, output_dir: str | None, internal: bool) -> None:
         model = cast(nn.Module, self.model)
         stage = stage_of(causal_model(model))
+        save_beside(model, Path(output_dir or str(self.args.output_dir)), keep=self.args.should_save)
         if not is_sharded(model) and stage is None:
             super().save_model(output_dir, internal)
             return

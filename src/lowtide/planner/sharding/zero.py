@@ -110,11 +110,10 @@ def stage_3(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
     gathered, arriving = (elements * width for elements in gathered_elements(layout, sharding))
     whole = replace(base, communication=bucket + gathered)
     found = {phase: [replace(whole, rest=traced.rest(phase))] for phase in traced.phases}
-    masters = 0 if sharding.offload_optimizer else masters
     found["loading"] = [
         replace(base, optimizer=0, gradients=0, communication=largest),
-        replace(base, optimizer=masters, communication=bucket + largest),
-        replace(base, optimizer=masters, gradients=stepping, communication=0),
+        replace(base, optimizer=min(masters, base.optimizer), communication=bucket + largest),
+        replace(base, optimizer=min(masters, base.optimizer), gradients=stepping, communication=0),
     ]
     copies = 2 if sharding.backend == "gloo" else 1
     arrival = replace(whole, communication=bucket + gathered + max(arriving, (copies - 1) * largest))

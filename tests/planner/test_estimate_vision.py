@@ -8,9 +8,12 @@ from datasets import Dataset
 
 import lowtide
 from lowtide import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowtide.planner.estimate import BESIDE_TENSORS
+from lowtide.run.writing import Writer
 from tests.support.live_bytes import LivingBytes
+from tests.support.marks import slow_but
 from tests.support.online_runs import even_tokens
-from tests.support.vision_models import CONFIGS, FAMILIES, conversations, processor, rows, vision_model
+from tests.support.vision_models import CONFIGS, FAMILIES, conversations, processor, rows, stored, vision_model
 
 
 def described(family: str) -> Any:
@@ -69,3 +72,41 @@ def test_the_peak_is_predicted_with_the_tower(family: str, case: str, tmp_path: 
     with living, living.during("all"):
         run.train()
     assert predicted.tensor_bytes == pytest.approx(living.peaks["all"], rel=0.06)
+
+
+@pytest.mark.parametrize("frozen", slow_but([False], [False, True]))
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], FAMILIES))
+def test_what_writing_takes_is_predicted_with_the_tower(
+    family: str, frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The images of all prompts that are written for together pass through it, and nothing is kept of them. Images that
+    wait in host memory are not counted."""
+    made = Dataset.from_list(rows(32))
+    options = {"num_generations": 4, "max_completion_length": 4, "steps_per_generation": 32, "optim": "sgd"}
+    args = settings(tmp_path, per_device_train_batch_size=4, freeze_vision_tower=frozen, **options)
+    args |= {"max_steps": 1}
+    del args["max_length"]
+    given = {"dataset": made, "processing_class": processor(family)}
+    predicted = lowtide.estimate(GRPOConfig(**args), described(family), **given).phases["generate"]
+    model = vision_model(family, config=described(family))
+    run = GRPOTrainer(
+        model,
+        args=GRPOConfig(**args),
+        train_dataset=made,
+        processing_class=processor(family),
+        reward_funcs=even_tokens,
+    )
+    living, write = LivingBytes(), Writer.write
+
+    def counted(writer: Writer, *given: Any) -> Any:
+        with living.during("generate"):
+            return write(writer, *given)
+
+    monkeypatch.setattr(Writer, "write", counted)
+    with living:
+        run.train()
+    tensors = sum(size for name, size in predicted.items() if name not in BESIDE_TENSORS)
+    reader: Any = run.training_run.reader
+    ready = [reader.ready(stored(image)) for row in rows(32) for image in row["images"]]
+    waiting = sum(value.nbytes for each in ready for value in each.shown.inputs.values())
+    assert tensors == pytest.approx(living.peaks["generate"] - waiting, rel=0.06)

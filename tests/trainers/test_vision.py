@@ -14,8 +14,8 @@ from lowtide import (
     DPOTrainer,
     KTOConfig,
     KTOTrainer,
-    ORPOConfig,
-    ORPOTrainer,
+    PretrainConfig,
+    PretrainTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -37,7 +37,7 @@ TRAINERS: dict[str, Any] = {
     "SFT": (SFTTrainer, SFTConfig),
     "DPO": (DPOTrainer, DPOConfig),
     "KTO": (KTOTrainer, KTOConfig),
-    "ORPO": (ORPOTrainer, ORPOConfig),
+    "Pretrain": (PretrainTrainer, PretrainConfig),
     "Reward": (RewardTrainer, RewardConfig),
 }
 
@@ -362,8 +362,9 @@ def test_pairs_taken_apart_keep_their_images_and_their_mismatched_answers(tmp_pa
 
 
 def test_methods_of_text_alone_refuse_images(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has images, and odds ratio preference optimization takes text alone"):
-        trainer(tmp_path, rows(4), "ORPO")
+    made = [{"text": "A cat.", "images": [picture(0)]}] * 4
+    with pytest.raises(ValueError, match="has images, and pretraining takes text alone"):
+        trainer(tmp_path, made, "Pretrain", max_length=32)
 
 
 def test_an_image_in_an_answer_is_refused(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ class PromptEncoder:
     """Passed to the chat template."""
     source: str = "the train dataset"
     """What messages call the rows."""
+    uncut: int | None = None
+    """Tokens at the end of a prompt that stay whatever is written after it; None where all of them do."""
 
     def __call__(self, prompt: Any, row: int = 0) -> list[int]:
         """The token ids of one prompt.
@@ -112,7 +114,8 @@ class ImagePromptEncoder:
     def of(cls, encoder: PromptEncoder, reader: ImageReader) -> ImagePromptEncoder:
         """For prompts that an encoder would read as texts."""
         template = {"chat_template": reader.processor.chat_template, **encoder.template_kwargs}
-        limit = Truncation(max_length=encoder.most, mode="keep_end")
+        kept = min((most for most in (encoder.most, encoder.uncut) if most is not None), default=None)
+        limit = Truncation(max_length=kept, mode="keep_end")
         return cls(replace(encoder, template_kwargs=template), ImageExpander(reader, encoder.source, limit))
 
     def of_row(self, row: Mapping[str, Any], number: int) -> list[int]:
@@ -176,7 +179,7 @@ def prepare_prompts(
         encoder = of_images.texts
     if isinstance(dataset, IterableDataset):
         return dataset.map(tokens, with_indices=True)
-    options = (encoder.most, sorted(encoder.template_kwargs.items(), key=str), *depends)
+    options = (encoder.most, encoder.uncut, sorted(encoder.template_kwargs.items(), key=str), *depends)
     named = combine(VERSION, fingerprint_of(dataset), tokenizer_fingerprint(encoder.tokenizer), options)
     return dataset.with_format(None).map(
         tokens, with_indices=True, num_proc=num_proc, new_fingerprint=named, desc=f"Preparing {encoder.source}"

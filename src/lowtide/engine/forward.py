@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import ScoreOutput, Scores, body
 from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import NextToken
-from lowtide.engine.images import shown_images
+from lowtide.engine.images import shown_images, shown_or_blank
 from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.rotary import Run, install_rotary, rows_of
 from lowtide.engine.stage import stage_of
@@ -206,7 +207,7 @@ def score(
         if not padding_free:
             pairs = inner.config.is_encoder_decoder
             inputs, index = padded_pairs(batch) if pairs else pad(batch)
-            images = shown_images(_padded_images(batch), batch.token_ids.device)
+            images = shown_or_blank(inner, _padded_images(batch), batch.token_ids.device)
             virtual = leading_states(model)
             index = index + virtual * (index // inputs["input_ids"].shape[1] + 1) if virtual else index
             if types is None:
@@ -224,7 +225,7 @@ def score(
             noisy_embeddings(inner, batch, own=own),
             _own_random(sequence if stage is None else stage.pipeline, inner, batch.token_ids.device),
         ):
-            inputs |= shown_images((image for part in batch.images for image in part), batch.token_ids.device)
+            inputs |= shown_or_blank(inner, chain.from_iterable(batch.images), batch.token_ids.device)
             if types is not None:
                 inputs["token_type_ids"] = types[None, own]
             if stage is None or stage.entered:

@@ -3,23 +3,28 @@
 Its features take the places of the image's tokens, in as many segments as show the image. The model's own forward puts
 them there (`mm_encoder_outputs` of transformers). What a tower works out from the sizes of images is worked out on the
 host, where they are known, so that no forward waits for a device and a forward can be traced without values.
+
+Where ranks share weights or gradients, a layer's forward and backward are of all of them together. So there a
+micro-batch that shows no image runs the tower too, on a blank image, the smallest that it takes. No token is one of
+it, so that it changes no number and its gradients are zeros.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from lowtide.compat.torch import without_modes
 from lowtide.compat.transformers import packed_layout
 from lowtide.engine.attention import keep_plan, masks_built
+from lowtide.engine.heads.head import body
 from lowtide.ops.image_positions import GRID
 from lowtide.ragged import SegmentImage
 
@@ -28,10 +33,13 @@ IMAGES = "images"
 PIXELS, PIXEL_MASK = "pixel_values", "pixel_attention_mask"
 """Inputs of an image: its patches, tiles or pixels; and which pixels of its tiles are not padding."""
 
+RUNS_TOWER = "_lowtide_runs_tower"
+"""The attribute of a model that says whether its tower runs in forwards that show no image too."""
+
 
 @dataclass(frozen=True)
 class ShownImages:
-    """The images of a micro-batch."""
+    """The images of a micro-batch, or a blank one, which no token is of."""
 
     inputs: Mapping[str, Tensor]
     """What the vision tower takes of the distinct ones, end to end; all but the pixels in host memory."""
@@ -64,6 +72,60 @@ def shown_images(images: Iterable[SegmentImage], device: torch.device) -> dict[s
     return {IMAGES: ShownImages(inputs, tokens, tuple(number[key] for key in order))}
 
 
+def run_tower(model: nn.Module, always: bool) -> None:
+    """Says whether the tower of a model, not wrapped, runs in forwards that show no image too."""
+    vars(model)[RUNS_TOWER] = always
+
+
+@contextlib.contextmanager
+def running_tower(model: nn.Module, always: bool) -> Iterator[None]:
+    """`run_tower`, while it lasts."""
+    before = bool(vars(model).get(RUNS_TOWER))
+    run_tower(model, always)
+    try:
+        yield
+    finally:
+        run_tower(model, before)
+
+
+def shown_or_blank(model: nn.Module, images: Iterable[SegmentImage], device: torch.device) -> dict[str, ShownImages]:
+    """As `shown_images`; a blank image where there are none and the tower of the model, not wrapped, runs all the
+    same."""
+    shown = shown_images(images, device)
+    return shown if shown or not vars(model).get(RUNS_TOWER) else blank_image(model, device)
+
+
+def blank_image(model: Any, device: torch.device) -> dict[str, ShownImages]:
+    """The keyword arguments of a model's forward for the smallest image that its tower takes, which no token is of.
+
+    Args:
+        model: a vision-language model, not wrapped.
+
+    Raises:
+        ValueError: what the tower of this type of model takes is not known.
+    """
+    inner: Any = body(model)
+    vision = inner.config.vision_config
+    patches = getattr(getattr(inner, "visual", None), "patch_embed", None)
+    if patches is not None and hasattr(vision, "spatial_merge_size"):
+        merge, size = vision.spatial_merge_size, patches.patch_size
+        pixels = torch.zeros(merge * merge, patches.in_channels * patches.temporal_patch_size * size**2, device=device)
+        with without_modes():
+            shape = {GRID: torch.tensor([[1, merge, merge]])}
+    elif hasattr(inner, "connector") and hasattr(inner.config, "scale_factor"):
+        side = inner.config.scale_factor * vision.patch_size
+        pixels = torch.zeros(1, 1, vision.num_channels, side, side, device=device)
+        with without_modes():
+            shape = {PIXEL_MASK: torch.ones(1, 1, side, side, dtype=torch.long)}
+    else:
+        raise ValueError(
+            f"lowtide does not know how small an image the vision tower of model type {inner.config.model_type} takes, "
+            "which ranks that share weights run it on where their rows show none: train on whole copies (leave fsdp "
+            "and deepspeed out), and please report the model type"
+        )
+    return {IMAGES: ShownImages({PIXELS: pixels, **shape}, (), ())}
+
+
 def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
     """What the body of a model takes as `mm_encoder_outputs`: features of images in the order of their tokens.
 
@@ -74,6 +136,8 @@ def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
         ValueError: the tower gives another number of features than there are tokens.
     """
     features = _features(model, images.inputs)
+    if not images.tokens:  # of a blank image backward reaches the tower all the same
+        features = features[:0]
     if len(features) != sum(images.tokens):
         raise ValueError(
             f"the vision tower of model type {model.config.model_type} gives {len(features)} features for images that "

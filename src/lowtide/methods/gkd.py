@@ -92,8 +92,6 @@ class GKDOptions(TextOptions, WritingOptions, TeacherOptions):
 class PromptedTexts(Texts):
     """Texts, of which the first scored token begins what may be written anew."""
 
-    takes_images = False
-
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         columns = dataset.column_names or ()
         if how.options.writes and how.formatting_func is None and columns and not {*columns} & {*WITH_PROMPTS}:
@@ -107,11 +105,18 @@ class PromptedTexts(Texts):
     def collator(
         self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
     ) -> Callable:
-        return PromptedCollator(score_rule, most=options.most_written if options.writes else 0)
+        return PromptedCollator(score_rule, reader, most=options.most_written if options.writes else 0)
 
-    def drawing(self, options: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Drawing | None:
+    def drawing(
+        self,
+        options: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        reader: ImageReader | None = None,
+    ) -> Drawing | None:
         """Completions as long as they get: what a step is rehearsed and planned on. The trainer has them written."""
-        return functools.partial(with_longest, most=options.most_written) if options.writes else None
+        rule = None if reader is None else reader.position_rule
+        return functools.partial(with_longest, most=options.most_written, rule=rule) if options.writes else None
 
 
 def objective(options: GKDOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:

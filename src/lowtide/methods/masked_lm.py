@@ -142,7 +142,13 @@ class MaskedTexts(RowLayout):
     def bin_tokens(self, options: Any) -> int | None:
         return options.max_length if options.packing else None
 
-    def drawing(self, options: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Masking:
+    def drawing(
+        self,
+        options: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        reader: ImageReader | None = None,
+    ) -> Masking:
         vocabulary = vocab_size if tokenizer is None else min(len(tokenizer), vocab_size)
         special = set() if tokenizer is None else {*tokenizer.all_special_ids}
         return Masking(

@@ -21,6 +21,7 @@ from lowtide.data.batches.values import BETA, DECIDED, LENGTHS, PREFERENCE, REWA
 from lowtide.methods.completions import completion_segments, segment_sums
 from lowtide.methods.learning import Learned, Learning, Rewarded, Values
 from lowtide.methods.method import Method, RowObjective
+from lowtide.methods.options import VisionOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.preference import read_pairs
 from lowtide.methods.rollouts import Prompts, RolloutOptions
@@ -37,7 +38,7 @@ TRAINED_WITH = ("sigmoid", "ipo")
 
 
 @dataclass(kw_only=True)
-class OnlineDPOOptions(RolloutOptions):
+class OnlineDPOOptions(RolloutOptions, VisionOptions):
     """The options of online direct preference optimization, under TRL's names and with its defaults."""
 
     completions_of_row: ClassVar[int] = 2
@@ -73,6 +74,10 @@ class OnlineDPOOptions(RolloutOptions):
     def scored_at(self) -> float:
         """Pairs are scored without temperature, as in TRL."""
         return 1.0
+
+    @property
+    def uncut_prompt_tokens(self) -> int | None:
+        return None if self.max_length is None else self.max_length - self.max_completion_length
 
     def beta_of(self, epoch: float) -> float:
         """That of an epoch; the last one goes on."""
@@ -278,7 +283,7 @@ METHOD = Method(
     "online-dpo",
     "online direct preference optimization",
     OnlineDPOOptions,
-    Prompts(Preferred()),
+    Prompts(Preferred(), with_images=True),
     objective,
     PAPER,
     arguments=ARGUMENTS,

@@ -2,7 +2,7 @@
 rejected one. No reference.
 
 The likelihood is a mean over the tokens of prompts and chosen completions, as in TRL; the odds are of mean
-log-probabilities a token.
+log-probabilities a token. Places of images are scored nowhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions
+from lowtide.methods.options import CompletionOptions, VisionOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.methods.rows import Pairs
@@ -22,7 +22,7 @@ from lowtide.option import NOT_NEGATIVE, option
 
 
 @dataclass(kw_only=True)
-class ORPOOptions(CompletionOptions):
+class ORPOOptions(CompletionOptions, VisionOptions):
     """The options of odds ratio preference optimization, under TRL's names and with its defaults."""
 
     beta: float = option(0.1, "Weight of the odds ratio; lambda in the paper.", NOT_NEGATIVE)

@@ -24,6 +24,7 @@ from lowtide.engine.heads.token_value import TokenValue, ValuedTokens, WithValue
 from lowtide.engine.heads.value import TokenValues
 from lowtide.methods.learning import Learned, Learning, Rewarded, Values
 from lowtide.methods.method import Method, RowObjective
+from lowtide.methods.options import VisionOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.policy import completion_counts
 from lowtide.methods.rollouts import Prompts, RolloutOptions
@@ -46,7 +47,7 @@ from lowtide.ragged import RaggedBatch
 
 
 @dataclass(kw_only=True)
-class PPOOptions(RolloutOptions):
+class PPOOptions(RolloutOptions, VisionOptions):
     """The options of proximal policy optimization, under the names and with the defaults of TRL before 1.0."""
 
     divergence_weight: ClassVar[str] = "kl_coef"
@@ -293,7 +294,7 @@ METHOD = Method(
     "ppo",
     "proximal policy optimization",
     PPOOptions,
-    Prompts(ByToken()),
+    Prompts(ByToken(), with_images=True),
     objective,
     PAPER,
     head=WithValues,

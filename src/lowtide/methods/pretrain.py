@@ -128,7 +128,7 @@ class PretrainOptions(BeginningOptions):
 class Documents(Texts):
     """Texts, each a document or several, packed."""
 
-    formats = False
+    formats, takes_images = False, False
 
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         options = how.options

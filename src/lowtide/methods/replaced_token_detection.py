@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.masking import Masking
 from lowtide.engine.heads.replaced_tokens import ReplacedStats, ReplacedTokens
 from lowtide.methods.masked_lm import MaskedLMOptions, MaskedTexts
@@ -63,7 +64,13 @@ class ReplacedTexts(MaskedTexts):
             )
         return super().prepare(dataset, how, name)
 
-    def drawing(self, options: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Masking:
+    def drawing(
+        self,
+        options: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        reader: ImageReader | None = None,
+    ) -> Masking:
         return dataclasses.replace(super().drawing(options, tokenizer, vocab_size), generated=True)
 
 

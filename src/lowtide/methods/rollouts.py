@@ -238,6 +238,11 @@ class RolloutOptions(WritingOptions, FollowedReference):
             )
         self.check_writing()
 
+    @property
+    def uncut_prompt_tokens(self) -> int | None:
+        """Tokens at the end of a prompt that stay whatever is written after it; None where all of them do."""
+        return None
+
     def take_older(self, older: str, name: str) -> None:
         """Moves the value of an option's older name to the option.
 
@@ -298,6 +303,7 @@ class Prompts(RowLayout):
             options.max_prompt_length,
             options.chat_template_kwargs or {},
             source=f"the {name} dataset",
+            uncut=options.uncut_prompt_tokens,
         )
         return prepare_prompts(dataset, encoder, num_proc=options.dataset_num_proc, reader=how.reader), None
 

@@ -99,12 +99,19 @@ class RowLayout(ABC):
         """The columns of a prepared row that become values of rows, or of scores."""
         return ()
 
-    def drawing(self, options: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Drawing | None:
+    def drawing(
+        self,
+        options: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        reader: ImageReader | None = None,
+    ) -> Drawing | None:
         """What is drawn of each batch anew in each epoch; None where nothing is.
 
         Args:
             tokenizer: None where token ids do not matter.
             vocab_size: of the model.
+            reader: makes images ready, of a layout that takes them.
         """
         return None
 
@@ -284,12 +291,7 @@ class Pairs(_Completions):
     """Pairs that are compared by a value at the end of each side: a side that does not fit drops its pair, and rows
     may say by how much the chosen one is better."""
 
-    completions = 2
-
-    @property
-    def takes_images(self) -> bool:  # type: ignore[override]
-        """Where prompts are not scored, whose images nothing predicts."""
-        return not self.scores_prompt
+    completions, takes_images = 2, True
 
     def columns(self, options: Any) -> tuple[str, ...]:
         return ("chosen_ids", "rejected_ids")
@@ -308,8 +310,9 @@ class Pairs(_Completions):
             margins=self.at_end,
             reader=how.reader,
         )
-        if self.scores_prompt and ledger is not None:  # all but a row's first token
-            ledger = dataclasses.replace(ledger, scored_tokens=ledger.tokens - ledger.rows)
+        if self.scores_prompt and ledger is not None:  # all but a row's first token, and the places of images
+            unscored = 0 if how.reader is None else how.reader.places(rows, "prompt_ids")
+            ledger = dataclasses.replace(ledger, scored_tokens=ledger.tokens - ledger.rows - unscored)
         return rows, ledger
 
 

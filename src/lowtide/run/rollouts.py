@@ -30,14 +30,13 @@ from lowtide.objectives.correction import Correction, correction, sampling_metri
 from lowtide.ranks.world import gathered
 from lowtide.rollout.conversations import Conversations, ToolUse
 from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
-from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.rollout.images import PromptImages
 from lowtide.rollout.judges import JudgedPairs
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.rollout import Rollout
-from lowtide.run.writing import Writer, seed_of
+from lowtide.run.writing import Writer, check_writes_after_images, seed_of
 from lowtide.step.rank_sync import RankSync
 from lowtide.step.runner import StepRunner
 
@@ -106,11 +105,7 @@ class RolloutMaker:
         for what, there in others.items():
             if there:
                 raise ValueError(f"prompts show images, which do not go with {what}: leave it out")
-        if not isinstance(self.generator, RaggedGenerator):
-            raise ValueError(
-                "prompts show images, and only lowtide's own generator writes after them, which this run does not "
-                "use: leave out use_vllm=True, padding_free=False and generation_backend='transformers'"
-            )
+        check_writes_after_images(self.generator)
 
     def make(
         self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], *, group: int, version: int, state: Any = None

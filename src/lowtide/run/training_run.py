@@ -7,6 +7,7 @@ reference where the method has one. Trainers and the planner do this alike.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,9 +26,10 @@ from lowtide.engine.forward import causal_model, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.token_value import TokenValue
+from lowtide.engine.images import run_tower
 from lowtide.engine.positions import position_table
 from lowtide.engine.stage import stage_of
-from lowtide.engine.vision import freeze_tower
+from lowtide.engine.vision import encodes_images, freeze_tower
 from lowtide.engine.weights.complete_weights import base_of_adapters, new_modules
 from lowtide.engine.weights.labels import names_of, set_problem
 from lowtide.engine.weights.loading import adapt
@@ -52,7 +54,13 @@ from lowtide.run.engine import (
     zero_config,
 )
 from lowtide.run.inputs.arguments import check_attention, check_dataset, check_kind
-from lowtide.run.inputs.images import check_images, check_takes_images, image_reader
+from lowtide.run.inputs.images import (
+    check_images,
+    check_reads_alike,
+    check_takes_images,
+    image_reader,
+    spreads_weights,
+)
 from lowtide.run.inputs.loading import load_inputs, set_padding
 from lowtide.run.inputs.row_checks import check_budget, check_masks
 from lowtide.run.references import ReferenceMaker, check_unchanged, some_of_weights
@@ -111,7 +119,9 @@ class TrainingRun:
         self.shows_images = False
         """Whether rows that were prepared show images."""
         self.skips_preparation = bool(getattr(args, "skips_preparation", False))
-        self._references = None
+        self._references: ReferenceMaker | None = None
+        self._referred: Callable[[], nn.Module | None] = lambda: None
+        """The reference, for as long as it is held elsewhere."""
         if inputs.data_collator is not None and method.rows.collates_alone:
             raise ValueError(f"data_collator has no use in {method.title}: {method.rows.collates_alone}")
         if method.head.trains_beside is not None:
@@ -279,8 +289,10 @@ class TrainingRun:
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):
             rows, ledger = self.method.rows.prepare(dataset, how, name)
         if self.method.rows.shows_images(rows):
-            check_images(self.model, self.args, title)
+            writes = self.method.writes is not None or bool(getattr(self.args, "writes", False))
+            check_images(self.model, self.args, title, writes=writes)
             self.shows_images = True
+            self._run_towers()
         return entitled(rows, title), ledger
 
     def drawn(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:
@@ -335,6 +347,13 @@ class TrainingRun:
             lengths = self.row_lengths(dataset) if getattr(self.args, "writes", False) else None
             check_positions(dataset, positions, name, written, lengths)
 
+    def _run_towers(self) -> None:
+        """Has all ranks run vision towers equally often, where they share weights or gradients."""
+        if self.shows_images and spreads_weights(self.args):
+            for model in filter(None, (self.model, self._referred())):
+                if encodes_images(model):
+                    run_tower(causal_model(model), True)
+
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
@@ -348,7 +367,7 @@ class TrainingRun:
             args, sharing=sharing, score_rule=self.score_rule, reader=self.reader
         )
         self.collator = inputs.data_collator or self.own_collator
-        self._drawing = self.method.rows.drawing(args, self.tokenizer, self.vocab_size)
+        self._drawing = self.method.rows.drawing(args, self.tokenizer, self.vocab_size, self.reader)
         self.active = ActiveTechniques(Site(args, self.model, args.device, args.world_size))
         self.active.prepare()
         folder = args.activation_offloading_dir or folder_on_a_disk(args.output_dir)
@@ -367,7 +386,10 @@ class TrainingRun:
         if self._references is None:
             return None
         made = self._references.make(self.model, self.tokenizer, self.engine)
-        self.reference_text = made.text
+        self.reference_text, self._referred = made.text, weakref.ref(made.scorer.model)
+        if self.shows_images:
+            check_reads_alike(self.model, made.scorer.model, self._references.what)
+        self._run_towers()
         return made.scorer
 
     def objective(self) -> Objective:

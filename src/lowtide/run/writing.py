@@ -123,3 +123,16 @@ def make_generator(
 def seed_of(*numbers: int) -> int:
     """One number of several, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def check_writes_after_images(generator: Generator) -> None:
+    """Refuses a generator that reads prompts as text alone.
+
+    Raises:
+        ValueError: names the options that choose one.
+    """
+    if not isinstance(generator, RaggedGenerator):
+        raise ValueError(
+            "prompts show images, and only lowtide's own generator writes after them, which this run does not use: "
+            "leave out use_vllm=True, padding_free=False and generation_backend='transformers'"
+        )

@@ -14,13 +14,13 @@ from typing import Any, cast
 from torch import nn
 
 from lowtide.data.batches.masking import EVALUATION
-from lowtide.data.batches.prompted import completed, prompts_of
+from lowtide.data.batches.prompted import completed, prompt_images, prompts_of
 from lowtide.engine.forward import vocabulary
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.methods.gkd import GKDOptions
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import RaggedBatch, Shown
 from lowtide.rollout.generators.generator import Completion, Request
-from lowtide.run.writing import Writer, make_generator, seed_of
+from lowtide.run.writing import Writer, check_writes_after_images, make_generator, seed_of
 from lowtide.step.rank_sync import RankSync
 from lowtide.trainers.reference import ReferenceTrainer
 
@@ -49,7 +49,11 @@ class DistillationTrainer(ReferenceTrainer):
         padding_free = self.padding_free if teacher is None else teacher.padding_free
         options: Any = self.options
         generator, self.written_by[who] = make_generator(options, model, self.tokenizer, padding_free)
-        return Writer(options, self.runner, cast(Any, self.tokenizer), generator, teacher)
+        if self.training_run.shows_images:
+            check_writes_after_images(generator)
+        reader = self.training_run.reader
+        never = () if reader is None else (reader.mark,)
+        return Writer(options, self.runner, cast(Any, self.tokenizer), generator, teacher, never_ids=never)
 
     def report_lines(self) -> list[tuple[str, str]]:
         return [
@@ -75,7 +79,8 @@ class DistillationTrainer(ReferenceTrainer):
     def _written(self, batch: RaggedBatch, writer: Writer) -> RaggedBatch:
         prompts, first = prompts_of(batch), self.args.process_index * self.args.train_batch_size
         seeds = [seed_of(self.args.seed, *self.place, first + row) for row in range(len(prompts))]
-        requests = [Request(prompt, 1, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        reader, images = self.training_run.reader, prompt_images(batch, prompts)
+        requests = [Request(*each) for each in zip(prompts, itertools.repeat(1), seeds, images)]
         sync = RankSync("generation", remedy="Set tokens_per_generation_batch, or lower max_new_tokens")
         found: list[Completion] = []
         with sync.local(waited_for=self.runner.waited_for), self.phases.during("generate"):
@@ -85,7 +90,8 @@ class DistillationTrainer(ReferenceTrainer):
         totals.add_mean("completions/mean_length", sum(len(each.token_ids) for each in found), count)
         totals.add_mean("completions/clipped_ratio", sum(each.finish == "length" for each in found), count)
         completions = [[*itertools.takewhile(lambda token: token < self.common_tokens, c.token_ids)] for c in found]
-        return completed(prompts, [each or [self._end] for each in completions]).to(self.args.device)
+        shown = None if reader is None else Shown(images, reader.position_rule)
+        return completed(prompts, [each or [self._end] for each in completions], shown).to(self.args.device)
 
     @functools.cached_property
     def common_tokens(self) -> int:

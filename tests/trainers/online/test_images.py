@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,93 @@ def test_a_step_is_that_of_the_plain_computation(family: str, method: str, tmp_p
     assert any("visual" in name or "vision_model" in name for name in expected)
     assert_near(weights(run), expected, 2e-6)
     assert run.state.log_history[0]["loss"] == pytest.approx(total.item(), abs=1e-6)
+
+
+def first_step(method: str, family: str, folder: Path, **options: Any) -> tuple[Any, list[Any], Any]:
+    """A run by SGD after one step on a prompt with two images and on one without, what rewards were given, and the
+    model as it was before."""
+    reward = Recorded()
+    how = {"max_steps": 1, "learning_rate": 0.5, "max_grad_norm": 1e9, "shuffle_dataset": False, **options}
+    run = online(folder, family, method, {"reward_funcs": reward}, **how)
+    plain = vision_model(family).double().train()
+    if method == "PPO":
+        plain.value_head = copy.deepcopy(run.model.value_head)
+    run.train()
+    [given] = reward.given
+    return run, given, plain
+
+
+def assert_stepped(run: Any, plain: Any, loss: Tensor) -> None:
+    loss.backward()
+    expected = {name: p.detach() - 0.5 * p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert any("visual" in name or "vision_model" in name for name in expected)
+    assert_near(weights(run), expected, 2e-6)
+    assert run.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], FAMILIES))
+def test_a_step_of_online_dpo_is_that_of_the_plain_computation(family: str, tmp_path: Path) -> None:
+    """Against another reference, so that the losses of pairs are no constants."""
+    other = vision_model(family, seed=1).double()
+    options: dict[str, Any] = {"num_generations": 2, "per_device_train_batch_size": 2, "max_length": None}
+    reward = Recorded()
+    how = {"max_steps": 1, "learning_rate": 0.5, "max_grad_norm": 1e9, "shuffle_dataset": False, **options}
+    run = online(tmp_path, family, "OnlineDPO", {"reward_funcs": reward, "ref_model": other}, **how)
+    run.train()
+    [given] = reward.given
+    data, rewards, losses = questions(), even_tokens(given["completion_ids"]), []
+    plain, reference = vision_model(family).double().train(), vision_model(family, seed=1).double()
+    assert given["number"] == [0, 0, 1, 1]
+    for first in (0, 2):
+        ratios = []
+        for place in (first, first + 1) if rewards[first] >= rewards[first + 1] else (first + 1, first):
+            ids, row = given["completion_ids"][place], data[given["number"][place]]
+            with torch.no_grad():
+                referred = plain_logprobs(family, reference, row, ids).sum()
+            ratios.append(plain_logprobs(family, plain, row, ids).sum() - referred)
+        losses.append(-torch.nn.functional.logsigmoid(0.1 * (ratios[0] - ratios[1])))
+    assert_stepped(run, plain, torch.stack(losses).mean())
+
+
+def valued(family: str, model: Any, row: dict[str, Any], ids: list[int]) -> tuple[Tensor, Tensor]:
+    """([tokens], [tokens]) of one completion: log-probabilities, and the values before its tokens."""
+    seen: list[Tensor] = []
+    hook = model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    logprobs = plain_logprobs(family, model, row, ids)
+    hook.remove()
+    return logprobs, model.value_head(seen[0])[0, -len(ids) - 1 : -1, 0]
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], FAMILIES))
+def test_a_step_of_ppo_is_that_of_the_plain_computation(family: str, tmp_path: Path) -> None:
+    """Policy and value function see the images; the trunk learns of both."""
+    options = {"num_generations": 4, "num_ppo_epochs": 1, "kl_coef": 0.0, "temperature": 1.0, "vf_coef": 0.5}
+    run, given, plain = first_step("PPO", family, tmp_path, **options)
+    data, rewards = questions(), even_tokens(given["completion_ids"])
+    advantages, returns, logprobs, values = [], [], [], []
+    for ids, number, reward in zip(given["completion_ids"], given["number"], rewards, strict=True):
+        own, expected = valued(family, plain, data[number], ids)
+        after, found = 0.0, []
+        for place in reversed(range(len(ids))):
+            last = place == len(ids) - 1
+            error = (reward if last else expected[place + 1].item()) - expected[place].item()
+            after = error + 0.95 * after
+            found.insert(0, after)
+        advantages.append(torch.tensor(found, dtype=torch.float64))
+        returns.append(advantages[-1] + expected.detach())
+        logprobs.append(own)
+        values.append(expected)
+    advantage = torch.cat(advantages)
+    advantage = (advantage - advantage.mean()) / (advantage.var() + 1e-8).sqrt()
+    own, expected = torch.cat(logprobs), torch.cat(values)
+    policy = -(advantage * (own - own.detach()).exp()).mean()
+    assert_stepped(run, plain, policy + 0.5 * ((expected - torch.cat(returns)) ** 2 / 2).mean())
+
+
+def test_an_image_is_not_cut_for_what_is_written_after_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_generations": 2, "per_device_train_batch_size": 2, "max_length": 20}
+    with pytest.raises(ValueError, match=r"row 0 .*its \d+ tokens .*raise max_length"):
+        online(tmp_path, method="OnlineDPO", **options)
 
 
 WAYS: dict[str, dict[str, Any]] = {

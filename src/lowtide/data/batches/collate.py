@@ -130,11 +130,13 @@ class CompletionCollator:
 
         def add(number: int, prompt: list[int], tokens: list[int], scored_prompt: bool, before: int) -> None:
             mask = prompt if scored_prompt else [IGNORE] * len(prompt)
+            if self.reader is not None:
+                mask = self.reader.unscored(mask)
             token_ids.append([*prompt, *tokens])
             labels.append([*mask, *tokens])
             prefix.append(before)
             owner.append(number)
-            flags.extend([True] * max(len(prompt) - 1, 0) * scored_prompt)
+            flags.extend([True] * sum(label != IGNORE for label in mask[1:]))
             flags.extend([False] * (len(tokens) - (before < 0 and not prompt)))
 
         for number, row in enumerate(rows):

@@ -116,6 +116,12 @@ class ImageReader:
             )
         return found
 
+    def places(self, rows: Any, column: str) -> int:
+        """How many tokens of a column of prepared rows are of images."""
+        table: Any = rows.with_format("arrow").select_columns([column])
+        parts = (part[column].combine_chunks().flatten().to_numpy() for part in table.iter(1000))
+        return sum(int((part == self.mark).sum()) for part in parts)
+
     def unscored(self, labels: Sequence[int]) -> list[int]:
         """Labels without those of images: nothing predicts a place of an image."""
         return [IGNORE if label == self.mark else label for label in labels]

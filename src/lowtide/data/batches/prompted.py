@@ -11,7 +11,7 @@ from datasets import Dataset
 from jaxtyping import Int
 
 from lowtide.data.batches.collate import RaggedCollator
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import IGNORE, PositionRule, RaggedBatch, SegmentImage, Shown
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,39 @@ class PromptedCollator(RaggedCollator):
 
 
 def prompts_of(batch: RaggedBatch) -> list[list[int]]:
-    """The tokens before what is scored, of each row; a row is one segment."""
+    """The tokens before what is scored, of each row; a row is one segment. Images stand before it."""
     tokens, firsts = batch.token_ids.tolist(), batch.score_index.tolist()
     return [tokens[part.start : firsts[part.score_start] + 1] for part in batch.segments]
 
 
-def completed(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> RaggedBatch:
-    """Prompts with completions, whose tokens are scored, as the rows of a batch."""
+def prompt_images(batch: RaggedBatch, prompts: Sequence[Sequence[int]]) -> list[list[SegmentImage]]:
+    """The images among the tokens of the prompts of a batch."""
+    pairs = zip(batch.segment_images, prompts, strict=True)
+    return [[image for image in images if image.start < len(prompt)] for images, prompt in pairs]
+
+
+def completed(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], shown: Shown | None = None
+) -> RaggedBatch:
+    """Prompts with completions, whose tokens are scored, as the rows of a batch.
+
+    Args:
+        shown: the images of the prompts; None of text alone.
+    """
     pairs = list(zip(prompts, completions, strict=True))
     return RaggedBatch.from_segments(
         [[*prompt, *completion] for prompt, completion in pairs],
         [[IGNORE] * len(prompt) + [*completion] for prompt, completion in pairs],
+        shown=shown,
     )
 
 
-def with_longest(batch: RaggedBatch, epoch: int, most: int) -> RaggedBatch:
-    """The batch with each completion at least so many tokens long, whatever these are: what takes most memory."""
-    own = [part.score_stop - part.score_start for part in batch.segments]
-    return completed(prompts_of(batch), [[0] * max(most, each) for each in own]).to(batch.token_ids.device)
+def with_longest(batch: RaggedBatch, epoch: int, most: int, rule: PositionRule | None = None) -> RaggedBatch:
+    """The batch with each completion at least so many tokens long, whatever these are: what takes most memory.
+
+    Args:
+        rule: how the model counts positions on several axes.
+    """
+    own, prompts = [part.score_stop - part.score_start for part in batch.segments], prompts_of(batch)
+    shown = Shown(prompt_images(batch, prompts), rule)
+    return completed(prompts, [[0] * max(most, each) for each in own], shown).to(batch.token_ids.device)

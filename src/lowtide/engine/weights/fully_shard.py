@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit, stay
 from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model, install, model_beside, score
 from lowtide.engine.heads.head import body
+from lowtide.engine.images import IMAGES, blank_image, running_tower
 from lowtide.engine.weights.quantized import check_shardable
 from lowtide.engine.weights.split_layers import split_layers
 from lowtide.engine.weights.split_vocabulary import split_vocabulary as cut_vocabulary
@@ -163,29 +164,39 @@ def _within(modules: Sequence[FSDPModule], most: float) -> list[FSDPModule]:
 
 @contextlib.contextmanager
 def until_all_end(model: nn.Module) -> Iterator[None]:
-    """While it lasts, ranks tell each other before each forward that one follows; at the end, this rank takes part in
-    those of the others."""
+    """While it lasts, ranks tell each other before each forward that one follows, and whether it shows images; at the
+    end, this rank takes part in those of the others."""
     device = next(model.parameters()).device
+    inner = causal_model(model)
 
-    def goes_on(*_: Any) -> None:
-        _one_goes_on(device, True)
+    def goes_on(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        one = _of_one(device, follows=True, shows=IMAGES in kwargs)
+        return args, {**blank_image(inner, device), **kwargs} if one.shows else kwargs
 
-    hook = model.register_forward_pre_hook(goes_on, prepend=True)  # before FSDP2 gathers what the whole model holds
+    hook = model.register_forward_pre_hook(goes_on, prepend=True, with_kwargs=True)  # before FSDP2 gathers the rest
     try:
         yield
     finally:
         hook.remove()
     idle = RaggedBatch.from_segments([[0, 0]]).to(device)
-    while _one_goes_on(device, False):
-        with torch.no_grad():
+    while (one := _of_one(device, follows=False, shows=False)).follows:
+        with running_tower(inner, one.shows), torch.no_grad():
             score(model, idle)
 
 
-def _one_goes_on(device: torch.device, here: bool) -> bool:
-    """Whether any rank runs another forward."""
-    flag = torch.tensor(float(here), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
+class _Forward(NamedTuple):
+    """A forward that follows on any rank."""
+
+    follows: bool
+    shows: bool
+    """Whether it shows images."""
+
+
+def _of_one(device: torch.device, *, follows: bool, shows: bool) -> _Forward:
+    """What is true on any rank."""
+    flags = torch.tensor([follows, shows], dtype=torch.float32, device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return _Forward(*map(bool, flags.tolist()))
 
 
 def _check_dtypes(model: nn.Module) -> None:

@@ -22,8 +22,9 @@ from transformers import PretrainedConfig
 from lowtide.compat.peft import without_bitsandbytes
 from lowtide.compat.torch import FakeTensorMode, without_modes
 from lowtide.compat.transformers import place_on
+from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.masking import EVALUATION
-from lowtide.data.batches.prompted import prompts_of
+from lowtide.data.batches.prompted import prompt_images, prompts_of
 from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model
 from lowtide.engine.reference import AdapterOff
@@ -47,7 +48,7 @@ from lowtide.planner.tracing.host_memory import followed_to_the_host, weights_go
 from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planner.tracing.package_optimizers import as_stepped
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards, make_reward_models
-from lowtide.planner.tracing.rollouts import TracedCompletions, TracedRollout, TracedWriting
+from lowtide.planner.tracing.rollouts import TracedCompletions, TracedPrompt, TracedRollout, TracedWriting
 from lowtide.planner.tracing.split_tokens import TracedSlice
 from lowtide.planner.tracing.stand_ins import as_on
 from lowtide.planner.tracing.teachers import DescribedTeacher
@@ -330,22 +331,27 @@ class FakeRun:
         evaluated = None if evaluated is None else evaluated.map(fake.from_tensor)
         rollout: TracedRollout | TracedCompletions | None = None
         if self.method.writes is not None:
-            rollout = TracedRollout(self.method.writes, runner, self.dataset, trace, layers, rewarding)
+            rollout = TracedRollout(self.method.writes, runner, self.dataset, trace, layers, rewarding, run.reader)
         elif self.method.taught and run.args.writes:
-            rollout = TracedCompletions(prompts_of(given), self._writers(runner, trace, layers), trace)
+            tokens = prompts_of(given)
+            prompts = [TracedPrompt(*each) for each in zip(tokens, prompt_images(given, tokens), strict=True)]
+            rollout = TracedCompletions(prompts, self._writers(runner, trace, layers, run.reader), trace)
         self._step(runner, thin.map(fake.from_tensor), evaluated, trace, layers, rollout, several=micro_batches > 1)
         return whole, thin.scores, micro_batches
 
-    def _writers(self, runner: StepRunner, trace: StorageTrace, layers: int) -> list[TracedWriting]:
+    def _writers(
+        self, runner: StepRunner, trace: StorageTrace, layers: int, reader: ImageReader | None
+    ) -> list[TracedWriting]:
         """Who may write the completions of a run that distils: the student, the teacher."""
         options, found = self.config, []
+        how = {"options": options, "trace": trace, "position_rule": None if reader is None else reader.position_rule}
         if options.lmbda > 0:
-            found.append(TracedWriting(runner.model, runner.padding_free, options, trace, layers))
+            found.append(TracedWriting(runner.model, runner.padding_free, layers=layers, **how))
         if options.seq_kd and options.lmbda < 1:
             reference: Any = runner.reference
             own = isinstance(reference, AdapterOff)
             count = layers if own else causal_model(reference.model).config.get_text_config().num_hidden_layers
-            found.append(TracedWriting(reference.model, reference.padding_free, options, trace, count, aside=not own))
+            found.append(TracedWriting(reference.model, reference.padding_free, layers=count, aside=not own, **how))
         return found
 
     def _thinned(self, batch: RaggedBatch, device: Device) -> RaggedBatch:

@@ -1,7 +1,8 @@
 """The phases of a run whose policy writes: prompts run through it, keys and values are held, the reference scores.
 
 The generator itself draws tokens, which tensors without values cannot; so prompts, reward models and what is scored
-before an update are traced, and keys, values and the logits of a token are made as large as they get. Those of
+before an update are traced, with the images that they show, and keys, values and the logits of a token are made as
+large as they get. Those of
 completions are counted as if none ended early, which is an upper bound. What a reward function takes is not counted.
 """
 
@@ -10,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
 from lowtide.compat.torch import without_modes
+from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import OLD, REFERENCE, VALUE
 from lowtide.data.prompts import PROMPT_IDS
 from lowtide.engine.forward import causal_model, embedding_weight, score_shared
@@ -27,12 +29,21 @@ from lowtide.methods.learning import Learning
 from lowtide.ops.linear_logprobs import Want
 from lowtide.planner.tracing.reward_models import reward_completions
 from lowtide.planner.tracing.trace import StorageTrace
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import IGNORE, PositionRule, RaggedBatch, SegmentImage, Shown
+from lowtide.rollout.generators.cache import padded_tokens
 from lowtide.rollout.generators.support import why_not_described
+from lowtide.rollout.images import PromptImages
 from lowtide.step.runner import StepRunner
 
 LOGITS = 3
 """How many times the logits of a token are there at most while it is drawn."""
+
+
+class TracedPrompt(NamedTuple):
+    """A prompt that is written for."""
+
+    token_ids: Sequence[int]
+    images: Sequence[SegmentImage] = ()
 
 
 @dataclass
@@ -43,6 +54,7 @@ class TracedWriting:
         options: of the run.
         layers: of the model that is traced.
         aside: its layers are not those that the trace is of.
+        position_rule: how it counts positions on several axes.
     """
 
     model: nn.Module
@@ -51,8 +63,9 @@ class TracedWriting:
     trace: StorageTrace
     layers: int
     aside: bool = False
+    position_rule: PositionRule | None = None
 
-    def run(self, prompts: Sequence[list[int]], each: int, like: RaggedBatch) -> None:
+    def run(self, prompts: Sequence[TracedPrompt], each: int, like: RaggedBatch) -> None:
         """Prompts run first, when the keys of completions are not there yet, unless a budget lets prompts in later.
 
         Args:
@@ -63,14 +76,15 @@ class TracedWriting:
         count, most = len(prompts) * each, self.options.most_written
         padded = self.options.generation_backend == "transformers" or not self.padding_free
         if padded or why_not_described(self.model) is not None:  # `generate` repeats a prompt, and pads it
-            held = self._keys(count * len(prompts[0]))
+            longest = len(prompts[0].token_ids)
+            held = self._keys(count * longest)
             self._run_prompts([prompts[0]] * count, like)
             del held
-            held = self._keys(count * (len(prompts[0]) + most), grows=1.0)
+            held = self._keys(count * (longest + most), grows=1.0)
         else:
             enter_later = self.options.tokens_per_generation_batch is not None
             held = self._keys(count * most, grows=0.5) if enter_later else []
-            held += self._keys(sum(map(len, prompts)))
+            held += self._keys(padded_tokens([len(prompt.token_ids) for prompt in prompts]))
             self._run_prompts(prompts, like)
             held += [] if enter_later else self._keys(count * most, grows=0.5)
         vocabulary = embedding_weight(self.model).shape[0]
@@ -94,10 +108,12 @@ class TracedWriting:
             found += pieces
         return found
 
-    def _run_prompts(self, prompts: Sequence[list[int]], like: RaggedBatch) -> None:
+    def _run_prompts(self, prompts: Sequence[TracedPrompt], like: RaggedBatch) -> None:
         """The prompts through the model, of whose last tokens alone anything is read."""
+        tokens = [list(prompt.token_ids) for prompt in prompts]
         with without_modes():
-            batch = RaggedBatch.from_segments(prompts, [[IGNORE] * len(prompt) for prompt in prompts])
+            shown = Shown([prompt.images for prompt in prompts], self.position_rule)
+            batch = RaggedBatch.from_segments(tokens, [[IGNORE] * len(each) for each in tokens], shown=shown)
         fake = like.token_ids.fake_mode  # type: ignore[attr-defined]
         score_shared(self.model, batch.map(fake.from_tensor), padding_free=self.padding_free)
 
@@ -111,7 +127,7 @@ class TracedCompletions:
         writers: who may write.
     """
 
-    prompts: list[list[int]]
+    prompts: list[TracedPrompt]
     writers: Sequence[TracedWriting]
     trace: StorageTrace
 
@@ -122,7 +138,7 @@ class TracedCompletions:
             training = writer.model.training
             writer.model.eval()
             with self.trace.during("generate"):
-                writer.run(sorted(self.prompts, key=len, reverse=True), 1, batch)
+                writer.run(sorted(self.prompts, key=lambda each: len(each.token_ids), reverse=True), 1, batch)
             writer.model.train(training)
         return batch
 
@@ -136,6 +152,7 @@ class TracedRollout:
         dataset: prepared prompts, of which the longest are written for.
         layers: of the model that is traced.
         rewarding: reward models, on tensors without memory.
+        reader: makes the images of prompts ready, for a vision-language model.
     """
 
     learning: Learning
@@ -144,6 +161,7 @@ class TracedRollout:
     trace: StorageTrace
     layers: int
     rewarding: Sequence[nn.Module] = ()
+    reader: ImageReader | None = None
 
     def run(self, batch: RaggedBatch) -> RaggedBatch:
         """The phases before a step; the batch that it then learns from.
@@ -153,7 +171,7 @@ class TracedRollout:
         """
         options: Any = self.runner.options
         with without_modes():
-            prompts = _longest(options, self.dataset)
+            prompts = longest_prompts(options, self.dataset, self.reader)
         training = self.runner.model.training
         self.runner.model.eval()
         with torch.no_grad(), self.trace.during("generate"):
@@ -161,20 +179,22 @@ class TracedRollout:
         if self.rewarding:
             with self.trace.during("reward"):
                 fake = batch.token_ids.fake_mode  # type: ignore[attr-defined]
-                reward_completions(
-                    self.rewarding, prompts, options.num_generations, options.max_completion_length, fake
-                )
+                tokens = [prompt.token_ids for prompt in prompts]
+                reward_completions(self.rewarding, tokens, options.num_generations, options.max_completion_length, fake)
         with self.trace.during("score"):
             scored = self._score(batch)
         self.runner.model.train(training)
         return replace(batch, score_values={**batch.score_values, **scored})
 
-    def _generate(self, prompts: list[list[int]], batch: RaggedBatch) -> None:
+    def _generate(self, prompts: list[TracedPrompt], batch: RaggedBatch) -> None:
         options: Any = self.runner.options
         if options.use_vllm:
             torch.empty(0)  # it is a phase all the same
             return
-        writing = TracedWriting(self.runner.model, self.runner.padding_free, options, self.trace, self.layers)
+        rule = None if self.reader is None else self.reader.position_rule
+        writing = TracedWriting(
+            self.runner.model, self.runner.padding_free, options, self.trace, self.layers, position_rule=rule
+        )
         writing.run(prompts, options.num_generations, batch)
 
     def _score(self, batch: RaggedBatch) -> dict[str, Tensor]:
@@ -202,15 +222,21 @@ class TracedRollout:
         return logprobs(self.runner.model, batch, **how)
 
 
-def _longest(options: Any, dataset: Dataset) -> list[list[int]]:
-    """The prompts of this rank that may be written for together, as long as the data has them."""
+def longest_prompts(options: Any, dataset: Dataset, reader: ImageReader | None = None) -> list[TracedPrompt]:
+    """The prompts of this rank that may be written for together, as long as the data has them, with their images."""
     count = max(options.written_at_a_time // options.num_generations // max(options.world_size, 1), 1)
-    lengths = sorted((len(ids) for ids in dataset[PROMPT_IDS]), reverse=True)
-    budget, chosen = options.tokens_per_generation_batch, []
-    for length in islice(cycle(lengths), count):
-        taken = sum(chosen) + len(chosen) * options.num_generations * options.max_completion_length
-        each = length + options.num_generations * options.max_completion_length
+    lengths = [len(ids) for ids in dataset[PROMPT_IDS]]
+    rows = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    budget, chosen, taken = options.tokens_per_generation_batch, [], 0
+    for row in islice(cycle(rows), count):
+        each = lengths[row] + options.num_generations * options.max_completion_length
         if chosen and budget is not None and taken + each > budget:
             break
-        chosen.append(length)
-    return [[1] * length for length in chosen]
+        chosen.append(row)
+        taken += each
+    if reader is None:
+        return [TracedPrompt([1] * lengths[row]) for row in chosen]
+    plain = dataset.with_format(None)
+    images = PromptImages.of_rows(reader, [plain[row] for row in chosen])
+    ids = [plain[row][PROMPT_IDS] for row in chosen]
+    return [TracedPrompt(each, images.among(number, each)) for number, each in enumerate(ids)]

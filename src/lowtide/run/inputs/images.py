@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.formats.images import shows_images
 from lowtide.engine.forward import causal_model
+from lowtide.engine.images import blank_image
 from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.engine.vision import encodes_images, position_rule
 
@@ -36,32 +38,77 @@ def image_reader(model: nn.Module, processing_class: Any) -> ImageReader | None:
     return reader
 
 
-def check_images(model: nn.Module, args: Any, title: str) -> None:
+def check_images(model: nn.Module, args: Any, title: str, *, writes: bool) -> None:
     """Refuses what rows with images cannot go with.
+
+    Args:
+        writes: completions of rows are written.
 
     Raises:
         ValueError: names the option, and what to do.
     """
     sharding = args.sharding
     split = {
-        "sp_size, cp_size": sharding.sequence_parallel > 1,
-        "tp_size": sharding.tensor_parallel > 1,
-        "pipeline_parallel_size": sharding.pipeline_parallel > 1,
-        "fsdp": sharding.cuts_weights and not sharding.by_deepspeed,
-        "deepspeed": sharding.by_deepspeed,
+        "sp_size, cp_size": (sharding.sequence_parallel > 1, "tokens of a batch are not split beside their images"),
+        "tp_size": (sharding.tensor_parallel > 1, "matrices of vision towers are not split"),
+        "pipeline_parallel_size": (sharding.pipeline_parallel > 1, "a vision tower is no stage"),
     }
-    for name, chosen in split.items():
+    for name, (chosen, reason) in split.items():
         if chosen:
             raise ValueError(
-                f"{name}: a model is not split over ranks yet where rows show images, as those of {title} do, since "
-                "ranks whose rows show none would not run the vision tower: leave it out, and train on whole copies"
+                f"{name}: {reason} yet, and the rows of {title} show images: leave it out, and shard by fsdp=True or "
+                "train on whole copies"
             )
+    if sharding.by_deepspeed and sharding.cuts_weights and writes:
+        raise ValueError(
+            f"deepspeed: ZeRO-3 gathers weights in the order of the forward before, and the rows of {title} show "
+            "images, after which ranks that write completions run the vision tower unequally often: take stage 2, or "
+            "fsdp=True"
+        )
+    if spreads_weights(args):
+        blank_image(causal_model(model), torch.device("meta"))
     prompt = prompt_config(model)
     if prompt is not None:
         raise ValueError(
             f"{type(prompt).__name__} puts virtual tokens before rows, which those of {title}, with images, do not "
             "go with yet: take LoraConfig"
         )
+
+
+def check_reads_alike(model: nn.Module, other: nn.Module, name: str) -> None:
+    """Refuses a model to compare with that does not take the images of rows as the model does that is trained.
+
+    Args:
+        name: the argument that it came in.
+
+    Raises:
+        ValueError: says in what they differ.
+    """
+    if not encodes_images(other):
+        raise ValueError(
+            f"rows show images, and {name} ({type(causal_model(other)).__name__}) reads text alone: pass a "
+            "vision-language model of the type of the model that is trained"
+        )
+    ours, theirs = _reads(model), _reads(other)
+    for what, value in ours.items():
+        if theirs[what] != value:
+            raise ValueError(
+                f"rows show images, and {name} has another {what} ({theirs[what]}) than the model that is trained "
+                f"({value}), so that the same pixels and tokens mean something else to it: pass a model of one family"
+            )
+
+
+def _reads(model: nn.Module) -> dict[str, Any]:
+    """What makes the same of an image: by the names of a config."""
+    config: Any = causal_model(model).config
+    names = ("patch_size", "temporal_patch_size", "spatial_merge_size")
+    own = {name: getattr(config, name, None) for name in ("model_type", "image_token_id", "scale_factor")}
+    return own | {name: getattr(config.vision_config, name, None) for name in names}
+
+
+def spreads_weights(args: Any) -> bool:
+    """Whether each forward or backward of a layer is one of all ranks, which share its weights or its gradients."""
+    return args.sharding.cuts_weights or args.sharding.by_deepspeed
 
 
 def check_takes_images(
@@ -87,8 +134,8 @@ def check_takes_images(
         return
     if not takes:
         raise ValueError(
-            f"{title} has images, and {method} takes text alone: lowtide trains on images by SFT, DPO, CPO, KTO, BCO, "
-            "reward modelling, GRPO and RLOO"
+            f"{title} has images, and {method} takes text alone: lowtide trains on images by SFT, distillation, DPO, "
+            "CPO, ORPO, KTO, BCO, reward modelling, GRPO, RLOO, online DPO and PPO"
         )
     if prepared:
         raise ValueError(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -195,8 +195,9 @@ def _attend(self: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-def biases(layer: Any, longest: int) -> Float[Tensor, "heads distances"]:
-    """The biases of all distances from query to key, as `ops.attention_plan.Rules.bias` has them."""
+def biases(layer: Any, longest: int) -> Tensor:
+    """The biases of all distances from query to key, [heads, distances], as `ops.attention_plan.Rules.bias` has them.
+    (A check of shapes would be compiled with the layer, which it fails.)"""
     before = layer.compute_bias(longest, 1)[0, :, :, 0]
     after = layer.compute_bias(1, longest)[0, :, 0]
     return torch.cat([before.flip(1)[:, :-1], after], dim=1)

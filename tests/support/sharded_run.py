@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowtide.compat.deepspeed import deepspeed
+from lowtide.compat.deepspeed import deepspeed, engine_of
 from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.tensor_parallel import one_rank
 from tests.support.live_bytes import LivingBytes
@@ -208,14 +208,13 @@ def _zero(
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": rounds,
         "zero_optimization": {"stage": stage, **ZERO, **(zero or {})},
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}},
         "bf16": {"enabled": dtype == "bfloat16"},
     }
     made = library.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext()
     with counted.during("loading"):
         with made:
             model = AutoModelForCausalLM.from_config(described()).to(getattr(torch, dtype))
-        engine = library.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        engine = engine_of(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config, torch.device("cpu"))
     gc.collect()
     steps(engine, counted, engine.backward, lambda last: engine.step(), rounds)
 

@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"kind": "SFT", "gradient_accumulation_steps": 2, "tokens_per_microbatch": 64},
     "checkpointing": {"kind": "SFT", "gradient_checkpointing": True, "mlp_tile_tokens": 16},
     "offloading": {"kind": "DPO", "gradient_checkpointing": True, "activation_offloading": True},
+    "LoRA, checkpointing": {"kind": "SFT", "lora": True, "gradient_checkpointing": True},
     "tied": {"kind": "SFT", "model": "tied"},
     "windows": {"kind": "DPO", "model": "gemma3"},
 }

@@ -272,12 +272,12 @@ def folder() -> Path:
 class Watched:
     """Mixed into a trainer: rows are prepared once for all runs, and losses are kept as they are."""
 
-    prepared: dict[tuple[str, bool], Any] = {}  # noqa: RUF012
+    prepared: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012
 
     def prepare(self, dataset: Any, name: str) -> Any:
         self.run = Run(self)
         args: Any = self.args  # type: ignore[attr-defined]
-        key = type(self).__name__, getattr(args, "packing", False)
+        key = type(self).__name__, getattr(args, "packing", False), getattr(args, "max_length", None)
         if key not in Watched.prepared:
             # KTO draws mismatched completions from the rows of a batch, which accumulation shall not change.
             batch = mock.patch.object(args, "per_device_train_batch_size", BATCH)

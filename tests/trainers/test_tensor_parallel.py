@@ -34,7 +34,10 @@ ADAPTED = {"target_modules": ["lm_head", "q_proj", "o_proj", "up_proj", "down_pr
 CASES: dict[str, dict[str, Any]] = {
     **sharded_training.CASES,
     "balanced": {"kind": "SFT", "train_sampling_strategy": "batch_rebalance", "rows": 4},
-    "LoRA, on the head too and with dropout": {"kind": "SFT", "lora": {**ADAPTED, "lora_dropout": 0.3}},
+    "LoRA, on the head too and with dropout": {
+        **{"kind": "SFT", "lora": {**ADAPTED, "lora_dropout": 0.3}},
+        **{"optim": "sgd", "learning_rate": 0.5},  # AdamW makes steps of gradients that are rounding alone
+    },
     "noise": {"kind": "SFT", "neftune_noise_alpha": 5.0},
     "padded": {"kind": "DPO", "padding_free": False},
     "Lion": {"kind": "SFT", "optim": "lion_32bit"},

@@ -11,13 +11,14 @@ from lowtide.ops.dropout import dropout, drops_here
 
 
 def install_dropout(model: nn.Module) -> None:
-    """Replaces the forward of the dropouts that are torch's own."""
+    """Replaces the forward of the dropouts that are torch's own, where nothing else has."""
     for module in model.modules():
-        if type(module) is nn.Dropout and not module.inplace:
-            module.forward = types.MethodType(_forward, module)
+        if type(module) is nn.Dropout and not module.inplace and "forward" not in vars(module):
+            module.forward = types.MethodType(drop, module)
 
 
-def _forward(self: Any, input: Tensor) -> Tensor:
+def drop(self: Any, input: Tensor) -> Tensor:
+    """What the forward of a dropout computes."""
     if self.training and drops_here(input, self.p):
         return dropout(input, self.p)
     return nn.Dropout.forward(self, input)

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lowtide.compat.torch import parameters_replaced, strided_shard
+from lowtide.engine.dropout import drop
 from lowtide.engine.forward import TENSOR_PARALLEL, causal_model
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.split_vocabulary import split_vocabulary
@@ -255,4 +256,4 @@ def _forward_of_dropout(self: Any, x: Tensor) -> Tensor:
     if not self.training or not getattr(self, "p", 0.0):
         return x
     whole = x.new_ones(*x.shape[:-1], x.shape[-1] * self._ranks.size)
-    return x * self._ranks.columns(type(self).forward(self, whole))
+    return x * self._ranks.columns(drop(self, whole))

@@ -6,9 +6,8 @@ States are 16 bytes a parameter (float32, AdamW) on N ranks. In the rows form of
 (`fsdp_split_vocabulary`) no head is whole anywhere, and one chunk of logits takes its place. The activations of a
 rank's rows are those of `lowtide.estimate` on one device, the chunks of logits among them. Measured are the bytes of
 living tensors on the rank that holds most; what the process took above its imports stands beside them, with the copies
-that gloo makes and what the allocator keeps. Under ZeRO-3 it is the process alone: DeepSpeed moves weights between
-storages in ways that are not followed here. Its buckets are those of `"auto"`, and it gathers as little as it can:
-with the sizes that it has by itself, a model of less than 500 million parameters stays whole through the backward.
+that gloo makes and what the allocator keeps. Under ZeRO-3 buckets are those of `"auto"`, and as little is gathered as
+can be: with DeepSpeed's own sizes, a model of less than 500 million parameters stays whole through the backward.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ DECODERS = (*TRAINERS, *ONLINE, *TAUGHT, "Pretrain")
 EVERY_TRAINER = (*DECODERS, *ENCODERS, "Seq2Seq")
 """The columns of the table; other tests go by `TRAINERS`, since a run of an online trainer takes longer, and not all
 that holds for decoders is meant for encoders."""
+TASKS = (*ENCODERS, "Seq2Seq", "GKD", "Pretrain")
+"""Those that learn from texts, or from what is said of them, and not from preferences."""
 UNPAIRED = ("KTO", "BCO")
 TAGS = ("question", "answer", "wrong", "more", "most")
 """Of the words of a row."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.marks import slow_but
 from tests.support.matrix import TECHNIQUES, check_equal, make, watched, with_it
-from tests.support.matrix_models import EVERY_TRAINER
+from tests.support.matrix_models import EVERY_TRAINER, TASKS
 from tests.support.sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
 
 pytestmark = pytest.mark.slow
@@ -34,6 +34,12 @@ def trainer(kind: str, technique: str, budget: int | None) -> Any:
 )
 def test_a_failed_step_is_repeated_in_smaller_micro_batches(kind, place, technique):
     check_recovery(kind, technique, place, random.Random(f"{kind} {place} {technique}").randrange(2), BUDGET)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_every_task_repeats_a_failed_step(kind, place):
+    check_recovery(kind, "activation offloading", place, 0, BUDGET)
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])

@@ -19,7 +19,8 @@ from lowtide.step.heaviest import heaviest_rows, row_lengths
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.rehearsal import rehearse
 from tests.support.marks import slow_but
-from tests.support.matrix import COMMON, build, classes, folder, make, tokenizer, watched
+from tests.support.matrix import COMMON, build, check_equal, classes, folder, make, tokenizer, watched
+from tests.support.matrix_models import TASKS
 from tests.support.sabotage import out_of_memory
 from tests.support.small_sft import trainer
 
@@ -53,6 +54,14 @@ def test_it_leaves_nothing_behind(tmp_path, options):
     theirs = dict(without.model.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in with_it.model.named_parameters())
     assert with_it.state.log_history[-1]["train_loss"] == without.state.log_history[-1]["train_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TASKS)
+def test_every_task_is_rehearsed_and_learns_the_same(kind):
+    found, expected = (watched(make(kind, rehearsal=on)) for on in (True, False))
+    assert found.trainer.rehearsed_bytes
+    check_equal(found, expected, bits=True)
 
 
 def test_a_model_that_was_loaded_is_rehearsed_as_it_trains(tmp_path):

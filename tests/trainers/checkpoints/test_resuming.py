@@ -17,6 +17,7 @@ from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.trainers.base import LowtideTrainer
 from tests.support.marks import slow_but
 from tests.support.matrix import LOW_RANK, Run, check_equal, classes, make, rows, tokenizer, watched
+from tests.support.matrix_models import TASKS
 
 
 class Kill(TrainerCallback):
@@ -72,6 +73,12 @@ IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 )
 def test_states_of_our_own_optimizers_go_on(options, tmp_path):
     check_same(*resumed("SFT", tmp_path, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TASKS)
+def test_every_task_goes_on(kind, tmp_path):
+    check_same(*resumed(kind, tmp_path))
 
 
 @pytest.mark.parametrize("optim", slow_but(["galore_adamw"], ["galore_adamw", "galore_adafactor", "apollo_adamw"]))

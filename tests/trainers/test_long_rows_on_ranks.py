@@ -36,6 +36,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "sequences": {"sequence": 2},
     "sequences, fsdp": {"sequence": 2, "fsdp": True},
 }
+TWO_STEPS = {"max_steps": 2}
 FIRST = ("SFT", "DPO", "LoRA", "KTO")
 
 
@@ -43,7 +44,8 @@ FIRST = ("SFT", "DPO", "LoRA", "KTO")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What came of every case on two ranks."""
     folder = tmp_path_factory.mktemp("two")
-    on_ranks(folder, {f"{name}, {place}": {**CASES[name], **PIECES, **PLACES[place]} for name, place in cells()})
+    every = {f"{name}, {place}": {**TWO_STEPS, **CASES[name], **PIECES, **PLACES[place]} for name, place in cells()}
+    on_ranks(folder, every)
     return folder
 
 
@@ -54,4 +56,4 @@ def cells() -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "place"), cells())
 def test_two_ranks_learn_what_one_does(name, place, two_ranks):
-    assert_as_on_one_rank(two_ranks, f"{name}, {place}", CASES[name])
+    assert_as_on_one_rank(two_ranks, f"{name}, {place}", {**TWO_STEPS, **CASES[name]})

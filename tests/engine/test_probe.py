@@ -5,7 +5,9 @@ import contextlib
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     GPT2Config,
     LlamaConfig,
@@ -95,3 +97,29 @@ def test_a_reward_model_that_reads_elsewhere_is_found_out():
 
     with pytest.raises(ValueError, match="the values of its fused head differ"):
         probe(AtPadding(config))
+
+
+FURTHER = {"intermediate_size": 64, "num_attention_heads": 4, "pad_token_id": 0}
+OWN_ATTENTION = {
+    "deberta-v2": {
+        **{"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
+        **{"share_att_key": True, "position_buckets": 32},
+    },
+    "roformer": {"embedding_size": 32},
+}
+
+
+@pytest.mark.parametrize("kind", OWN_ATTENTION)
+@pytest.mark.parametrize("loader", [AutoModelForMaskedLM, AutoModelForSequenceClassification])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_weights_hide_no_attention_between_segments(kind, loader, dtype):
+    """What a new model's segments see of each other moves its numbers by less than rounding would those of others."""
+    model = loader.from_config(AutoConfig.for_model(kind, **SIZES, **FURTHER, **OWN_ATTENTION[kind])).to(dtype)
+    assert not probe(model).isolated
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_with_experts_is_isolated_to_rounding(dtype):
+    experts = {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SIZES, **FURTHER, **experts)).to(dtype)
+    assert probe(model).isolated

@@ -3,7 +3,9 @@
 A few tiny forwards: what the model's own dense outputs say of some rows, what its fused head says of the same rows
 padded, what the ragged engine says of them laid end to end, and what it says when one of them is another. If the
 second differs from the first, the head is not understood and nothing may run. If the third does, or if a row's
-numbers move with its neighbour, segments see each other, and the model runs padded.
+numbers move with its neighbour, segments see each other, and the model runs padded. How far they move depends on the
+size of the weights, so they may not move at all, unless a model has experts, which are given other tokens then, or its
+padded rows move too (scales of quantization that are a batch's).
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ LONG = 9
 SHORT = 7
 """The same where ranks split two rows."""
 LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""The same where only a neighbour's tokens differ: shapes and kernels are equal, so next to nothing is rounding."""
+"""The same where only a neighbour's tokens differ, for models in which these change shapes or scales; in all others the
+bits are equal, since shapes and kernels are."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Probe:
     """Of a segment that goes on from a shared prefix."""
     tolerance: float
     leak_tolerance: float
+    attends: bool = True
+    """Whether some of its layers attend by the engine's attention, which alone knows of segments."""
     error: Exception | None = None
     """What the model raised when it was given segments laid end to end; the three errors of segments are then inf."""
 
@@ -70,14 +75,15 @@ class Probe:
         """The worse of two models of which both run in a step."""
         if other is None:
             return self
-        names = ("head_error", "ragged_error", "leak", "prefix_error")
+        names = ("head_error", "ragged_error", "leak", "prefix_error", "leak_tolerance")
         worse = {name: max(getattr(self, name), getattr(other, name)) for name in names}
-        return replace(self, **worse, error=self.error or other.error)
+        attends = self.attends and other.attends
+        return replace(self, **worse, attends=attends, error=self.error or other.error)
 
     @property
     def isolated(self) -> bool:
         """Whether segments leave each other alone."""
-        return self.ragged_error <= self.tolerance and self.leak <= self.leak_tolerance
+        return self.attends and self.ragged_error <= self.tolerance and self.leak <= self.leak_tolerance
 
     @property
     def shares_prefixes(self) -> bool:
@@ -119,16 +125,20 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
                 f"own logits by {head_error:.2g}{head.unit} on average (rounding explains {tolerance:.0e}). It changes "
                 "its logits in a way that lowtide does not know; please report the model type"
             )
-        leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16])
         if not ragged:
-            alone = Probe(head_error, math.inf, math.inf, math.inf, tolerance, leak_tolerance)
+            alone = Probe(head_error, math.inf, math.inf, math.inf, tolerance, 0.0)
             return alone.joined(_of_other(model, ragged))
+        after = next(part.score_start for part in plain.segments if part.row == 1)
+        beside_others = score(model, changed, padding_free=False).scored[after:]
+        rounded = _has_experts(inner) or bool(head.distances(beside_others, padded[after:]).max() > 0)
+        leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16]) if rounded else 0.0
         install(model)
         failure: Exception | None = None
+        backends: set[str] = set()
         try:
-            laid_out = score(model, plain).scored
+            with observed_backends() as backends:
+                laid_out = score(model, plain).scored
             ragged_error = head.distances(laid_out, expected).mean().item()
-            after = next(part.score_start for part in plain.segments if part.row == 1)
             leak = head.distances(score(model, changed).scored[after:], laid_out[after:]).max().item()
             start, stop = next(
                 (part.score_start, part.score_stop) for part in reversed(shared.segments) if part.prefix >= 0
@@ -139,8 +149,14 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the forward
             ragged_error = leak = prefix_error = float("inf")
             failure = error
-    found = Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, failure)
+    errors = (head_error, ragged_error, leak, prefix_error)
+    found = Probe(*errors, tolerance, leak_tolerance, attends=bool(backends), error=failure)
     return found.joined(_of_other(model, ragged))
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """Whether a model gives tokens to experts: the shapes that each computes then depend on all tokens."""
+    return any("expert" in word or "moe" in word for m in model.modules() for word in [type(m).__name__.lower()])
 
 
 def _of_other(model: nn.Module, ragged: bool) -> Probe | None:

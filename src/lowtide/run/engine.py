@@ -252,7 +252,11 @@ def _why_padded(found: Probe) -> str:
     if found.error is not None:
         text = str(found.error).strip().split("\n")[0]
         return f"cannot run segments that are laid end to end ({type(found.error).__name__}: {text})"
-    return f"lets segments see each other when they are laid end to end (log-probs move by {found.leak:.2g})"
+    if not found.attends:
+        return "has an attention of its own, in which segments that are laid end to end see each other"
+    if found.leak > found.leak_tolerance:
+        return f"lets segments see each other when they are laid end to end (log-probs move by {found.leak:.2g})"
+    return f"gives other numbers for segments that are laid end to end (log-probs differ by {found.ragged_error:.2g})"
 
 
 def _place(model: nn.Module, args: TrainingConfig) -> None:

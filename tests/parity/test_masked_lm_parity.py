@@ -28,6 +28,8 @@ OURS: dict[str, dict[str, Any]] = {
     "checkpointed, within a token budget": {"gradient_checkpointing": True, "tokens_per_microbatch": 60},
 }
 """Options of lowtide alone."""
+BOTH: dict[str, dict[str, Any]] = {"smoothed": {"label_smoothing_factor": 0.1}}
+"""Options of both."""
 
 
 def masked_rows(count: int, seed: int) -> Dataset:
@@ -41,8 +43,8 @@ def masked_rows(count: int, seed: int) -> Dataset:
     return Dataset.from_list([row for row in rows if max(row["labels"]) >= 0 and PAD not in row["input_ids"]])
 
 
-def theirs(family: str, folder: Path, rows: Dataset, held_out: Dataset) -> Trainer:
-    args = {name: value for name, value in SETTINGS.items() if name != "rehearsal"}
+def theirs(family: str, folder: Path, rows: Dataset, held_out: Dataset, **options: Any) -> Trainer:
+    args = {name: value for name, value in SETTINGS.items() if name != "rehearsal"} | options
     return Trainer(
         build(family),
         TrainingArguments(output_dir=str(folder), **args),
@@ -60,11 +62,12 @@ def logged(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", slow_but(["plain"], OURS))
+@pytest.mark.parametrize("name", slow_but(["plain"], [*OURS, *BOTH]))
 def test_twenty_steps_agree_with_transformers(name: str, family: str, tmp_path: Path):
     rows, held_out = masked_rows(60, seed=0), masked_rows(8, seed=1)
-    reference = theirs(family, tmp_path / "theirs", rows, held_out)
-    ours = make(tmp_path / "ours", rows, family=family, eval_dataset=held_out, **SETTINGS | OURS[name])
+    shared, own = BOTH.get(name, {}), OURS.get(name, {})
+    reference = theirs(family, tmp_path / "theirs", rows, held_out, **shared)
+    ours = make(tmp_path / "ours", rows, family=family, eval_dataset=held_out, **SETTINGS | shared | own)
     expected, found = logged(reference), logged(ours)
     assert len(found["loss"]) == len(expected["loss"]) == STEPS
     assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"

@@ -277,6 +277,11 @@ BAD_BEGINNINGS: dict[str, tuple[dict, str]] = {
         {"config_overrides": {"hiden_size": 3}},
         "names 'hiden_size', which a config of model type llama does",
     ),
+    "values that do not go together": (
+        {"config_overrides": {**SIZES, "hidden_size": 33}},
+        "config_overrides=.* makes no config of model type llama: .*not a multiple of the number of attention heads",
+    ),
+    "no number": ({"config_overrides": {"hidden_size": "big"}}, "makes no config of model type llama: .*expected int"),
     "vocabulary": ({"config_overrides": {"vocab_size": 9}}, "says vocab_size=9, and the tokenizer has 300 tokens"),
     "tokenizer": ({"train_tokenizer": None}, "needs a tokenizer: name one by tokenizer_name, learn one by train_tok"),
     "config": ({"model_type": None, "config_name": "nowhere/at-all.json"}, "has no config that can be read"),

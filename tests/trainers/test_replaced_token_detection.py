@@ -118,6 +118,11 @@ def test_the_generator_may_be_named(tmp_path: Path):
     assert generator.electra.embeddings is trainer.model.electra.embeddings
 
 
+def test_a_generator_that_there_is_not_is_said_by_its_option(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"generator_model_name_or_path='/no/such' cannot be loaded: "):
+        make(tmp_path, texts(4), generator_model_name_or_path="/no/such", generator_size=None)
+
+
 def test_a_generator_wider_than_the_discriminator_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="generator_size"):
         make(tmp_path, texts(4), generator_size=2.0)

@@ -215,6 +215,7 @@ BAD: dict[str, tuple[dict, str]] = {
     "stride": ({"long_rows": "cut", "stride": 8}, "stride=8 is of windows, and long_rows='cut' makes none"),
     "twice": ({"max_length": 32, "max_seq_length": 64}, "max_length=32 and its other name max_seq_length=64 contra"),
     "tags twice": ({"tag_names": ["O", "O"]}, "name each label once"),
+    "no weights": ({"class_weights": [0, 0.0]}, "class_weights are all 0, so that nothing would be learned"),
     "weights": ({"class_weights": [1.0, -1.0]}, "weight -1.0: weights are numbers, 0 or above"),
     "word": ({"class_weights": "even"}, "class_weights='even' must be"),
 }

@@ -21,6 +21,7 @@ from lowtide import (
     SFTConfig,
     SFTTrainer,
 )
+from lowtide.data.formats.images import stored_form, take_images
 from tests.support.marks import slow_but
 from tests.support.vision_models import (
     FAMILIES,
@@ -264,6 +265,24 @@ def test_a_broken_image_names_its_row(value: Any, message: str, tmp_path: Path, 
     Path("bad.png").write_bytes(Path("good.png").read_bytes()[:60])
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, broken(1, **value))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "an image is .*; it must be a picture, a path, or the bytes of a file"),
+        ({"bytes": None, "path": None}, "an image has neither 'bytes' nor a 'path'"),
+    ],
+)
+def test_what_is_no_image_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stored_form(value)
+
+
+def test_images_in_two_columns_are_refused() -> None:
+    row = {**conversations(1, images=1)[0], "images": ["one.png"], "image": "two.png"}
+    with pytest.raises(ValueError, match="both 'images' and 'image': put all of its images into 'images'"):
+        take_images(row)
 
 
 def test_a_text_model_given_images_says_so(tmp_path: Path) -> None:

@@ -35,9 +35,12 @@ class WeightedClasses:
             ValueError: names the weight.
         """
         weights: Any = self.class_weights if isinstance(self.class_weights, list | Mapping) else ()
-        for each in weights.values() if isinstance(weights, Mapping) else weights:
+        numbers = [*weights.values()] if isinstance(weights, Mapping) else [*weights]
+        for each in numbers:
             if isinstance(each, bool) or not isinstance(each, int | float) or not 0 <= each < float("inf"):
                 raise ValueError(f"class_weights has the weight {each!r}: weights are numbers, 0 or above")
+        if numbers and not any(numbers):
+            raise ValueError("class_weights are all 0, so that nothing would be learned: give a label a weight above 0")
 
 
 def class_weights(

@@ -15,13 +15,12 @@ from lowtide.data.encode.masked import MaskedEncoder, MaskedOptions
 from lowtide.data.prepare import prepare
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
 from lowtide.methods.beginning import BeginningOptions
-from lowtide.methods.method import Method, TokenObjective
+from lowtide.methods.likelihood import likelihood
+from lowtide.methods.method import Method
 from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.paper import Paper
 from lowtide.methods.perplexity import with_perplexity
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
-from lowtide.objectives.sft import nll
-from lowtide.ops.linear_logprobs import Want
 from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, option
 from lowtide.ragged import ScoreRule
 
@@ -61,6 +60,7 @@ class MaskedLMOptions(BeginningOptions, TransformersDefaults):
     )
     span_geometric_p: float = option(0.2, "Of the lengths of spans: the probability to end at each token.", SHARE)
     # objective
+    label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
     token_metrics: bool = option(True, "Log `entropy` and `mean_token_accuracy`; off, they cost nothing.")
 
     def check(self) -> None:
@@ -180,12 +180,6 @@ def _check_mask_token(tokenizer: PreTrainedTokenizerBase, options: Any, columns:
         )
 
 
-def objective(options: MaskedLMOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:
-    """The negative log-likelihood of the masked tokens, and what the metrics need to know of each."""
-    want = Want(entropies=options.token_metrics, top1=options.token_metrics)
-    return TokenObjective(nll, want, aux_coefficient)
-
-
 PAPER = Paper(
     "devlin2018bert",
     "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding",
@@ -198,7 +192,7 @@ METHOD = Method(
     "masked language modelling",
     MaskedLMOptions,
     MaskedTexts(),
-    objective,
+    likelihood,
     PAPER,
     head=MaskedLanguageModel,
     derived_metrics=with_perplexity,

@@ -12,11 +12,10 @@ from typing import Any
 
 from lowtide.data.documents import documents_of
 from lowtide.methods.beginning import BeginningOptions
-from lowtide.methods.method import Method, TokenObjective
+from lowtide.methods.likelihood import likelihood
+from lowtide.methods.method import Method
 from lowtide.methods.perplexity import with_perplexity
 from lowtide.methods.rows import Preparation, Prepared, Texts
-from lowtide.objectives.sft import nll
-from lowtide.ops.linear_logprobs import Want
 from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 
 
@@ -55,6 +54,7 @@ class PretrainOptions(BeginningOptions):
         None, "Tokens of an optimizer step, on all ranks: sets gradient_accumulation_steps.", COUNT
     )
     max_tokens: int | None = option(None, "Tokens to train on in all: sets max_steps.", COUNT)
+    label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
     token_metrics: bool = option(True, "Log `entropy` and `mean_token_accuracy`; off, they cost nothing.")
     router_aux_loss_coef: float | None = option(
         None,
@@ -136,10 +136,4 @@ class Documents(Texts):
         return super().prepare(apart, replace(how, formatting_func=None), name)
 
 
-def objective(options: PretrainOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:
-    """The negative log-likelihood of all tokens but the first of each piece of a document."""
-    want = Want(entropies=options.token_metrics, top1=options.token_metrics)
-    return TokenObjective(nll, want, aux_coefficient)
-
-
-METHOD = Method("pretrain", "pretraining", PretrainOptions, Documents(), objective, derived_metrics=with_perplexity)
+METHOD = Method("pretrain", "pretraining", PretrainOptions, Documents(), likelihood, derived_metrics=with_perplexity)

@@ -10,13 +10,12 @@ from lowtide.data.batches.collate import PairCollator
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.source_target import SourceTargetOptions, prepare_pairs_of_texts
 from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
+from lowtide.methods.likelihood import likelihood
 from lowtide.methods.masked_lm import with_perplexity
-from lowtide.methods.method import Method, TokenObjective
+from lowtide.methods.method import Method
 from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.paper import Paper
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
-from lowtide.objectives.sft import nll, smoothed_nll
-from lowtide.ops.linear_logprobs import Want
 from lowtide.option import COUNT, NOT_NEGATIVE, option
 from lowtide.ragged import ScoreRule, ShiftedRight
 
@@ -118,14 +117,6 @@ class SourcesAndTargets(RowLayout):
         return self.parts
 
 
-def objective(options: Seq2SeqOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:
-    """The negative log-likelihood of targets, smoothed where that is asked for."""
-    smoothing = options.label_smoothing_factor
-    loss = smoothed_nll(smoothing) if smoothing else nll
-    want = Want(entropies=options.token_metrics, mean_logprobs=smoothing > 0, top1=options.token_metrics)
-    return TokenObjective(loss, want, aux_coefficient)
-
-
 PAPER = Paper(
     "raffel2020exploring",
     "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
@@ -138,7 +129,7 @@ METHOD = Method(
     "sequence to sequence",
     Seq2SeqOptions,
     SourcesAndTargets(),
-    objective,
+    likelihood,
     PAPER,
     head=SequenceToSequence,
     derived_metrics=with_perplexity,

@@ -176,13 +176,15 @@ class ClassFindings:
         return {"target": target[rows].cpu().numpy(), "found": found.float().cpu().numpy()}
 
     def metrics(self, kept: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """`f1`, the mean over classes; of a regression `mse` and `pearson`, means over the predicted values."""
+        """`f1`, the mean over classes; of a regression `mse` and `pearson`, means over the predicted values, the latter
+        where it is defined."""
         if not kept:
             return {}
         target, found = kept["target"].astype(np.float64), kept["found"].astype(np.float64)
         if self.problem == REGRESSION:
             target, found = target.reshape(len(target), -1), found.reshape(len(found), -1)
-            return {"mse": float(((target - found) ** 2).mean()), "pearson": pearson(target, found)}
+            error, correlation = float(((target - found) ** 2).mean()), pearson(target, found)
+            return {"mse": error} if correlation is None else {"mse": error, "pearson": correlation}
         if self.problem == SINGLE:
             classes = np.union1d(target, found)
             target, found = target[:, None] == classes, found[:, None] == classes
@@ -199,11 +201,12 @@ def macro_f1(target: np.ndarray, found: np.ndarray) -> float:
     return float(np.divide(2 * right, either, out=np.zeros(len(either)), where=either > 0).mean())
 
 
-def pearson(target: np.ndarray, found: np.ndarray) -> float:
-    """Pearson's correlation of each column of [rows, values], and the mean of these; 0 for a column of equal values."""
+def pearson(target: np.ndarray, found: np.ndarray) -> float | None:
+    """Pearson's correlation of each column of [rows, values], and the mean of these; None if a column's values are all
+    equal, which has none."""
     target, found = target - target.mean(0), found - found.mean(0)
     sizes = np.sqrt((target**2).sum(0) * (found**2).sum(0))
-    return float(np.divide((target * found).sum(0), sizes, out=np.zeros(len(sizes)), where=sizes > 0).mean())
+    return float(((target * found).sum(0) / sizes).mean()) if (sizes > 0).all() else None
 
 
 def findings(options: Any, labels: Labels) -> ClassFindings:

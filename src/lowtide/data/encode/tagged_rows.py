@@ -86,9 +86,10 @@ class TagEncoder:
         places = most - self.tokenizer.num_special_tokens_to_add()
         stride = places // 4 if stride is None else stride
         if stride >= places:
+            lower = "raise max_length" if self.options.stride is None else "lower stride, or raise max_length"
             raise ValueError(
                 f"stride={stride} is not below the {places} places that max_length={most} leaves beside special "
-                "tokens, so that windows would not advance: lower stride, or raise max_length"
+                f"tokens, so that windows would not advance: {lower}"
             )
         return stride
 

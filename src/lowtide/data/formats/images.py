@@ -64,7 +64,10 @@ def take_images(row: Row) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Raises:
         ValueError: images without a place, places without an image, or an image in an answer.
     """
-    given = row.get("images") if row.get("images") is not None else row.get("image")
+    given, one = row.get("images"), row.get("image")
+    if given is not None and one is not None:
+        raise ValueError("the row has both 'images' and 'image': put all of its images into 'images'")
+    given = one if given is None else given
     given = [] if given is None else given if isinstance(given, list) else [given]
     rest = {name: value for name, value in row.items() if name not in IMAGE_COLUMNS}
     prompts = [name for name in PROMPTS if isinstance(row.get(name), list)]
@@ -163,7 +166,9 @@ def stored_form(value: Any) -> dict[str, Any]:
         raise ValueError(f"the image {value!r} is on the web: download it, and give its path")
     if isinstance(value, str):
         return {"bytes": None, "path": value.removeprefix("file://")}
-    if value is None or isinstance(value, Mapping | list):
+    if isinstance(value, Mapping) and {*value} <= {"bytes", "path"}:
+        raise ValueError("an image has neither 'bytes' nor a 'path': give it one of the two")
+    if value is None or isinstance(value, Mapping | list | bool | int | float):
         raise ValueError(f"an image is {describe(value)}; it must be a picture, a path, or the bytes of a file")
     return {"bytes": None, "path": None, **Image().encode_example(value)}
 

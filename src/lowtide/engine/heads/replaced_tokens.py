@@ -230,7 +230,11 @@ def _generator(model: PreTrainedModel, options: Any) -> PreTrainedModel:
     named, size = (getattr(options, name, None) for name in ("generator_model_name_or_path", "generator_size"))
     known = getattr(model.config, GENERATOR_CONFIG, None)
     if named is not None:
-        generator = AutoModelForMaskedLM.from_pretrained(named, dtype=like.dtype)
+        try:
+            generator = AutoModelForMaskedLM.from_pretrained(named, dtype=like.dtype)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(f"generator_model_name_or_path={named!r} cannot be loaded: {reason}") from error
         _check_tokens(model, generator, named)
         return generator.to(like.device)
     if known is not None and size is not None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from lowtide.engine.heads.head import Head
@@ -55,7 +56,7 @@ def described_config(
         overrides: values that take the place of the config's own.
 
     Raises:
-        ValueError: there is no such config or type, or it has no value of a name.
+        ValueError: there is no such config or type, it has no value of a name, or the values do not go together.
     """
     if model_type is not None:
         if model_type not in CONFIG_MAPPING:
@@ -72,9 +73,14 @@ def described_config(
                 f"config_overrides names {name!r}, which a config of model type {config.model_type} does not have"
                 f"{nearest(name, known)}"
             )
-    if model_type is not None:
-        return AutoConfig.for_model(model_type, **overrides)  # what follows from sizes follows from these
-    return type(config).from_dict({**known, **overrides})
+    try:
+        if model_type is not None:
+            return AutoConfig.for_model(model_type, **overrides)  # what follows from sizes follows from these
+        return type(config).from_dict({**known, **overrides})
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        reason = str(error).strip().split("\n")[-1].strip()
+        made = f"config_overrides={dict(overrides)} makes no config of model type {config.model_type}"
+        raise ValueError(f"{made}: {reason}") from error
 
 
 def _read(config_name: str, trust_remote_code: bool) -> PretrainedConfig:

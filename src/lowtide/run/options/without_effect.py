@@ -14,8 +14,8 @@ DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers
 WITHOUT_EFFECT: dict[str, str] = {
     "pad_to_multiple_of": "batches have no padding",
     "pad_token": "batches have no padding",
-    "label_smoothing_factor": "it smooths the targets of supervised fine-tuning, as in TRL. The losses of preferences "
-    "that can be smoothed have `label_smoothing`",
+    "label_smoothing_factor": "it smooths the targets of methods that learn given tokens or classes. The losses of "
+    "preferences that can be smoothed have `label_smoothing`",
     "label_names": "labels are found by their column, `labels`",
     "liger_kernel_config": "use_liger_kernel=True puts in all kernels that the model can have, except Liger's losses",
     **dict.fromkeys(DDP, "ranks add up gradients after backward, without DistributedDataParallel"),

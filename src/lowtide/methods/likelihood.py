@@ -1,0 +1,18 @@
+"""The objective of methods that learn the tokens of texts by their likelihood alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowtide.methods.method import TokenObjective
+from lowtide.objectives.sft import nll, smoothed_nll
+from lowtide.ops.linear_logprobs import Want
+
+
+def likelihood(options: Any, *, aux_coefficient: float = 0.0) -> TokenObjective:
+    """The negative log-likelihood of the scored tokens, smoothed where that is asked for, and what the metrics need to
+    know of each."""
+    smoothing = options.label_smoothing_factor
+    loss = smoothed_nll(smoothing) if smoothing else nll
+    want = Want(entropies=options.token_metrics, mean_logprobs=smoothing > 0, top1=options.token_metrics)
+    return TokenObjective(loss, want, aux_coefficient)

@@ -149,8 +149,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the forward
             ragged_error = leak = prefix_error = float("inf")
             failure = error
-    errors = (head_error, ragged_error, leak, prefix_error)
-    found = Probe(*errors, tolerance, leak_tolerance, attends=bool(backends), error=failure)
+    found = Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, bool(backends), failure)
     return found.joined(_of_other(model, ragged))
 
 

@@ -139,8 +139,9 @@ PLAIN: dict[str, dict[str, Any]] = {
 runs. All rows are in one batch where they are packed, since a batch counts bins then."""
 
 
-ROUNDING = 1e-5
-"""Relative distance of losses and of the norms of weights up to which runs are equal; up to 4e-6 is seen."""
+ROUNDING = 2e-5
+"""Relative distance of losses and of the norms of weights up to which runs are equal. Up to 4e-6 is seen, and 1.5e-5 of
+an adapter that began at zero: AdamW makes a whole step of a gradient that is almost rounding."""
 BITWISE = {
     "gradient checkpointing",
     "checkpointing that keeps attention",
@@ -584,7 +585,7 @@ def check_near(run: Run, plain: Run, *techniques: Technique, band: float | None 
     apart, fall = abs(run.losses[-1] - plain.losses[-1]), plain.losses[0] - plain.losses[-1]
     check(fall > 0, "the plain run learns nothing")
     check(apart <= band * fall, f"last losses {apart / fall:.1%} of the fall apart: {run.losses}, {plain.losses}")
-    check(distance(run, plain)[1] > 5 * ROUNDING, "the weights are those of the plain run")
+    check(distance(run, plain)[1] > 2.5 * ROUNDING, "the weights are those of the plain run")
 
 
 def _band(changes: str) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.support.matrix import TECHNIQUES, Cell, check, has_options, with_it
+from tests.support.matrix import ROUNDING, TECHNIQUES, Cell, check, has_options, with_it
 from tests.support.processes import run_ranks
 from tests.support.sharded_training import meeting_place, rank_of, trained
 
@@ -30,10 +30,8 @@ WAYS: dict[str, dict[str, Any]] = {
 NEEDS = {"ZeRO-2": "deepspeed", "ZeRO-3": "deepspeed"}
 LEFT_OUT = {"packing", "fused head", "padding-free batches"}
 """Bins are dealt to ranks in another order; the other two are on in every run."""
-ROUNDING = 2e-5
-"""Relative distance of losses and of the norms of weights up to which runs are equal."""
 APART = 0.1
-"""The same for techniques that round, in blocks that lie otherwise in a shard."""
+"""Relative distance up to which a technique that rounds is itself, in blocks that lie otherwise in a shard."""
 
 
 def techniques() -> list[str]:

@@ -139,7 +139,7 @@ def test_windows_are_put_together_again_in_evaluation(tmp_path: Path):
     }
 
 
-def test_labels_without_entities_have_an_accuracy_alone(tmp_path: Path):
+def test_labels_without_entities_have_an_accuracy_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     names = ("NOUN", "VERB", "ADJ", "ADV", "X")
     rows = dataset(12).rename_column("ner_tags", "tags")
     made = trainer(
@@ -149,10 +149,12 @@ def test_labels_without_entities_have_an_accuracy_alone(tmp_path: Path):
     assert "eval_f1" in made.evaluate()
     words = [{"tokens": row["tokens"], "tags": [names[n % 5] for n, _ in enumerate(row["tokens"])]} for row in rows]
     other = Dataset.from_list(words)
-    made = trainer(tmp_path, other, {"model": tagger(labels=names), "eval_dataset": other}, max_steps=1)
+    given = {"model": tagger(labels=names), "eval_dataset": other}
+    made = trainer(tmp_path, other, given, max_steps=1, return_entity_level_metrics=True)
     made.train()
     assert "eval_f1" not in (found := made.evaluate())
     assert "eval_accuracy" in found
+    assert "return_entity_level_metrics=True has no effect: none of the labels begins with B-" in caplog.text
 
 
 def test_a_model_by_name_gets_the_labels_of_the_rows(tmp_path: Path):

@@ -150,6 +150,11 @@ class EntityFindings:
 
 def findings(options: Any, labels: Labels) -> EntityFindings:
     """What an evaluation finds of entities."""
+    if options.return_entity_level_metrics and not any(name.startswith(PREFIXES) for name in labels.names):
+        logger.warning(
+            "return_entity_level_metrics=True has no effect: none of the labels begins with B-, I-, E- or S-, as those "
+            f"of entities do ({', '.join(labels.names[:12])})"
+        )
     return EntityFindings(labels.names, options.return_entity_level_metrics)
 
 

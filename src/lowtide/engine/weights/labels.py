@@ -57,7 +57,8 @@ def name_labels(model: Any, labels: Sequence[str]) -> None:
     if len(own) != len(labels):
         raise ValueError(
             f"the model has {len(own)} labels and the rows have {len(labels)} ({', '.join(labels[:12])}"
-            f"{', ...' if len(labels) > 12 else ''}): load it with num_labels={len(labels)}, or pass its name"
+            f"{', ...' if len(labels) > 12 else ''}): load it with num_labels={len(labels)}, or pass its name; or "
+            "correct the row, if a label is wrong"
         )
     if not all(name.startswith(UNNAMED) for name in own):
         logger.warning(f"the model's labels ({', '.join(own)}) become those of the rows ({', '.join(labels)})")

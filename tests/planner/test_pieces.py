@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 import lowtide
 from lowtide.planner.pieces import LEAST_TOKENS, Searches, sizes_in_pieces
 from lowtide.planner.plan import Plan, PlanError
-from lowtide.planner.search import Axis, Choice, Measured, Refused, Search, Sizes
+from lowtide.planner.search import Axis, Candidate, Choice, Measured, Refused, Search, Sizes
 from lowtide.planner.tracing_process import tracing_here
 
 LENGTHS = [1024, 200, 100]
@@ -112,6 +112,13 @@ def test_where_rows_cannot_be_cut_whole_ones_are_all_there_is():
     nothing = searches(Table(cuts=False), 2000)
     assert nothing.best() == []
     assert nothing.smallest().candidate.peak == 1000 + 2 * ROW
+
+
+def test_the_best_is_traced_where_others_are_predicted_to_be_faster(monkeypatch):
+    slow = Candidate((2,), None, 0.0, 5.0, Measured({}))
+    full = Candidate((1,), None, 0.0, 3.0, None)
+    monkeypatch.setattr(Search, "best", lambda search, *_: [] if search.sizes.in_pieces else [slow, full])
+    assert [found.candidate for found in searches(Table(), 20_000).best(1)] == [slow, full]
 
 
 def test_the_smallest_peak_is_that_of_pieces():

@@ -58,7 +58,8 @@ class Searches:
         return self.whole.traces + (0 if self._pieces is None else self._pieces.traces)
 
     def best(self, runners_up: int = 0) -> list[Found]:
-        """The fastest settings that fit, and those behind them; empty if nothing fits.
+        """The fastest settings that fit, which are traced, and others, which may be predicted to be as fast; empty if
+        nothing fits.
 
         Raises:
             Refused: the plain settings cannot be traced.
@@ -71,7 +72,11 @@ class Searches:
             found += self._in_pieces(runners_up, worth=cost)
         else:
             found += self._in_pieces(runners_up)
-        return sorted(found, key=lambda each: each.rank)[: runners_up + 1]
+        found.sort(key=lambda each: each.rank)
+        traced = next((each for each in found if each.candidate.measured is not None), None)
+        if traced is None:
+            return []
+        return [traced, *(each for each in found if each is not traced)][: runners_up + 1]  # the others are predicted
 
     def _in_pieces(self, runners_up: int, worth: float = float("inf")) -> list[Found]:
         search = self.pieces()

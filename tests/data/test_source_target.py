@@ -111,6 +111,15 @@ def test_a_language_that_the_tokenizer_has_no_token_for_is_refused():
         prepare_pairs_of_texts(given, multilingual(), options, batch_size=1)
 
 
+def test_languages_that_nothing_reads_are_said(caplog: pytest.LogCaptureFixture):
+    options = {"source_lang": "de", "target_lang": "en"}
+    lists(Dataset.from_list([{"translation": {"en": "w1", "de": "w2"}}]), **options)
+    assert "no effect" not in caplog.text
+    lists(Dataset.from_list([{"source": "w1", "target": "w2"}]), **options)
+    assert "source_lang and target_lang have no effect on " in caplog.text
+    assert "writes no tokens of languages" in caplog.text
+
+
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a number": ({"source": "w1", "target": 3}, {}, r"row 0 \(the first is 0\): 'target' is .* must be a string"),
     "an id beyond the vocabulary": (

@@ -4,6 +4,7 @@ fine-tuning; texts are tokenized and cut as in transformers' run_summarization.p
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,12 +20,14 @@ from lowtide.data.encode.rows import check_ids
 from lowtide.data.encode.truncation import cut_before_end
 from lowtide.data.formats.columns import check_columns
 from lowtide.data.formats.reading import RowPlace
-from lowtide.data.formats.source_target import PairSample, detect_pairs_of_texts
+from lowtide.data.formats.source_target import TRANSLATION, PairSample, detect_pairs_of_texts
 from lowtide.data.options import SourceTargetOptions
 from lowtide.data.report.ledger import Ledger, padding_share
 from lowtide.data.report.row_stats import CUT_PART, NOTES, add_up
 from lowtide.data.sources.stream import map_stream
 from lowtide.data.sources.titles import title_of
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["SourceTargetOptions", "prepare_pairs_of_texts"]
 
@@ -112,6 +115,13 @@ class PairEncoder:
         )
         check_columns(list(first_row), self.format, source)
         self.tokenizer = with_languages(tokenizer, options)
+        named = options.languages is not None and TRANSLATION not in self.format.columns
+        if named and (self.tokenized or not hasattr(tokenizer, "src_lang")):
+            logger.warning(
+                f"source_lang and target_lang have no effect on {source}: its rows hold no texts by language "
+                f"({TRANSLATION!r}), and "
+                + ("are token ids" if self.tokenized else f"a {type(tokenizer).__name__} writes no tokens of languages")
+            )
         self.vocab_size = options.vocab_size or len(tokenizer)
         self.special = np.array(sorted(tokenizer.all_special_ids), dtype=np.int64)
 

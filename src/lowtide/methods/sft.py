@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lowtide.methods.likelihood import likelihood
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.options import VisionOptions
 from lowtide.methods.rows import Texts
-from lowtide.objectives.sft import LOSSES, smoothed_nll
-from lowtide.ops.linear_logprobs import Want
+from lowtide.objectives.sft import LOSSES
 from lowtide.option import COUNT, NOT_NEGATIVE, option
 
 
@@ -113,10 +113,7 @@ class SFTOptions(TextOptions, VisionOptions):
 
 def objective(options: SFTOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:
     """The loss of the options, and what it and the metrics need to know of each token."""
-    smoothing = options.label_smoothing_factor
-    loss = smoothed_nll(smoothing) if smoothing else LOSSES[options.loss_type]
-    want = Want(entropies=options.token_metrics, mean_logprobs=smoothing > 0, top1=options.token_metrics)
-    return TokenObjective(loss, want, aux_coefficient)
+    return likelihood(options, plain=LOSSES[options.loss_type], aux_coefficient=aux_coefficient)
 
 
 METHOD = Method("sft", "supervised fine-tuning", SFTOptions, Texts(), objective, own_loss=True)

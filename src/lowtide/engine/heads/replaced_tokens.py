@@ -23,6 +23,7 @@ from lowtide.engine.heads.head_parts import head_parts, head_terms, projection_o
 from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, reading
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel, decoded, scores_alone
 from lowtide.engine.heads.own_head import own_head
+from lowtide.engine.weights.load_errors import one_line
 from lowtide.engine.weights.weight_files import saved_module
 from lowtide.ops.drawing import draw
 from lowtide.ops.linear_logprobs import NOTHING_MORE, Want, read_logits
@@ -233,8 +234,8 @@ def _generator(model: PreTrainedModel, options: Any) -> PreTrainedModel:
         try:
             generator = AutoModelForMaskedLM.from_pretrained(named, dtype=like.dtype)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"generator_model_name_or_path={named!r} cannot be loaded: {reason}") from error
+            said = one_line(error)
+            raise ValueError(f"generator_model_name_or_path={named!r} cannot be loaded: {said}") from error
         _check_tokens(model, generator, named)
         return generator.to(like.device)
     if known is not None and size is not None:

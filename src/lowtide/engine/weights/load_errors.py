@@ -49,10 +49,10 @@ def init_refused(name: str, init: Mapping[str, Any], error: Exception) -> ValueE
     if "flash_attention" in str(init.get("attn_implementation")) and isinstance(error, ImportError):
         return ValueError(
             f"attn_implementation={init['attn_implementation']!r} needs a GPU and its package: install it, or take "
-            f"'sdpa' ({_one_line(error)})"
+            f"'sdpa' ({one_line(error)})"
         )
     given = ", ".join(f"{key}={value!r}" for key, value in init.items() if "token" not in key)
-    return ValueError(f"model {name!r} cannot be loaded with {given}: {_one_line(error)}")
+    return ValueError(f"model {name!r} cannot be loaded with {given}: {one_line(error)}")
 
 
 def _config_names(name: str) -> set[str]:
@@ -62,5 +62,6 @@ def _config_names(name: str) -> set[str]:
         return set()
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error says, in one line that is not too long."""
     return " ".join(str(error).split())[:300]

@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from lowtide.engine.heads.head import Head
+from lowtide.engine.weights.load_errors import one_line
 from lowtide.spelling import nearest
 
 BEGINNING = "beginning.json"
@@ -78,9 +79,8 @@ def described_config(
             return AutoConfig.for_model(model_type, **overrides)  # what follows from sizes follows from these
         return type(config).from_dict({**known, **overrides})
     except (StrictDataclassError, TypeError, ValueError) as error:
-        reason = str(error).strip().split("\n")[-1].strip()
         made = f"config_overrides={dict(overrides)} makes no config of model type {config.model_type}"
-        raise ValueError(f"{made}: {reason}") from error
+        raise ValueError(f"{made}: {one_line(error)}") from error
 
 
 def _read(config_name: str, trust_remote_code: bool) -> PretrainedConfig:

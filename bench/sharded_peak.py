@@ -24,6 +24,7 @@ from rich.table import Table
 
 from bench.cases import CASES as METHOD_CASES
 from bench.measure import hardware
+from bench.processes import ChildFailed
 from bench.results import SHARDED_PEAK, over_earlier, versions, write
 from bench.shapes import OVER_RANKS
 from bench.sharded import Case, parser_of_ranks, results_of_ranks
@@ -75,13 +76,18 @@ CASES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures, prints and records; returns 1 where the target is missed."""
+    """Measures, prints and records; returns 1 where the target is missed or a run fails."""
     options, console = parse(argv), Console()
     table = Table("run", "states / N", "activations", "2 layers", "head", "sum", "measured", "ratio", "process, ratio")
-    found = {}
+    found, failed = {}, False
     for name in options.cases:
-        with console.status(name):
-            found[name] = measured(CASES[name], options)
+        try:
+            with console.status(name):
+                found[name] = measured(CASES[name], options)
+        except ChildFailed as failure:
+            failed = True
+            console.print(name, failure.reason, *failure.last_lines, sep="\n", markup=False, highlight=False)
+            continue
         table.add_row(name, *cells(found[name]))
         console.print(name, *cells(found[name]), sep="  ")
         if options.record:
@@ -90,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
             write(NAME, results)
     console.print(table)
     console.print(f"in MB; target: measured at most {MOST} of the sum")
-    return int(any(each["ratio"] > MOST for each in found.values()))
+    return int(failed or any(each["ratio"] > MOST for each in found.values()))
 
 
 def measured(case: PeakCase, options: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lowtide.planner.tracing.storage_watch import StorageWatch, parts_of
+from lowtide.compat.torch import parts_of
+from lowtide.planner.tracing.storage_watch import StorageWatch
 
 
 class LivingBytes(StorageWatch[None], TorchDispatchMode):

@@ -57,6 +57,16 @@ __all__ = [
 # -- tensors and storages -----------------------------------------------------------------------------------------
 
 
+def parts_of(tensor: Any) -> Iterator[Tensor]:
+    """The tensors that hold the bytes of one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor has its mesh among them
+            yield from parts_of(part)
+
+
 def storage_id(storage: UntypedStorage) -> int:
     """Tells a storage from every other one alive, those of fake tensors and of the meta device included.
 

@@ -21,9 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.compat.torch import FakeTensor, is_traceable_wrapper_subclass
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ def keep(tensor: Tensor) -> None:
 
 def is_mapped(tensor: Tensor) -> bool:
     """Whether a tensor's storage was declared, and is still there."""
-    if not _declared or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+    if not _declared or not _has_bytes(tensor):
         return False
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
@@ -67,6 +69,12 @@ def is_mapped(tensor: Tensor) -> bool:
         del _declared[address]
         return False
     return found[0] == storage.nbytes()
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own on the CPU: it stands for no other tensors, and for none on paper."""
+    stands_for_others = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+    return tensor.device.type == "cpu" and not stands_for_others
 
 
 def let_go(tensor: Tensor) -> None:
@@ -126,7 +134,7 @@ def bands(weight: Float[Tensor, "rows columns"]) -> Iterator[slice]:
         _advise(band, DONT_NEED)
 
 
-def row_bands(weight: Float[Tensor, "rows ..."]) -> Iterator[slice]:
+def row_bands(weight: Shaped[Tensor, "rows ..."]) -> Iterator[slice]:
     """The rows of a weight in bands of `BAND_BYTES`."""
     rows = max(1, BAND_BYTES // max(weight[:1].nbytes, 1))
     return (slice(start, min(start + rows, len(weight))) for start in range(0, len(weight), rows))

@@ -284,8 +284,10 @@ def setting_of(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
 
 def _files_dtype(run: PlannedRun, computed: torch.dtype | None) -> str:
     """The dtype of the model's files, as its config says it, if frozen weights can be used as they are there."""
-    if run.peft_config is None or run.quantization_config is not None or not run.from_files:
+    if run.peft_config is None or not run.from_files:
         return ""
+    if run.quantization_config is not None:  # quantized weights are made as they are loaded, of files in any dtype
+        return str(stored_dtype(run)).removeprefix("torch.") if run.device.kind == "cpu" else ""
     dtype = str(getattr(run.described, "dtype", None) or "").removeprefix("torch.")
     return dtype if computed is None or str(computed).removeprefix("torch.") == dtype else ""
 

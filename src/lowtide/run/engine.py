@@ -25,6 +25,7 @@ from lowtide.engine.weights.stages import cut_into_stages
 from lowtide.engine.weights.zero import partition_model
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
+from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.target import kind_of
 from lowtide.ranks.pipeline import Pipeline
 from lowtide.ranks.sequence import SequenceParallel
@@ -222,7 +223,8 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
     if isinstance(next(model.parameters()), FakeTensor):
         install(model, padding_free=ragged)
         return Engine(ragged, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
-    release_file(causal_model(model))
+    if stream_of(model) is None:
+        release_file(causal_model(model))
     _place(model, args)
     settle_heap(model, gathers=args.sharding.by_deepspeed or is_gathered(model))
     inner = causal_model(model)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.compat.torch import FakeTensor, leave_in_place
+from lowtide.compat.torch import FakeTensor, leave_in_place, parts_of
 from lowtide.engine.forward import causal_model
-from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.weights.quantized import is_quantized, move_stored, stored_tensors
 from lowtide.engine.weights.streamed_files import check_streamable
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.weights.mapped_files import MappedFiles, lying_in_files
@@ -55,11 +55,8 @@ def check_before_loading(model: Any, args: Any, init: Mapping[str, Any], *, froz
             f"base_weights='stream' needs Linux with a CPU or a CUDA device: here, leave it out ({args.device})"
         )
     if init.get("quantization_config") is not None:
-        raise ValueError(
-            f"base_weights='stream' does not stream quantized weights, which are made as {what} is loaded and lie in "
-            f"no file: leave quantization_config (load_in_4bit, load_in_8bit) out, {OUT}"
-        )
-    if isinstance(model, str) and frozen:
+        _check_device_of_quantized(args, what)
+    elif isinstance(model, str) and frozen:
         check_streamable(model, init, what=what)
 
 
@@ -75,15 +72,18 @@ def stream_frozen(model: nn.Module, args: Any, *, what: str = "model") -> None:
     weights = [*frozen.values()]
     if not weights:
         return
+    quantized = any(is_quantized(weight) for weight in weights)
+    if quantized:
+        _check_device_of_quantized(args, what)
     if isinstance(weights[0], FakeTensor):
         store: Store = Unresident(on_device=kind_of(args.device) == "cuda")
     else:
-        weights = _checked(model, weights, args, what)
+        weights = _made_in_memory(model, weights, args, what) if quantized else _checked(model, weights, args, what)
         store = MappedFiles() if args.device.type == "cpu" else PinnedLayers(args.device)
-    stream = WeightStream(model, weights, store)
+    stream = WeightStream(model, weights, store, stored_tensors(model))
     vars(causal_model(model))[STREAM] = stream
     if isinstance(store, MappedFiles):
-        declare_all(weights)
+        declare_all(stream.weights)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 keep(parameter)
@@ -139,7 +139,8 @@ def attach_trained(model: nn.Module, store: Store, device: torch.device) -> Weig
 def declare_base(model: nn.Module, args: Any) -> None:
     """Has what reads a model's weights before it has its adapters let their pages go."""
     if wants_stream(args) and args.device.type == "cpu" and can_let_go():
-        declare_all(lying_in_files(p for p in model.parameters() if not isinstance(p, FakeTensor)))
+        weights = (part for parameter in model.parameters() for part in parts_of(parameter))
+        declare_all(lying_in_files(weight for weight in weights if not isinstance(weight, FakeTensor)))
 
 
 def declare_all(weights: Iterable[torch.Tensor]) -> None:
@@ -151,16 +152,11 @@ def text_of(stream: WeightStream | None) -> str:
     """What the start-up report says of a stream."""
     if stream is None:
         return "nothing is frozen"
-    waits = "in their files" if isinstance(stream.store, MappedFiles) else "in pinned host memory"
+    waits = "in files" if isinstance(stream.store, MappedFiles) else "in pinned host memory"
     return f"{bytes_text(stream.bytes)} wait {waits}, of which a layer takes {bytes_text(stream.largest)}"
 
 
-def _checked(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str) -> list[nn.Parameter]:
-    """Those that can be streamed: few may stay resident."""
-    if any(is_quantized(weight) for weight in weights):
-        raise ValueError(
-            f"base_weights='stream' does not stream quantized weights, and {what} has some: load it in bfloat16, {OUT}"
-        )
+def _check_not_cast(weights: list[nn.Parameter], args: Any, what: str) -> None:
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     cast = next((w for w in weights if half is not None and w.dtype != half and w.dim() > 1), None)
     if cast is not None:
@@ -171,6 +167,11 @@ def _checked(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str
             f"{str(cast.dtype).removeprefix('torch.')}, would be a resident copy once it is cast: set {asked}=False, "
             f"save the model in {wanted} and load it with dtype={wanted!r}, {OUT}"
         )
+
+
+def _checked(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str) -> list[nn.Parameter]:
+    """Those that can be streamed: few may stay resident."""
+    _check_not_cast(weights, args, what)
     if args.device.type != "cpu":
         return weights
     in_files = lying_in_files(weights)
@@ -185,6 +186,32 @@ def _checked(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str
             f"name, in the dtype of its files, {OUT}"
         )
     return [weight for weight in weights if weight in in_files]
+
+
+def _check_device_of_quantized(args: Any, what: str) -> None:
+    """Raises:
+    ValueError: the device is no CPU.
+    """
+    if kind_of(args.device) != "cpu":
+        raise ValueError(
+            f"base_weights='stream' streams quantized weights on a CPU alone, and {what} has some on {args.device}: "
+            f"load it in bfloat16 (without load_in_4bit, load_in_8bit), {OUT}"
+        )
+
+
+def _made_in_memory(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str) -> list[nn.Parameter]:
+    """Weights of a quantized model, which are made as it is loaded: they go to a temporary file, and so do the others,
+    since the model's own files, as long as one weight lies in them, keep all that was read of them resident.
+
+    Raises:
+        ValueError: no file can be written.
+    """
+    plain = [weight for weight in weights if not is_quantized(weight)]
+    _check_not_cast(plain, args, what)
+    file = file_beside(args.output_dir)
+    move_stored(model, file.copy_of)
+    file.take(plain)
+    return weights
 
 
 def _place_the_rest(model: nn.Module, stream: WeightStream, device: torch.device) -> None:

@@ -1,15 +1,20 @@
 """Frozen weights that stay in their files: the same values and gradients, and what is refused."""
 
 import copy
+import importlib
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from lowtide import SFTConfig
+from lowtide.compat.torch import parts_of
 from lowtide.engine.forward import causal_model
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops import mapped
+from lowtide.run.streamed_weights import check_before_loading
 from tests.support.streamed_runs import (
     LORA,
     WRITTEN,
@@ -101,6 +106,65 @@ def test_a_copy_of_a_policy_that_is_trained_whole_is_taken_from_its_files(tmp_pa
     assert stream_of(trainer.reference.model) is not None
 
 
+def quantizations():
+    return {
+        "4 bits": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="float32"),
+        "4 bits, scales quantized": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True),
+        "8 bits": lambda: BitsAndBytesConfig(load_in_8bit=True),
+        "torchao": lambda: TorchAoConfig(importlib.import_module("torchao.quantization").Int8WeightOnlyConfig()),
+    }
+
+
+@pytest.mark.parametrize("quantization", quantizations())
+def test_a_quantized_base_is_streamed(tmp_path, quantization):
+    """Codes and scales wait in a temporary file, and so does what is not quantized. By SGD, since AdamW makes steps of
+    gradients that are rounding alone."""
+    pytest.importorskip("torchao" if quantization == "torchao" else "bitsandbytes")
+    name = saved(tmp_path / "model", hidden_size=128, intermediate_size=256)
+    options = {"model_init_kwargs": {"quantization_config": quantizations()[quantization]()}, "optim": "sgd"}
+    wanted = outcome(sft(name, tmp_path / "out", **options))
+    trainer = sft(name, tmp_path / "out", base_weights="stream", gradient_checkpointing=True, **options)
+    assert_like(outcome(trainer), wanted)
+    stream = stream_of(trainer.model)
+    base = [p for p in trainer.model.parameters() if not p.requires_grad]
+    assert stream.bytes >= sum(part.nbytes for p in base for part in parts_of(p))
+    assert all(mapped.is_mapped(weight) for weight in stream.weights)
+    stream.let_all_go()
+    assert mapped_bytes(trainer.model) == 0
+
+
+def test_a_quantized_base_leaves_no_other_copy_of_itself(tmp_path):
+    """Resumed and evaluated, all of it is still in the file."""
+    pytest.importorskip("bitsandbytes")
+    name = saved(tmp_path / "model", hidden_size=128, intermediate_size=256)
+    quantized = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    assert_resumes(name, tmp_path / "out", base_weights="stream", model_init_kwargs=quantized)
+    trainer = sft(name, tmp_path / "out", base_weights="stream", model_init_kwargs=quantized)
+    for module in trainer.model.modules():
+        if getattr(getattr(module, "weight", None), "CB", None) is not None:
+            assert module.weight.CB.data_ptr() == module.weight.data_ptr()
+            assert mapped.is_mapped(module.weight)
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
+
+
+def test_a_quantized_reference_is_streamed(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    name = saved(tmp_path / "model", hidden_size=128, intermediate_size=256)
+    quantized = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="float32")}
+    options = {"ref_model": name, "model_init_kwargs": quantized}
+    wanted = outcome(dpo(name, tmp_path / "out", **options))
+    trainer = dpo(name, tmp_path / "out", base_weights="stream", **options)
+    assert_like(outcome(trainer), wanted)
+    for model in (trainer.model, trainer.reference.model):
+        assert stream_of(model) is not None
+
+
+def test_quantized_weights_of_a_gpu_are_refused():
+    args = SimpleNamespace(base_weights="stream", device=torch.device("cuda"))
+    with pytest.raises(ValueError, match="quantized weights on a CPU alone"):
+        check_before_loading("model", args, {"quantization_config": object()}, frozen=True)
+
+
 def test_a_run_that_is_resumed_gives_the_same_bits(tmp_path):
     name = saved(tmp_path / "model")
     assert_resumes(name, tmp_path / "out", base_weights="stream")
@@ -127,7 +191,6 @@ def test_what_cannot_be_streamed_is_refused_before_it_is_loaded(tmp_path, monkey
     monkeypatch.setattr("lowtide.run.training_run.load_inputs", lambda *_, **__: pytest.fail("it was loaded"))
     refused("trains all of them", sft, name, out, peft=None)
     refused("set dtype='float32'", sft, name, out, model_init_kwargs={"dtype": "bfloat16"})
-    refused("quantized", sft, name, out, model_init_kwargs={"quantization_config": {"load_in_4bit": True}})
     whole = (tmp_path / "model" / "model.safetensors").read_bytes()
     (tmp_path / "model" / "model.safetensors").write_bytes(whole[:-100])
     refused("truncated", sft, name, out)

@@ -44,6 +44,17 @@ def test_layers_hold_their_codes_and_scales(tmp_path: Path, double: bool, bits: 
     assert loading < 1.2 * quantized.phases["forward"]["weights"]  # never are all weights there as numbers
 
 
+def test_layers_that_are_streamed_take_one(tmp_path: Path):
+    """Of 4-bit weights, scales included, as of others."""
+    args = lowtide.SFTConfig(str(tmp_path), use_cpu=True, report_to="none", base_weights="stream")
+    found = estimate(
+        args, LlamaConfig(**SIZES), lengths=[64] * 8, quantization_config=four_bits(), peft_config=ADAPTERS
+    )
+    adapters = 7 * 4 * (4 * 2 * 256 + 3 * (256 + 512)) * 4
+    layer = IN_LAYERS // 7 * (4 + 32 / 64) / 8
+    assert found.phases["backward"]["weights"] - adapters < 3 * layer
+
+
 def test_a_product_is_of_a_copy_of_the_weight():
     made = []
 

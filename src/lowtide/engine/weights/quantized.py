@@ -14,11 +14,14 @@ made to compute in training, evaluation and as a reference alike, and with every
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lowtide.compat.torch import parts_of
 
 INSTEAD = (
     "as the base of adapters take bitsandbytes (load_in_4bit, load_in_8bit), or torchao's Int8WeightOnlyConfig, "
@@ -29,6 +32,22 @@ INSTEAD = (
 def is_quantized(weight: Tensor) -> bool:
     """Whether a weight is stored otherwise than as the numbers that it stands for."""
     return not weight.is_floating_point() or _is_torchao(weight)
+
+
+def stored_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
+    """By the `id` of each quantized weight of a model, the tensors that its codes and scales lie in."""
+    layers: Any = model.modules()
+    return {id(layer.weight): _stored(layer) for layer in layers if _has_codes(layer)}
+
+
+def move_stored(model: nn.Module, place: Callable[[Tensor], Tensor]) -> None:
+    """Has the codes and scales of a model's quantized weights lie in other tensors of the same values."""
+    for layer in cast(Any, model.modules()):
+        if _has_codes(layer):
+            for tensor in _stored(layer):
+                tensor.data = place(tensor.data)
+            if getattr(layer.weight, "CB", None) is not None:  # the codes again, which bitsandbytes holds beside them
+                layer.weight.CB = layer.weight.data
 
 
 def keep_trainable(model: nn.Module) -> None:
@@ -90,6 +109,20 @@ def check_torchao(config: Any, dtype: torch.dtype, device: torch.device) -> None
             f"{type(kind).__name__} says ({error}): {INSTEAD}"
         ) from error
     keep_trainable(trial)
+
+
+def _has_codes(layer: Any) -> bool:
+    return isinstance(layer, nn.Linear) and is_quantized(layer.weight)
+
+
+def _stored(layer: Any) -> list[Tensor]:
+    """The tensors of one quantized weight that grow with it."""
+    weight = layer.weight
+    if _is_torchao(weight):
+        return [*parts_of(weight)]
+    state = getattr(weight, "quant_state", None)
+    scales = [each.absmax for each in (state, getattr(state, "state2", None)) if each is not None]
+    return [weight, *scales, *layer.buffers(recurse=False)]
 
 
 def _is_torchao(weight: Any) -> bool:

@@ -15,7 +15,7 @@ Exact: bytes move and no value changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ class Unit:
     """Weights that are brought in together, for a module."""
 
     module: nn.Module
-    weights: Sequence[nn.Parameter]
+    weights: Sequence[Tensor]
     is_layer: bool
     """Else its weights are used by rows: an embedding, a head; or they are few."""
 
@@ -95,11 +95,18 @@ class WeightStream:
         model: whose modules are hooked.
         weights: those that are streamed; the others stay where they are.
         store: where they wait.
+        lying: by the `id` of a weight, the tensors that it lies in, where it is stored in several (a quantized one).
     """
 
-    def __init__(self, model: nn.Module, weights: Collection[nn.Parameter], store: Store) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Collection[nn.Parameter],
+        store: Store,
+        lying: Mapping[int, Sequence[Tensor]] | None = None,
+    ) -> None:
         self.store = store
-        self.units = [*units_of(model, weights, layers_only=store.layers_only)]
+        self.units = [*units_of(model, weights, layers_only=store.layers_only, lying=lying or {})]
         self._present: list[Unit] = []
         for number, unit in enumerate(self.units):
             unit.module.register_forward_pre_hook(self._begins(number))
@@ -115,7 +122,7 @@ class WeightStream:
         return sum(weight.nbytes for weight in self.weights)
 
     @property
-    def weights(self) -> list[nn.Parameter]:
+    def weights(self) -> list[Tensor]:
         """Each once."""
         return [*{id(weight): weight for unit in self.units for weight in unit.weights}.values()]
 
@@ -219,7 +226,9 @@ class Unresident(Staying):
         return torch.empty(size, dtype=torch.uint8)
 
 
-def units_of(model: nn.Module, weights: Iterable[nn.Parameter], *, layers_only: bool) -> Iterator[Unit]:
+def units_of(
+    model: nn.Module, weights: Iterable[nn.Parameter], *, layers_only: bool, lying: Mapping[int, Sequence[Tensor]]
+) -> Iterator[Unit]:
     """The units of a model that have some of the weights, in the order of its modules."""
     wanted = {id(weight) for weight in weights}
     layers = {id(layer) for layers in outermost_layers(model) for layer in layers}
@@ -230,7 +239,7 @@ def units_of(model: nn.Module, weights: Iterable[nn.Parameter], *, layers_only: 
             continue
         found = {id(p): p for p in module.parameters(recurse=is_layer) if id(p) in wanted}
         if found:
-            yield Unit(module, [*found.values()], is_layer)
+            yield Unit(module, [part for p in found.values() for part in lying.get(id(p), (p,))], is_layer)
 
 
 def outermost_layers(model: nn.Module) -> list[nn.ModuleList]:

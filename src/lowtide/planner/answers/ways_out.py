@@ -33,8 +33,11 @@ def ways_out(run: PlannedRun, weights: int, *, exact: bool) -> tuple[str, ...]:
         found.append(f"--dtype bfloat16 stores the frozen weights in 16 bits ({half})")
     if adapters and not quantized:
         found.append(f"--load_in_4bit stores them in 4 bits (QLoRA, some {four})")
-        if run.cluster is None and not run.requested.get("base_weights"):
+    if adapters and run.cluster is None and not run.requested.get("base_weights"):
+        if not quantized:
             found.append("--base_weights stream brings in a layer of them at a time, in the dtype of the model's files")
+        elif run.device.kind == "cpu":
+            found.append("--base_weights stream brings in a layer of them at a time, from a temporary file")
     if not adapters:
         if bits > 16:
             found.append(f"--optim adamw_compressed or adamw_stochastic trains weights in 16 bits ({half})")

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from lowtide.compat.torch import BACKWARD, TorchDispatchMode, backward_sequence_number, next_sequence_number
+from lowtide.compat.torch import BACKWARD, TorchDispatchMode, backward_sequence_number, next_sequence_number, parts_of
 from lowtide.planner.profiling.recording import BORN_IN, Block, Recording, is_internal, short_file
-from lowtide.planner.tracing.storage_watch import StorageWatch, parts_of
+from lowtide.planner.tracing.storage_watch import StorageWatch
 from lowtide.step.phases import BETWEEN
 
 

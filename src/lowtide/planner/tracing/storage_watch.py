@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lowtide.compat.torch import is_traceable_wrapper_subclass, storage_id
+from lowtide.compat.torch import parts_of, storage_id
 
 B = TypeVar("B")
 
@@ -67,11 +67,3 @@ class StorageWatch(Generic[B]):
         self._living.clear()  # and with it the references that tell of an end
 
 
-def parts_of(tensor: Any) -> Iterator[Tensor]:
-    """The tensors that hold the bytes of one."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor has its mesh among them
-            yield from parts_of(part)

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowtide.compat.torch import (
+    parts_of,
     FakeTensor,
     PlainMode,
     asks_for_place,
     is_traceable_wrapper_subclass_type,
     place_of,
 )
-from lowtide.planner.tracing.storage_watch import StorageWatch, parts_of
+from lowtide.planner.tracing.storage_watch import StorageWatch
 
 PHASES = ("loading", "generate", "reward", "score", "forward", "head", "backward", "optimizer", "evaluation", "saving")
 BORN_IN = {

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide.compat.torch import TorchDispatchMode, tree_leaves
-from lowtide.planner.tracing.storage_watch import StorageWatch, parts_of
+from lowtide.compat.torch import TorchDispatchMode, parts_of, tree_leaves
+from lowtide.planner.tracing.storage_watch import StorageWatch
 
 
 class LivingBytes(StorageWatch[None], TorchDispatchMode):

@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.measure import GIGABYTE, hardware
 from bench.memory import environment, saved_weights
 from bench.processes import ChildFailed, run_child
-from bench.results import STREAMED, versions, write
+from bench.results import STREAMED, over_earlier, versions, write
 from bench.streamed_cases import CASES, TARGETS
 
 NAME = "streamed-qwen2.5-0.5b"
@@ -42,8 +42,9 @@ def main(argv: list[str] | None = None) -> int:
             text, reached = target.verdict(found)
             console.print(text, markup=False, highlight=False)
             missed |= not reached
-    if options.record and not options.only:
-        results = {"kind": STREAMED, "hardware": hardware("cpu"), "versions": versions(), "runs": found}
+    if options.record:
+        results = {"kind": STREAMED, "hardware": hardware("cpu"), "versions": versions()}
+        results["runs"] = over_earlier(NAME, results["hardware"], "runs", found)
         console.print(f"recorded in {write(NAME, results)}")
     return int(missed)
 
@@ -61,7 +62,7 @@ def row(name: str, run: dict[str, Any]) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.streamed", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these runs, which are not recorded")
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these runs")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run; 1 gives a peak alone")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds after which one run is given up")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")

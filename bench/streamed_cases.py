@@ -22,11 +22,15 @@ class StreamedCase:
     own_reference: bool = False
     """Whether a reference is passed, though the policy without its adapters would be one."""
     dtype: str = "bfloat16"
+    four_bit: bool = False
+    """The base weights in 4 bits (QLoRA, arXiv 2305.14314), by bitsandbytes."""
 
 
 CASES: dict[str, StreamedCase] = {
     "LoRA, resident": StreamedCase(),
     "LoRA, streamed": StreamedCase(STREAM),
+    "QLoRA, resident": StreamedCase(four_bit=True),
+    "QLoRA, streamed": StreamedCase(STREAM, four_bit=True),
     "LoRA over float32, resident": StreamedCase(dtype="float32"),
     "LoRA over float32, streamed": StreamedCase(STREAM, dtype="float32"),
     "DPO with LoRA, resident, without a reference of its own": StreamedCase({}, "DPO"),

@@ -8,7 +8,7 @@ from bench.arguments import specification
 from bench.cases import longtail_rows
 from bench.child import clock, differences, say
 from bench.measure import PeakMeter, PhasePeaks, resident_bytes
-from bench.memory_child import adapters
+from bench.memory_child import adapters, four_bits
 from bench.streamed_cases import CASES, StreamedCase
 from bench.tokenizer import load_tokenizer, tokenizer_for
 
@@ -47,7 +47,7 @@ def measure(case: StreamedCase, steps: int, weights: str) -> dict[str, Any]:
             rehearsal=False,
             use_cpu=True,
             bf16=False,
-            model_init_kwargs={"dtype": case.dtype},
+            model_init_kwargs={"dtype": case.dtype, **({"quantization_config": four_bits()} if case.four_bit else {})},
             **case.options,
         )
         trainer = trainer_class(

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
-from lowtide.compat.torch import parts_of, storage_id
+from lowtide.compat.torch import storage_id
 
 B = TypeVar("B")
 
@@ -51,7 +50,7 @@ class StorageWatch(Generic[B]):
 
     def storages(self) -> list[torch.UntypedStorage]:
         """All that live."""
-        return [storage for _, known in self._living.values() if (storage := known()) is not None]
+        return [storage for _, known in [*self._living.values()] if (storage := known()) is not None]
 
     def follow(self, storage: torch.UntypedStorage, block: B) -> None:
         """Has `freed` called with the block when the storage is."""
@@ -65,5 +64,3 @@ class StorageWatch(Generic[B]):
     def forget(self) -> None:
         """Follows none of them any more."""
         self._living.clear()  # and with it the references that tell of an end
-
-

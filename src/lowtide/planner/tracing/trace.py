@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowtide.compat.torch import (
-    parts_of,
     FakeTensor,
     PlainMode,
     asks_for_place,
     is_traceable_wrapper_subclass_type,
+    parts_of,
     place_of,
 )
 from lowtide.planner.tracing.storage_watch import StorageWatch

@@ -58,7 +58,8 @@ class MemoryOptions:
     base_weights: str = option(
         "resident",
         "Where weights that are not trained are: 'stream' leaves them in the model's safetensors files (from a GPU, in "
-        "host memory), and brings in a layer at a time. Needs adapters, or a reference or teacher of its own.",
+        "host memory; quantized ones, on a CPU, in a temporary file), and brings in a layer at a time. Needs adapters, "
+        "or a reference or teacher of its own.",
         choices=["resident", "stream"],
     )
     trained_weights: str = option(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide.compat.torch import is_in_backward
 from lowtide.memory.weights.pinned_layers import Home, PinnedLayers, Visit, part_of
@@ -33,7 +33,7 @@ class TrainedHome(Home):
 
     def __init__(self, *where: Any) -> None:
         super().__init__(*where)
-        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.gradients: dict[Tensor, Tensor] = {}
         """Host memory, in bytes, of those that have waited once."""
         self.written: Any = None
         """The event after the last copy back."""
@@ -151,7 +151,7 @@ class TrainedLayers(PinnedLayers):
         held.clear()
 
 
-def _is_at_home(weight: nn.Parameter, home: TrainedHome) -> bool:
+def _is_at_home(weight: Tensor, home: TrainedHome) -> bool:
     """Whether a weight's gradient lies in host memory."""
     buffer = home.gradients.get(weight)
     return buffer is not None and weight.grad is not None and weight.grad.data_ptr() == buffer.data_ptr()

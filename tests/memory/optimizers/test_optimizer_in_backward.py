@@ -11,7 +11,7 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from lowtide.engine.forward import causal_model, install, score
-from lowtide.memory.optimizers import compressed_adamw
+from lowtide.memory.optimizers import compressed_adamw, optimizer_in_backward
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.muon import MuonWithAdamW
 from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
@@ -141,6 +141,26 @@ def test_clipping_in_two_passes(head):
         torch.testing.assert_close(early.total_norm, norm, rtol=1e-6, atol=0)
     for left, right in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_of_a_bfloat16_gradient_makes_no_copy_of_it(monkeypatch):
+    """It is that of the float32 numbers all the same."""
+    monkeypatch.setattr(optimizer_in_backward, "PART", 100)
+    weight = torch.nn.Parameter(torch.randn(64, 31, generator=torch.Generator().manual_seed(0)).bfloat16())
+    early = OptimizerInBackward(torch.optim.SGD([weight], 0.1))
+    given = []
+    plain = torch.linalg.vector_norm
+
+    def norm(tensor, **how):
+        given.append(tensor)
+        return plain(tensor, **how)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", norm)
+    with early.norm_pass():
+        (weight.float() ** 2).sum().backward()
+    wanted = plain((2 * weight.detach().float()).bfloat16().double())
+    torch.testing.assert_close(early.total_norm.double(), wanted, rtol=1e-6, atol=0)
+    assert max(tensor.numel() for tensor in given if tensor.dtype == torch.bfloat16) == 100
 
 
 def test_few_gradients_are_alive_at_once():

@@ -22,6 +22,8 @@ from lowtide.memory.optimizers.narrow_step import check_separable, group_of_each
 
 Direct = Collection[Tensor] | Callable[[], Collection[Tensor]]
 StepAlone = Callable[[Any, dict[str, Any], Tensor], None]
+PART = 1 << 22
+"""Numbers of a gradient whose norm is taken at a time, where that is in another dtype: torch makes a copy of them."""
 
 
 class OptimizerInBackward:
@@ -79,9 +81,7 @@ class OptimizerInBackward:
         self._norms = []
 
         def take(parameter: Tensor) -> None:
-            grad = cast(Tensor, parameter.grad)
-            dtype = torch.promote_types(grad.dtype, torch.float32)
-            self._norms.append(torch.linalg.vector_norm(grad, dtype=dtype))
+            self._norms.append(_norm(cast(Tensor, parameter.grad)))
 
         with self._taking(group_of_each(self.optimizer), take):
             yield
@@ -122,3 +122,12 @@ class OptimizerInBackward:
         for parameter in parameters:
             if parameter.grad is not None:
                 hook(parameter)
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """[]: in float32 at least."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    if gradient.dtype == dtype:
+        return torch.linalg.vector_norm(gradient)
+    parts = [torch.linalg.vector_norm(part, dtype=dtype) for part in gradient.reshape(-1).split(PART)]
+    return torch.linalg.vector_norm(torch.stack(parts))

@@ -189,8 +189,10 @@ def _checked(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str
 
 
 def _check_device_of_quantized(args: Any, what: str) -> None:
-    """Raises:
-    ValueError: the device is no CPU.
+    """Refuses quantized weights of a GPU.
+
+    Raises:
+        ValueError: names the device.
     """
     if kind_of(args.device) != "cpu":
         raise ValueError(

@@ -14,7 +14,7 @@ made to compute in training, evaluation and as a reference alike, and with every
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -36,18 +36,16 @@ def is_quantized(weight: Tensor) -> bool:
 
 def stored_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
     """By the `id` of each quantized weight of a model, the tensors that its codes and scales lie in."""
-    layers: Any = model.modules()
-    return {id(layer.weight): _stored(layer) for layer in layers if _has_codes(layer)}
+    return {id(weight): _stored(layer, weight) for layer, weight in _quantized(model)}
 
 
 def move_stored(model: nn.Module, place: Callable[[Tensor], Tensor]) -> None:
     """Has the codes and scales of a model's quantized weights lie in other tensors of the same values."""
-    for layer in cast(Any, model.modules()):
-        if _has_codes(layer):
-            for tensor in _stored(layer):
-                tensor.data = place(tensor.data)
-            if getattr(layer.weight, "CB", None) is not None:  # the codes again, which bitsandbytes holds beside them
-                layer.weight.CB = layer.weight.data
+    for layer, weight in _quantized(model):
+        for tensor in _stored(layer, weight):
+            tensor.data = place(tensor.data)
+        if getattr(weight, "CB", None) is not None:  # the codes again, which bitsandbytes holds beside them
+            weight.CB = weight.data
 
 
 def keep_trainable(model: nn.Module) -> None:
@@ -111,13 +109,14 @@ def check_torchao(config: Any, dtype: torch.dtype, device: torch.device) -> None
     keep_trainable(trial)
 
 
-def _has_codes(layer: Any) -> bool:
-    return isinstance(layer, nn.Linear) and is_quantized(layer.weight)
+def _quantized(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Each quantized weight once, with the module that has it."""
+    owners = {id(p): (module, p) for module in model.modules() for p in module.parameters(recurse=False)}
+    return ((module, weight) for module, weight in owners.values() if is_quantized(weight))
 
 
-def _stored(layer: Any) -> list[Tensor]:
+def _stored(layer: nn.Module, weight: Any) -> list[Tensor]:
     """The tensors of one quantized weight that grow with it."""
-    weight = layer.weight
     if _is_torchao(weight):
         return [*parts_of(weight)]
     state = getattr(weight, "quant_state", None)

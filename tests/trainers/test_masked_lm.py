@@ -206,6 +206,15 @@ def test_options_that_cannot_work_are_refused(name: str, tmp_path: Path):
         MaskedLMConfig(output_dir=str(tmp_path), **options)
 
 
+def test_masks_that_rows_bring_are_not_drawn(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    row = tokenizer()(texts(1)["text"][0])["input_ids"]
+    rows = Dataset.from_dict({"input_ids": [row] * 4, "labels": [row] * 4})
+    make(tmp_path, rows)
+    assert "has no effect on rows that bring labels" not in caplog.text
+    make(tmp_path, rows, masking="spans", mlm_probability=0.3)
+    assert "mlm_probability=0.3, masking='spans' has no effect on rows that bring labels" in caplog.text
+
+
 def test_rows_with_labels_are_scored_as_they_are(tmp_path: Path):
     rows = [tokenizer()(text)["input_ids"] for text in texts(4)["text"]]
     labels = [[token if place % 3 == 1 else -100 for place, token in enumerate(row)] for row in rows]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,9 @@ from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, option
 from lowtide.ragged import ScoreRule
 
+logger = logging.getLogger(__name__)
+DRAWN = ("mlm_probability", "mask_replace_prob", "random_replace_prob", "whole_word_mask", "masking")
+"""The options that masks are drawn by."""
 LONGEST = {"tokens": 1, "spans": 10, "ngrams": 3}
 """The longest run of each kind of masks, as in the papers."""
 
@@ -110,7 +114,11 @@ class MaskedTexts(RowLayout):
 
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         options, training = how.options, name == "train"
-        _check_mask_token(how.tokenizer, options, dataset.column_names or [])
+        masked = {"input_ids", "labels"} <= {*(dataset.column_names or [])}
+        if masked:
+            _warn_of_masks(options)
+        else:
+            _check_mask_token(how.tokenizer, options)
         data_options = MaskedOptions(
             dataset_text_field=options.dataset_text_field,
             max_length=options.max_length,
@@ -164,14 +172,24 @@ class MaskedTexts(RowLayout):
         )
 
 
-def _check_mask_token(tokenizer: PreTrainedTokenizerBase, options: Any, columns: list[str]) -> None:
-    """Refuses a tokenizer without the token that masks are made of; rows with labels have their masks.
+def _warn_of_masks(options: Any) -> None:
+    """Says which options would draw masks of rows that bring theirs."""
+    plain = {each.name: each.default for each in fields(options)}
+    chosen = [f"{name}={getattr(options, name)!r}" for name in DRAWN if getattr(options, name) != plain[name]]
+    if chosen:
+        logger.warning(
+            f"{', '.join(chosen)} has no effect on rows that bring labels: these say what is masked already. Leave the "
+            "column labels out, and masks are drawn anew in each epoch"
+        )
+
+
+def _check_mask_token(tokenizer: PreTrainedTokenizerBase, options: Any) -> None:
+    """Refuses a tokenizer without the token that masks are made of.
 
     Raises:
         ValueError: says how to add one.
     """
-    given = {"input_ids", "labels"} <= {*columns}
-    if tokenizer.mask_token_id is None and options.mask_replace_prob and not given:
+    if tokenizer.mask_token_id is None and options.mask_replace_prob:
         raise ValueError(
             f"the tokenizer ({type(tokenizer).__name__}) has no mask token, which would stand in the place of masked "
             "tokens: name one of its vocabulary (tokenizer.mask_token = ...), add one "

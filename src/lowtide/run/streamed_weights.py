@@ -78,7 +78,10 @@ def stream_frozen(model: nn.Module, args: Any, *, what: str = "model") -> None:
     if isinstance(weights[0], FakeTensor):
         store: Store = Unresident(on_device=kind_of(args.device) == "cuda")
     else:
-        weights = _made_in_memory(model, weights, args, what) if quantized else _checked(model, weights, args, what)
+        if quantized:
+            _move_to_file(model, weights, args, what)
+        else:
+            weights = _checked(model, weights, args, what)
         store = MappedFiles() if args.device.type == "cpu" else PinnedLayers(args.device)
     stream = WeightStream(model, weights, store, stored_tensors(model))
     vars(causal_model(model))[STREAM] = stream
@@ -201,9 +204,9 @@ def _check_device_of_quantized(args: Any, what: str) -> None:
         )
 
 
-def _made_in_memory(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str) -> list[nn.Parameter]:
-    """Weights of a quantized model, which are made as it is loaded: they go to a temporary file, and so do the others,
-    since the model's own files, as long as one weight lies in them, keep all that was read of them resident.
+def _move_to_file(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str) -> None:
+    """Weights of a quantized model, which are made as it is loaded, go to a temporary file, and so do the others, since
+    the model's own files, as long as one weight lies in them, keep all that was read of them resident.
 
     Raises:
         ValueError: no file can be written.
@@ -213,7 +216,6 @@ def _made_in_memory(model: nn.Module, weights: list[nn.Parameter], args: Any, wh
     file = file_beside(args.output_dir)
     move_stored(model, file.copy_of)
     file.take(plain)
-    return weights
 
 
 def _place_the_rest(model: nn.Module, stream: WeightStream, device: torch.device) -> None:

@@ -106,22 +106,21 @@ def test_a_copy_of_a_policy_that_is_trained_whole_is_taken_from_its_files(tmp_pa
     assert stream_of(trainer.reference.model) is not None
 
 
-def quantizations():
-    return {
-        "4 bits": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="float32"),
-        "4 bits, scales quantized": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True),
-        "8 bits": lambda: BitsAndBytesConfig(load_in_8bit=True),
-        "torchao": lambda: TorchAoConfig(importlib.import_module("torchao.quantization").Int8WeightOnlyConfig()),
-    }
+QUANTIZATIONS = {
+    "4 bits": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="float32"),
+    "4 bits, scales quantized": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True),
+    "8 bits": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "torchao": lambda: TorchAoConfig(importlib.import_module("torchao.quantization").Int8WeightOnlyConfig()),
+}
 
 
-@pytest.mark.parametrize("quantization", quantizations())
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_quantized_base_is_streamed(tmp_path, quantization):
     """Codes and scales wait in a temporary file, and so does what is not quantized. By SGD, since AdamW makes steps of
     gradients that are rounding alone."""
     pytest.importorskip("torchao" if quantization == "torchao" else "bitsandbytes")
     name = saved(tmp_path / "model", hidden_size=128, intermediate_size=256)
-    options = {"model_init_kwargs": {"quantization_config": quantizations()[quantization]()}, "optim": "sgd"}
+    options = {"model_init_kwargs": {"quantization_config": QUANTIZATIONS[quantization]()}, "optim": "sgd"}
     wanted = outcome(sft(name, tmp_path / "out", **options))
     trainer = sft(name, tmp_path / "out", base_weights="stream", gradient_checkpointing=True, **options)
     assert_like(outcome(trainer), wanted)

@@ -172,6 +172,8 @@ def test_where_a_model_cannot_the_budget_holds_the_longest_row():
     with pytest.raises(PlanError) as error:
         planned(LITTLE, model=model)
     assert error.value.settings.get("tokens_per_microbatch", 1 << 20) >= max(LENGTHS)
+    assert "Rows in pieces cannot work here: " in str(error.value)
+    assert "attention dropout (0.1)" in str(error.value)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from lowtide.run.engine import computed_in
 from lowtide.run.options.configs import config_class
 
 RUNNERS_UP = 3
+IN_PIECES = "rows in pieces"
 STREAMS = ("base_weights", "trained_weights")
 """Options with which weights need not be resident."""
 
@@ -258,7 +259,7 @@ def make_plan(
         ),
         runners_up=tuple(others),
         techniques=tuple(_effects(searches.whole, sizes)) if explain else (),
-        refused=_refusals(searches.whole),
+        refused=_refusals(searches),
         notes=(*notes, *of_rows, *best.measured.estimate.notes, *_proposed(run, search, prepared, best)),
         speed_by="relative costs" if best.measured.tokens_per_second is None else "roofline",
         traces=searches.traces,
@@ -328,9 +329,11 @@ def _effects(search: Search, sizes: Sizes) -> list[Effect]:
     return sorted(found, key=lambda each: -each.saved_bytes)
 
 
-def _refusals(search: Search) -> dict[str, str]:
-    """Of choices that were refused by themselves."""
-    return {
+def _refusals(searches: Searches) -> dict[str, str]:
+    """Of choices that were refused by themselves, and of rows in pieces."""
+    search = searches.whole
+    pieces = {} if searches.why_whole is None else {IN_PIECES: searches.why_whole}
+    return pieces | {
         next(
             choice.name for choice, number in zip(search.choices(combination), combination, strict=True) if number
         ): why
@@ -395,11 +398,12 @@ def _nothing_fits(searches: Searches, room: int, run: PlannedRun, exact: bool) -
     phase = max(least.measured.phases.values(), key=lambda each: sum(each.values()))
     inside = {name: size for name, size in phase.items() if name != "runtime" or size > room}
     (name, size), *_ = Counter(inside).most_common()
+    whole = "" if searches.why_whole is None else f" {IN_PIECES.capitalize()} cannot work here: {searches.why_whole}."
     return PlanError(
         f"nothing fits {bytes_text(room)} on {run.device.name}, {BANDS[run.device.kind]:.0%} of it left for what an "
         f"estimate may miss. The smallest peak found is {bytes_text(option.peak_bytes)} "
         f"({settings_text(option.settings)}); most of it is {name}, {bytes_text(size)}. "
-        f"{ADVICE.get(name, ADVICE['weights'])}.",
+        f"{ADVICE.get(name, ADVICE['weights'])}.{whole}",
         option.peak_bytes,
         option.settings,
         ways_out(run, int(phase.get("weights", 0)), exact=exact),

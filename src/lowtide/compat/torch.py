@@ -96,8 +96,13 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
     Hooks on its `AccumulateGrad` node, which DistributedDataParallel registers, cannot be seen from Python.
     """
-    hooks: Any = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-    return bool(hooks)
+    after: Any = tensor._post_accumulate_grad_hooks
+    return has_tensor_hooks(tensor) or bool(after)
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether a tensor has a hook on its gradient, which sees it before it is accumulated."""
+    return bool(tensor._backward_hooks)
 
 
 def is_in_backward() -> bool:

@@ -1,7 +1,8 @@
 """Token embedding whose gradient goes straight where it belongs.
 
 Autograd makes a dense gradient of vocab x hidden for the embedding of a few tokens, and adds it to the one that is
-there. Here the rows of the tokens are added to `.grad` in place; with tied weights, to the head's gradient.
+there. Here the rows of the tokens are added to `.grad` in place; with tied weights, to the head's gradient. Where the
+weight has hooks, which wait for autograd to bring its gradient, they are added to the head's as that arrives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowtide.ops.in_place import add_rows, gradient_in_place, lies_here, lying_as, takes_gradient_in_place
+from lowtide.ops.in_place import (
+    add_rows,
+    add_rows_on_arrival,
+    gradient_in_place,
+    lies_here,
+    lying_as,
+    needs_gradient,
+    takes_gradient_in_place,
+)
 from lowtide.ops.split_vocabulary import Lookup, SharedLookup, SplitVocabulary
 
 
@@ -24,13 +33,13 @@ def embed_tokens(
     """`F.embedding`, with the same values and the same gradient, added to `weight.grad` in backward.
 
     Args:
-        weight: a parameter without hooks; anything else takes the ordinary path.
+        weight: a parameter; anything else takes the ordinary path.
         padding_idx: a token whose embedding gets no gradient.
         split: the ranks that hold the rows of `weight`, a `DTensor`; they call it together.
     """
     if split is not None:
         return _EmbedSplit.apply(token_ids, weight, padding_idx, split)
-    if not (torch.is_grad_enabled() and takes_gradient_in_place(weight)):
+    if not (torch.is_grad_enabled() and needs_gradient(weight)):
         return F.embedding(token_ids, weight, padding_idx)
     return _EmbedTokens.apply(token_ids, weight, padding_idx)
 
@@ -40,13 +49,19 @@ class _EmbedTokens(torch.autograd.Function):
     def forward(ctx, token_ids: Tensor, weight: Tensor, padding_idx: int | None):
         ctx.save_for_backward(token_ids)
         ctx.weight, ctx.padding_idx = weight, padding_idx
+        ctx.in_place, ctx.shape, ctx.dtype = takes_gradient_in_place(weight), weight.shape, weight.dtype
         return F.embedding(token_ids, weight)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (token_ids,) = ctx.saved_tensors
-        grad = _of_tokens(grads[0], token_ids, ctx.padding_idx)
-        add_rows(gradient_in_place(ctx.weight), token_ids.flatten(), grad)
+        grad, rows = _of_tokens(grads[0], token_ids, ctx.padding_idx), token_ids.flatten()
+        if ctx.in_place:
+            add_rows(gradient_in_place(ctx.weight), rows, grad)
+        elif not add_rows_on_arrival(ctx.weight, rows, grad):
+            dense = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
+            add_rows(dense, rows, grad)
+            return None, dense, None
         return None, None, None
 
 

@@ -4,11 +4,15 @@ The fused head and the embedding add to `.grad` themselves, past autograd, which
 hidden. A hook on the weight would then never be called, so a weight with a hook of any kind goes through autograd.
 Hooks that C++ puts on the weight's `AccumulateGrad` node, as DistributedDataParallel does, cannot be seen from Python.
 
+Where the head's gradient is on its way through autograd, a tied embedding's rows are added to it as it arrives: a
+dense gradient of theirs and the sum of both would be two more tensors of vocab x hidden.
+
 A weight may be a `DTensor`, of which a part lies here; what is added to is the part of its `.grad` that lies here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -16,16 +20,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide.compat.torch import has_gradient_hooks
+from lowtide.compat.torch import backward_number, has_gradient_hooks, has_tensor_hooks
 from lowtide.ops.target import target_of
+
+
+def needs_gradient(weight: Tensor) -> bool:
+    """Whether a weight is a leaf that needs a gradient."""
+    return weight.requires_grad and weight.is_leaf and not torch.is_inference_mode_enabled()
 
 
 def takes_gradient_in_place(weight: Tensor) -> bool:
     """Whether a weight is a leaf that needs a gradient, and nobody waits for autograd to bring it."""
-    if torch.is_inference_mode_enabled() or not (weight.requires_grad and weight.is_leaf):
-        return False
-    return not (has_gradient_hooks(weight) or _node_is_hooked(weight))
+    return needs_gradient(weight) and not (has_gradient_hooks(weight) or _node_is_hooked(weight))
 
 
 def lies_here(tensor: Tensor) -> Tensor:
@@ -55,6 +63,52 @@ def add_rows(into: Float[Tensor, "all hidden"], rows: Int[Tensor, " some"], grad
         into.index_put_((rows,), grad, accumulate=True)
     else:
         into.index_add_(0, rows, grad)
+
+
+@dataclass
+class _Arrival:
+    """A gradient of all of a weight that a backward brings."""
+
+    backward: int
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """What is added to it once it is there."""
+
+
+_arrivals = WeakIdKeyDictionary()
+"""By weight."""
+
+
+def announce(weight: Tensor) -> None:
+    """Says in a backward that it brings a gradient of all of a leaf."""
+    if not has_tensor_hooks(weight) and not _arrives(weight):  # others' hooks would see it before it is complete
+        _arrivals[weight] = _Arrival(backward_number())
+
+
+def add_rows_on_arrival(
+    weight: Float[Tensor, "all hidden"], rows: Int[Tensor, " some"], grad: Float[Tensor, "some hidden"]
+) -> bool:
+    """Adds to some rows of a gradient that was announced, once autograd has all of it; returns whether one was."""
+    if not _arrives(weight):
+        return False
+    arrival: _Arrival = _arrivals[weight]
+    arrival.rows.append((rows, grad))
+    if len(arrival.rows) > 1:
+        return True
+
+    def arrived(whole: Tensor) -> None:
+        handle.remove()
+        if backward_number() == arrival.backward:  # else it is that of a later one, since this one failed
+            for rows, grad in arrival.rows:
+                add_rows(whole, rows, grad)
+
+    handle = weight.register_hook(arrived)
+    return True
+
+
+def _arrives(weight: Tensor) -> bool:
+    """Whether this backward brings a gradient of all of a weight."""
+    arrival = _arrivals.get(weight)
+    return arrival is not None and arrival.backward == backward_number()
 
 
 def _node_is_hooked(weight: Tensor) -> bool:

@@ -33,7 +33,14 @@ from jaxtyping import Bool, Float, Int, Num
 from torch import Tensor
 
 from lowtide.ops.compared_rows import ComparedRows
-from lowtide.ops.in_place import gradient_in_place, lies_here, lying_as, takes_gradient_in_place
+from lowtide.ops.in_place import (
+    announce,
+    gradient_in_place,
+    lies_here,
+    lying_as,
+    needs_gradient,
+    takes_gradient_in_place,
+)
 from lowtide.ops.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
 from lowtide.ops.mapped import bands, is_mapped
 from lowtide.ops.rows_of import Rows, rows_of
@@ -514,9 +521,25 @@ def _add_product(into: Tensor, slope: Tensor, x: Tensor, factor: float) -> None:
         part.add_(columns.t() @ x, alpha=factor)
 
 
-def _leaves(terms: Sequence[Term]) -> list[Tensor | None]:
-    """The weights that may take their gradient directly; None for the others."""
-    return [t.weight if takes_gradient_in_place(t.weight) else None for t in terms]
+class _Leaves(NamedTuple):
+    """The weights that are parameters, None for the others."""
+
+    direct: list[Tensor | None]
+    """Those that may take their gradient directly."""
+    hooked: list[Tensor | None]
+    """Those whose gradient somebody waits for, so that autograd brings it."""
+
+    @classmethod
+    def of(cls, terms: Sequence[Term]) -> _Leaves:
+        direct = [t.weight if takes_gradient_in_place(t.weight) else None for t in terms]
+        leaves = [t.weight if needs_gradient(t.weight) else None for t in terms]
+        return cls(direct, [None if own is not None else leaf for own, leaf in zip(direct, leaves, strict=True)])
+
+    def announce(self, made: Sequence[Tensor | None]) -> None:
+        """Says which gradients autograd brings, of those that were made."""
+        for leaf, gradient in zip(self.hooked, made, strict=True):
+            if leaf is not None and gradient is not None:
+                announce(leaf)
 
 
 def _sinks(leaves: Sequence[Tensor | None], accumulate: bool) -> list[Tensor | None]:
@@ -580,7 +603,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.spec, ctx.dtype = spec, head.dtype
         ctx.met = None if spec.split is None else scores  # what ranks told each other is not asked again
         # What comes back from under hooks for saved tensors is not the parameter itself, and has no `.grad` of its own.
-        ctx.leaves = _leaves(terms)
+        ctx.leaves = _Leaves.of(terms)
         ctx.save_for_backward(index, target, bias, stats.lse, stats.entropies, *flat)
         ctx.set_materialize_grads(False)  # statistics that are only looked at cost nothing in backward
         ctx.mark_non_differentiable(top1, collisions)
@@ -599,7 +622,7 @@ class _LinearLogprobs(torch.autograd.Function):
             return None, None, None, None, *_spread(ctx.formed, of_logprobs, scores, terms)
         last, ctx.last = ctx.last if of_entropies is None and of_means is None else None, None
         buffer, kept = (head.workspace(), None) if last is None else (last.slopes, last.span)
-        sinks = _sinks(ctx.leaves, spec.accumulate)
+        sinks = _sinks(ctx.leaves.direct, spec.accumulate)
         gradients = _Gradients(head, terms, bias, ctx.needs_input_grad[3:], sinks)
         with torch.autocast(index.device.type, enabled=False):
             for span, xs, logits in head.chunks(buffer, kept):
@@ -608,6 +631,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 else:
                     _slopes_of(head, span, logits, lse, entropies, (of_logprobs, of_entropies, of_means))
                 gradients.add(span, xs, logits)
+        ctx.leaves.announce(gradients.weights)
         return None, None, None, *_returned(gradients, _Cut.of(bias, terms, spec.split), sinks)
 
 
@@ -658,9 +682,9 @@ class _LinearLoss(torch.autograd.Function):
         needs = [need and spec.grad for need in ctx.needs_input_grad[4:]]
         scores = _scores_of(spec, index, target, terms)
         head = ChunkedHead(spec, scores, bias, terms)
-        ctx.leaves = _leaves(terms)
-        takes = [spec.accumulate and leaf is not None and leaf.grad is not None for leaf in ctx.leaves]
-        sinks = _sinks([leaf if take else None for leaf, take in zip(ctx.leaves, takes, strict=True)], True)
+        ctx.leaves = _Leaves.of(terms)
+        takes = [spec.accumulate and leaf is not None and leaf.grad is not None for leaf in ctx.leaves.direct]
+        sinks = _sinks([leaf if take else None for leaf, take in zip(ctx.leaves.direct, takes, strict=True)], True)
         gradients = _Gradients(head, terms, bias, needs, sinks)
         total = torch.zeros((), dtype=torch.promote_types(terms[0].x.dtype, torch.float32), device=index.device)
         columns: list[RowStats] = []
@@ -693,11 +717,12 @@ class _LinearLoss(torch.autograd.Function):
             if sink is None and tensor is not None:
                 tensor.mul_(rest)
         sinks = list(ctx.sinks)
-        for number, leaf in enumerate(ctx.leaves):
+        for number, leaf in enumerate(ctx.leaves.direct):
             # Set here rather than returned, so that a tied embedding can add to it and no second copy waits.
             made = gradients.weights[number]
             if ctx.accumulate and leaf is not None and sinks[number] is None and made is not None:
                 leaf.grad, sinks[number] = lying_as(leaf, made), made
+        ctx.leaves.announce(gradients.weights)
         return None, None, None, None, *_returned(gradients, ctx.cut, sinks)
 
 

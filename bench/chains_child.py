@@ -1,7 +1,8 @@
 """One run of `bench.chains`, in a process of its own: a step of one row, in pieces or whole.
 
 Called with a JSON specification: `tokens` of the row, `cap` of a piece (left out: the row is run whole),
-`checkpointing` (on unless false), `window` of all layers, `compare` the gradients with those of the whole row.
+`checkpointing` (on unless false), `window` of all layers, `storage` of keys as `chain_storage` has it, `compare` the
+gradients with those of the whole row.
 """
 
 import json
@@ -21,6 +22,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from lowtide.engine.forward import install
+    from lowtide.memory.activations.chain_storage import DEVICE, place_maker
     from lowtide.memory.allocators.host_heap import settle_heap
     from lowtide.methods.sft import SFTOptions, objective
     from lowtide.ragged import RaggedBatch
@@ -30,6 +32,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     imports = resident_bytes("VmRSS") - sum(p.nbytes for p in model.parameters())
     install(model)
     settle_heap(model)
+    place = place_maker(spec.get("storage", DEVICE), model, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     loss_of = objective(SFTOptions())
 
@@ -38,7 +41,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         return RaggedBatch.from_rows([{"input_ids": ids.tolist()}])
 
     def gradients(cap: int | None) -> float:
-        return train_step(model, batch, loss_of, limits=Limits(tokens=cap)).item()
+        return train_step(model, batch, loss_of, limits=Limits(tokens=cap, place=place)).item()
 
     batch = row(64)
     gradients(None)

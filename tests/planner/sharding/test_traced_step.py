@@ -41,3 +41,15 @@ def test_a_gradient_that_is_made_in_the_head_is_seen():
     assert one_device(events(), None, tokens=1, micro_batches=1).gradients_in_head
     later = [each for each in events() if each.phase != "head"]
     assert not one_device(later, None, tokens=1, micro_batches=1).gradients_in_head
+
+
+def test_what_the_head_holds_is_told_from_what_layers_and_embedding_hold_in_backward():
+    begun = [each for each in events() if each.phase in ("loading", "forward")]
+    logits, slopes, late = (Block(size, "head", None) for size in (40, 60, 900))
+    head = [Event(logits, True, "head", None), Event(slopes, True, "backward", None)]
+    ended = [Event(logits, False, "backward", None), Event(slopes, False, "backward", None)]
+    layers = [each for each in events() if each.phase == "backward"]
+    embedding = [Event(late, True, "backward", None), Event(late, False, "backward", None)]
+    found = one_device([*begun, *head, *ended, *layers, *embedding], None, tokens=1, micro_batches=1)
+    assert found.at_head() == {"activations": 30, "head": 100}
+    assert found.in_backward() == {"activations": 130}

@@ -36,9 +36,12 @@ class OneDevice:
 
     phases: Mapping[str, Mapping[str, int]]
     """For each phase, the bytes by category when it held most."""
+    in_head: Mapping[str, int] = field(default_factory=dict)
+    """The most that all but the states take in the head, forward and backward, by category; where it is not known, the
+    peak of backward or of the head stands for it."""
     in_layers: Mapping[str, int] = field(default_factory=dict)
     """The most that all but the states take in backward once it has left the head, by category; where it is not known,
-    the peak of backward or of the head stands for it."""
+    `at_head` stands for it."""
     saved: Mapping[str, int] = field(default_factory=dict)
     """What all but the states take when the last layer has run forward: what layers save, and nothing that passes.
     Where it is not known, the peak of forward stands for it."""
@@ -70,6 +73,8 @@ class OneDevice:
     def at_head(self) -> dict[str, int]:
         """The rest as backward begins. The trace's own peak may be late, when whole gradients are there; that of a rank
         that shards them is early, when the activations are."""
+        if self.in_head:
+            return dict(self.in_head)
         return self.rest(max(("backward", "head"), key=lambda name: sum(self.rest(name).values())))
 
     def in_backward(self, gone: int = 0) -> dict[str, int]:

@@ -20,7 +20,8 @@ def one_device(events: Iterable[Event], allocator: Allocator | None, *, tokens: 
         micro_batches: in a step.
     """
     events = list(events)
-    saved, in_layers, after_layers = dict[str, int](), dict[str, int](), list[int]()
+    saved, in_head, in_layers = dict[str, int](), dict[str, int](), dict[str, int]()
+    after_layers, left_head = list[int](), False
     before = Event(None, False, "", None)
     for event, held in _held(events):
         if before.phase == "forward" and event.layer != before.layer:
@@ -29,13 +30,17 @@ def one_device(events: Iterable[Event], allocator: Allocator | None, *, tokens: 
             after_layers.clear()
         if before.phase == "forward" and event.phase == "head":
             saved = _rest(held)
+        left_head = event.phase == "backward" and (left_head or event.layer is not None)
+        if event.phase in ("head", "backward") and not left_head:
+            in_head = max(in_head, _rest(held), key=_total)
         if event.phase == "backward" and event.layer is not None:
-            in_layers = max(in_layers, _rest(held), key=lambda each: sum(each.values()))
+            in_layers = max(in_layers, _rest(held), key=_total)
         before = event
     # the first entry is from before the first layer
     each = (after_layers[-1] - after_layers[1]) // (len(after_layers) - 2) if len(after_layers) > 2 else 0
     return OneDevice(
         phases=peaks(events, allocator),
+        in_head=in_head,
         in_layers=in_layers,
         saved=saved,
         saved_per_layer=max(each, 0),
@@ -59,3 +64,7 @@ def _held(events: Iterable[Event]) -> Iterator[tuple[Event, Mapping[str, int]]]:
 
 def _rest(held: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in held.items() if size and name not in STATES}
+
+
+def _total(held: Mapping[str, int]) -> int:
+    return sum(held.values())

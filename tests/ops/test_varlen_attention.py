@@ -56,3 +56,22 @@ def test_segments_that_are_not_causal_go_to_a_kernel_that_knows_them():
         rules = Rules(1.0, Sight(window=2), causal=False)
         assert BACKENDS["varlen"].why_not(q, k, v, rules) is None
         assert "causal segments" in (BACKENDS["flex"].why_not(q, k, v, rules) or "")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_short_segments_in_bfloat16_are_those_of_float32_rounded_once(autocast):
+    plan = AttentionPlan.build(RaggedBatch.from_segments([[1] * n for n in (5, 11, 11, 30)]))
+    generator = torch.Generator().manual_seed(0)
+    narrow = [torch.randn(57, heads, 16, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    slopes = torch.randn(57, 4, 16, generator=generator).bfloat16()
+
+    def run(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [each.detach().to(dtype).requires_grad_() for each in narrow]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and dtype == torch.bfloat16):
+            out = varlen_attention(*leaves, plan, backend="grouped")
+        out.backward(slopes.to(dtype))
+        return [out, *(each.grad for each in leaves)]
+
+    for found, wanted in zip(run(torch.bfloat16), run(torch.float32), strict=True):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, wanted.bfloat16())

@@ -47,6 +47,8 @@ from lowtide.ops.rows_of import Rows, rows_of
 from lowtide.ops.split_vocabulary import SplitRows, SplitScores, SplitVocabulary
 from lowtide.ops.target import in_turn, target_of
 
+CAST_ROWS = 2048
+"""Of a weight's gradient, whose product is cast at a time: smaller than what a heap has mapped anew for each."""
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Workspace for a chunk's logits: large enough for an efficient matmul, small beside everything else."""
 FEW_ROWS = 32
@@ -517,7 +519,7 @@ def _add_product(into: Tensor, slope: Tensor, x: Tensor, factor: float) -> None:
     if into.dtype == x.dtype:
         into.addmm_(slope.t(), x, alpha=factor)
         return
-    for part, columns in zip(into.split(8192), slope.split(8192, dim=1), strict=True):
+    for part, columns in zip(into.split(CAST_ROWS), slope.split(CAST_ROWS, dim=1), strict=True):
         part.add_(columns.t() @ x, alpha=factor)
 
 

@@ -1,7 +1,8 @@
 """One run of one contestant, in a process of its own: trains a few steps and prints what it took.
 
-Called by `compare.py` with a JSON specification as its only argument. Lines that begin with `MARK` are for the
-parent (a finished step, the result); everything else is the library's own output, shown if the run fails.
+Called by `compare.py` with a JSON specification as its only argument, in which `flags` may be further ones of the
+config. Lines that begin with `MARK` are for the parent (a finished step, the result); everything else is the library's
+own output, shown if the run fails.
 """
 
 import copy
@@ -20,6 +21,7 @@ from bench.measure import PeakMeter, hardware, matmul_rate, now
 from bench.methods import METHODS, Method
 from bench.processes import MARK
 from bench.shapes import (
+    OVER_RANKS,
     SHAPES,
     Shape,
     build_model,
@@ -56,7 +58,7 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
     """Trains `warmup + timed` steps; returns seconds and real tokens of the timed ones, and the run's peak."""
     from datasets import Dataset
 
-    method, shape = METHODS[spec["method"]], SHAPES[spec["shape"]]
+    method, shape = METHODS[spec["method"]], OVER_RANKS[spec["shape"]]
     contestant = method.contestants[spec["contestant"]]
     package = importlib.import_module(contestant.package)
     config_class, trainer_class = getattr(package, method.config), getattr(package, method.trainer)
@@ -69,7 +71,9 @@ def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
     )
     steps, timer, meter = spec["warmup"] + spec["timed"], clock(shape.device), PeakMeter(shape.device)
     with tempfile.TemporaryDirectory() as output_dir:
-        args = config_class(**common_flags(contestant, shape, steps, output_dir) | contestant.flags)
+        args = config_class(
+            **common_flags(contestant, shape, steps, output_dir) | contestant.flags | spec.get("flags", {})
+        )
         meter.start()
         trainer = trainer_class(
             model=model,

@@ -237,6 +237,13 @@ def test_offloading_moves_states_to_the_host(kind):
     assert away.host_bytes >= here.phases["forward"]["optimizer"]
 
 
+@pytest.mark.parametrize(("numbers", "compared"), [(1 << 10, 1 << 10), (1 << 22, 1 << 20)])
+def test_ranks_of_a_cpu_compare_their_weights_a_part_at_a_time(numbers, compared):
+    layout = layers_of(2, numbers, width=4)
+    found = shard(layout, EMPTY, Sharding(kind="fsdp2", devices=2, backend="gloo")).phases["loading"]
+    assert found == {"weights": 2 * numbers * 4, "communication": compared * 8}
+
+
 def test_activations_are_as_traced():
     phases = {**EMPTY.phases, "head": {"activations": 1000, "head": 77}}
     found = shard(layers_of(2, 8), OneDevice(phases=phases), Sharding(kind="fsdp2", devices=2)).phases["head"]

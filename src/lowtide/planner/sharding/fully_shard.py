@@ -31,9 +31,10 @@ from lowtide.ops.linear_logprobs import chunk_rows
 from lowtide.planner.sharding.layout import Layout, Parameter, byte_sum
 from lowtide.planner.sharding.moment import OneDevice, PeakMoment
 from lowtide.ranks.sharding import Sharding
+from lowtide.ranks.shards import DIGESTED
 
 DIGEST = 8
-"""Bytes a number while ranks find out whether their weights are equal, a parameter at a time (`ranks.shards`)."""
+"""Bytes a number while ranks find out whether their weights are equal, some of a parameter at a time."""
 EXCHANGED = 4
 """Copies of the hidden states of a chunk, or of the looked-up rows of a micro-batch, while they travel: what is sent,
 what comes, and both on the way back."""
@@ -124,8 +125,9 @@ def _travelling(layout: Layout, traced: OneDevice, sharding: Sharding) -> int:
     the tokens of a micro-batch."""
     vocab = next((p.shape[0] for p in layout.parameters if p.name == layout.embedding), 1)
     width = sharding.compute_width or max(p.width for p in layout.parameters)
-    dtype = torch.float32 if width == torch.float32.itemsize else torch.bfloat16
-    chunk = chunk_rows(-(-vocab // sharding.shards), dtype, "cpu" if sharding.backend == "gloo" else "cuda")
+    on_cpu = sharding.backend == "gloo"
+    dtype = torch.float32 if width == torch.float32.itemsize or on_cpu else torch.bfloat16
+    chunk = chunk_rows(-(-vocab // sharding.shards), dtype, "cpu" if on_cpu else "cuda")
     rows = max(min(chunk, traced.tokens * sharding.shards), traced.tokens)
     return EXCHANGED * rows * layout.hidden_size * width
 
@@ -272,7 +274,7 @@ def _loading(layout: Layout, traced: OneDevice, units: Sequence[Unit], sharding:
     """On a CPU the whole model is there while its first unit is cut. Elsewhere it waits in the host's memory, and one
     parameter is whole at a time."""
     if sharding.backend == "gloo":
-        digest = DIGEST * max((p.numel for p in layout.parameters), default=0)
+        digest = DIGEST * min(max((p.numel for p in layout.parameters), default=0), DIGESTED)
         first = PeakMoment(weights=byte_sum(layout.parameters), communication=digest)
         return [first, PeakMoment(weights=sum(traced.phases.get("loading", {}).values()) - layout.buffers)]
     shards = sum(chunk_elements(p, sharding.shards) * p.width for p in layout.parameters)

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.ops import linear_logprobs as linear_logprobs_module
 from lowtide.ops.in_place import takes_gradient_in_place
-from lowtide.ops.linear_logprobs import Projection, Term, TokenStats, Want, linear_logprobs, linear_loss
+from lowtide.ops.linear_logprobs import Projection, Term, TokenStats, Want, chunk_rows, linear_logprobs, linear_loss
 
 ALL = Want(entropies=True, mean_logprobs=True, top1=True)
 PROJECTIONS = {
@@ -301,3 +301,18 @@ def test_logits_that_are_read_are_the_product_whatever_the_vocabulary(vocab, sco
         [linear_logprobs_module.Term(x, weight)], index, lambda logits, span: logits.t().clone(), bias=bias
     )
     torch.testing.assert_close(found, (x[index] @ weight.t() + bias).t())
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "kind", "rows"),
+    [
+        (32_000, torch.float32, "cpu", 262),
+        (32_000, torch.bfloat16, "cpu", 262),  # half the workspace does
+        (151_936, torch.float32, "cpu", 55),
+        (151_936, torch.bfloat16, "cpu", 110),
+        (32_000, torch.bfloat16, "cuda", 4194),
+        (10_000_000, torch.float32, "cpu", 16),
+    ],
+)
+def test_chunks_have_enough_rows_within_their_workspace(vocab, dtype, kind, rows):
+    assert chunk_rows(vocab, dtype, kind) == rows

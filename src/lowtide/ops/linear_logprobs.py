@@ -51,6 +51,9 @@ CAST_ROWS = 2048
 """Of a weight's gradient, whose product is cast at a time: smaller than what a heap has mapped anew for each."""
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Workspace for a chunk's logits: large enough for an efficient matmul, small beside everything else."""
+ENOUGH_ROWS = 128
+"""Scores of a chunk in 16 bits on a CPU, above which half the workspace does: with fewer, adding each chunk's product to
+a weight's gradient in float32 takes longer than the products."""
 FEW_ROWS = 32
 """Scores up to which a CPU multiplies the weight band by band."""
 BANDS = 32
@@ -64,11 +67,15 @@ COMPARED_BYTES = 32 << 20
 
 def chunk_rows(vocab: int, dtype: torch.dtype, kind: str) -> int:
     """Scores of a chunk whose logits are in a dtype, on a kind of device."""
-    return max(16, CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"]) // _row_bytes(vocab, dtype, kind))
+    most = CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"]) // (vocab * dtype.itemsize)
+    if kind == "cpu" and dtype.itemsize == 2:  # whose products take packed copies beside
+        most = max(most // 2, min(most, ENOUGH_ROWS))
+    return max(16, most)
 
 
-def _row_bytes(vocab: int, dtype: torch.dtype, kind: str) -> int:
-    return vocab * (dtype.itemsize if kind == "cuda" else max(dtype.itemsize, 4))
+def _of_blocks(dtype: torch.dtype, kind: str) -> torch.dtype:
+    """In which the passes over a block of logits compute: at least in float32, but for kernels that have no copy."""
+    return dtype if kind == "cuda" else torch.promote_types(dtype, torch.float32)
 
 
 class Term(NamedTuple):
@@ -330,7 +337,8 @@ def _scores_of(spec: _Spec, index: Tensor, target: Tensor, terms: Sequence[Term]
     first, split = terms[0].x, spec.split
     vocab = terms[0].weight.shape[0] if split is None else split.each
     kind = target_of(first).kind
-    most = spec.chunk or chunk_rows(vocab, _dtype_of(first), kind)
+    dtype = _dtype_of(first)  # of the vocabulary's rows on ranks, a block is a whole chunk
+    most = spec.chunk or chunk_rows(vocab, dtype if split is None else _of_blocks(dtype, kind), kind)
     if split is not None and spec.chunk is None and _copies_blocks(spec, kind):
         most = max(most // 3, 1)  # a block is a whole chunk there, and has two copies
     if split is None or split.same_scores:
@@ -373,7 +381,8 @@ class ChunkedHead:
         if spec.split is not None or block_bytes is None:  # what ranks found is put together once a chunk
             self.block = scores.rows
         else:
-            self.block = min(max(1, block_bytes // _row_bytes(self.vocab, self.dtype, kind)), max(scores.rows, 1))
+            row_bytes = self.vocab * _of_blocks(self.dtype, kind).itemsize
+            self.block = min(max(1, block_bytes // row_bytes), max(scores.rows, 1))
         self.scratch = None
         if _copies_blocks(spec, kind):
             wide = torch.promote_types(self.dtype, torch.float32)

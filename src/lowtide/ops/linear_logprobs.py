@@ -52,8 +52,8 @@ CAST_ROWS = 2048
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Workspace for a chunk's logits: large enough for an efficient matmul, small beside everything else."""
 ENOUGH_ROWS = 128
-"""Scores of a chunk in 16 bits on a CPU, above which half the workspace does: with fewer, adding each chunk's product to
-a weight's gradient in float32 takes longer than the products."""
+"""Scores of a chunk in 16 bits on a CPU, above which half the workspace does: with fewer, adding each chunk's product
+to a weight's gradient in float32 takes longer than the products."""
 FEW_ROWS = 32
 """Scores up to which a CPU multiplies the weight band by band."""
 BANDS = 32

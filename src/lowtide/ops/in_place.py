@@ -97,8 +97,9 @@ def add_rows_on_arrival(
 
     def arrived(whole: Tensor) -> None:
         handle.remove()
+        waiting, arrival.rows = arrival.rows, []
         if backward_number() == arrival.backward:  # else it is that of a later one, since this one failed
-            for rows, grad in arrival.rows:
+            for rows, grad in waiting:
                 add_rows(whole, rows, grad)
 
     handle = weight.register_hook(arrived)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops import chained_attention
 from lowtide.ops.linear_logprobs import Want
+from lowtide.ops.piece_keys import OnDevice
 from lowtide.ragged import IGNORE, RaggedBatch
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import Models
@@ -222,3 +224,21 @@ def test_a_row_without_scores_has_no_gradient():
     silent = {"input_ids": draw(50, 4), "labels": [IGNORE] * 50}
     batch = RaggedBatch.from_rows([labelled(40, 5), silent])
     assert_same(step(model, batch, CAP), step(model, batch, Limits(rows=1)), 1e-6)
+
+
+def test_keys_wait_where_the_limits_say():
+    kept: list[torch.Size] = []
+
+    class Noted(OnDevice):
+        def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tensor.shape)
+            return super().keep(tensor)
+
+    model, batch = ready("llama"), rows()
+    step(model, batch, CAP)
+    assert not kept
+    step(model, batch, replace(CAP, place=Noted))
+    assert kept
+    kept.clear()
+    evaluate_batch(model, batch, NLL, Totals(), limits=replace(CAP, place=Noted))
+    assert kept

@@ -142,7 +142,7 @@ def train_step(
         OutOfMemory: this rank or another ran out of memory; gradients are half formed, nothing else has changed.
         NotFinite: the loss of this rank or of another is not finite; likewise.
     """
-    models = model if isinstance(model, Models) else Models(model)
+    models = model if isinstance(model, Models) else Models(model, place=limits.place)
     totals = totals if totals is not None and models.leads else Totals()
     sync = RankSync("baseline", part=batch)
     batch, known = _synced_baseline(sync, models, batch, objective, limits)
@@ -377,7 +377,7 @@ def evaluate_batch(
 
     Where forwards are of all ranks together, every rank calls this, or `accompany`, equally often.
     """
-    models = model if isinstance(model, Models) else Models(model)
+    models = model if isinstance(model, Models) else Models(model, place=limits.place)
     totals = totals if models.leads else Totals()
     batch, known = _baseline(models, batch, objective, limits)
     counts = {**objective.counts(batch), **known}

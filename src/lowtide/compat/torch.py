@@ -261,18 +261,28 @@ VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 """The name of the operation of `torch.nn.attention.varlen`, whose results are dear too."""
 
 
-def cpu_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """[1, heads, queries, dim] and [1, heads, queries]: a CPU's flash attention with the log-sum-exp of its scores,
-    which `scaled_dot_product_attention` does not return."""
-    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+def cpu_flash(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """[rows, heads, queries, dim] and [rows, heads, queries]: a CPU's flash attention with the log-sum-exp of its
+    scores, which `scaled_dot_product_attention` does not return. A `mask` in the queries' dtype is added to scores."""
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 def cpu_flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value; `out` and `lse` may be those of a softmax over more keys than these."""
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, lse, 0.0, causal, scale=scale
+        grad, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
 
 

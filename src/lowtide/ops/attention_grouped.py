@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.compat.torch import cpu_flash, cpu_flash_backward
 from lowtide.ops.attention_plan import AttentionPlan, Gather, Places, Rules, Sight, gathered, scattered
 from lowtide.ops.dropout import drops_here, written_attention
 from lowtide.ops.target import target_of
@@ -25,8 +27,8 @@ from lowtide.ragged import Segment
 PADDING_TOLERANCE = 1.2
 """Segments join a group while its longest is at most so many times as long as they are."""
 SHORT_AREA = 1 << 14
-"""Queries times their dimension up to which a CPU's attention is computed in float32: in bfloat16 each head of each
-segment costs its backward some 0.1 ms more, which products that are faster make up for above."""
+"""Queries times their dimension up to which a CPU's attention goes backward in float32: in bfloat16 each head of each
+segment costs some 0.1 ms more, which products that are faster make up for above."""
 SMALL = 16
 """Lengths that differ by no more than this always join: so short, a call costs more than its padding."""
 SMALL_AREA = 1 << 14
@@ -242,18 +244,47 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) ->
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     if written_out:
         return written_attention(q, k, v, mask, rules.scale, rules.dropout, rules.bias)
-    options = {"attn_mask": mask, "dropout_p": rules.dropout, "is_causal": mask is None and rules.causal}
-    options |= {"scale": rules.scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    if not _is_faster_in_float32(q):
-        return F.scaled_dot_product_attention(q, k, v, **options)
-    with torch.autocast("cpu", enabled=False):
-        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
+    if _goes_back_in_float32(q, v, rules):
+        if q.shape[1] != k.shape[1]:
+            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        return _BackInFloat32.apply(q, k, v, mask, mask is None and rules.causal, rules.scale)
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=rules.dropout,
+        is_causal=mask is None and rules.causal,
+        scale=rules.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
 
 
-def _is_faster_in_float32(q: Tensor) -> bool:
-    """Whether a CPU's kernel for 16 bits is slower, for what it does beside its products."""
-    narrow = q.dtype in (torch.bfloat16, torch.float16)
-    return narrow and target_of(q).kind == "cpu" and q.shape[2] * q.shape[3] <= SHORT_AREA
+def _goes_back_in_float32(q: Tensor, v: Tensor, rules: Rules) -> bool:
+    """Whether the backward of a CPU's kernel for 16 bits is slower, for what it does beside its products."""
+    if q.dtype not in (torch.bfloat16, torch.float16) or target_of(q).kind != "cpu" or rules.dropout > 0:
+        return False
+    return 0 < q.shape[2] * q.shape[3] <= SHORT_AREA and q.shape[3] == v.shape[3]
+
+
+class _BackInFloat32(torch.autograd.Function):
+    """A CPU's flash attention, whose gradients are computed in float32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+        if mask is not None:
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
+        out, lse = cpu_flash(q, k, v, causal, scale, mask)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
+        ctx.how = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, mask = ctx.saved_tensors
+        wide = (each.float() for each in (grads[0], q, k, v, out))
+        found = cpu_flash_backward(*wide, lse, *ctx.how, None if mask is None else mask.float())
+        return (*(each.to(q.dtype) for each in found), None, None, None)
 
 
 def _shares_keys(q: Tensor, mask: Tensor | None) -> bool:

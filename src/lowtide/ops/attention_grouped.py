@@ -281,10 +281,11 @@ class _BackInFloat32(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse, mask = ctx.saved_tensors
-        wide = (each.float() for each in (grads[0], q, k, v, out))
-        found = cpu_flash_backward(*wide, lse, *ctx.how, None if mask is None else mask.float())
-        return (*(each.to(q.dtype) for each in found), None, None, None)
+        *narrow, lse, mask = ctx.saved_tensors
+        grad, q, k, v, out = (each.float() for each in (grads[0], *narrow))
+        causal, scale = ctx.how
+        found = cpu_flash_backward(grad, q, k, v, out, lse, causal, scale, None if mask is None else mask.float())
+        return (*(each.to(narrow[0].dtype) for each in found), None, None, None)
 
 
 def _shares_keys(q: Tensor, mask: Tensor | None) -> bool:

@@ -347,7 +347,7 @@ def test_flash_attention_gives_its_log_sum_exp_and_goes_backward_with_another():
     scores = query @ whole.transpose(-1, -2) * 0.5
     torch.testing.assert_close(lse, scores.logsumexp(-1))
     weights = torch.exp(scores - (lse + 1)[..., None])  # as in a softmax over more keys
-    *_, of_value = inside.cpu_flash_backward(out, query, key, value, out, lse + 1, False, 0.5)
+    *_, of_value = inside.cpu_flash_backward(out, query, key, value, (out, lse + 1), False, 0.5)
     expected = (weights.transpose(-1, -2) @ out).unflatten(1, (2, 2)).sum(2)
     torch.testing.assert_close(of_value, expected, msg="the backward of a CPU's flash attention no longer takes lse")
 

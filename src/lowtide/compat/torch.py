@@ -274,15 +274,15 @@ def cpu_flash_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    found: tuple[Tensor, Tensor],
     causal: bool,
     scale: float,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value; `out` and `lse` may be those of a softmax over more keys than these."""
+    """The gradients of query, key and value; `found`, what `cpu_flash` returns, may be that of a softmax over more keys
+    than these."""
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        grad, query, key, value, *found, 0.0, causal, attn_mask=mask, scale=scale
     )
 
 

@@ -89,7 +89,7 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, query, key, value = (_heads_first(each) for each in (grad, query, key, value))
         out, lse = _heads_first(merged.out), _heads_first(merged.lse)
-        query, key, value = cpu_flash_backward(grad, query, key, value, out, lse, causal, rules.scale)
+        query, key, value = cpu_flash_backward(grad, query, key, value, (out, lse), causal, rules.scale)
         return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
 
 

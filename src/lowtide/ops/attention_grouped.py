@@ -284,7 +284,7 @@ class _BackInFloat32(torch.autograd.Function):
         *narrow, lse, mask = ctx.saved_tensors
         grad, q, k, v, out = (each.float() for each in (grads[0], *narrow))
         causal, scale = ctx.how
-        found = cpu_flash_backward(grad, q, k, v, out, lse, causal, scale, None if mask is None else mask.float())
+        found = cpu_flash_backward(grad, q, k, v, (out, lse), causal, scale, None if mask is None else mask.float())
         return (*(each.to(narrow[0].dtype) for each in found), None, None, None)
 
 

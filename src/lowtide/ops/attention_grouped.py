@@ -240,13 +240,12 @@ def _mask(plan: AttentionPlan, q: range, k: range, group: Group, rules: Rules) -
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:
     repeat = q.shape[1] // k.shape[1]
     written_out = rules.bias is not None or drops_here(q, rules.dropout)
-    if repeat > 1 and (written_out or not _shares_keys(q, mask)):
+    back_in_float32 = not written_out and _goes_back_in_float32(q, v, rules)
+    if repeat > 1 and (written_out or back_in_float32 or not _shares_keys(q, mask)):
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     if written_out:
         return written_attention(q, k, v, mask, rules.scale, rules.dropout, rules.bias)
-    if _goes_back_in_float32(q, v, rules):
-        if q.shape[1] != k.shape[1]:
-            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    if back_in_float32:
         return _BackInFloat32.apply(q, k, v, mask, mask is None and rules.causal, rules.scale)
     return F.scaled_dot_product_attention(
         q,

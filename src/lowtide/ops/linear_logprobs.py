@@ -65,8 +65,14 @@ COMPARED_BYTES = 32 << 20
 """Elsewhere a student's logits are compared with a teacher's in blocks of so many bytes, small beside a chunk."""
 
 
-def chunk_rows(vocab: int, dtype: torch.dtype, kind: str) -> int:
-    """Scores of a chunk whose logits are in a dtype, on a kind of device."""
+def chunk_rows(vocab: int, dtype: torch.dtype, kind: str, *, split: bool = False) -> int:
+    """Scores of a chunk whose logits are in a dtype, on a kind of device.
+
+    Args:
+        vocab: the vocabulary, or its rows that lie here.
+        split: whether other ranks hold other rows of it: a block is a whole chunk there.
+    """
+    dtype = _of_blocks(dtype, kind) if split else dtype
     most = CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"]) // (vocab * dtype.itemsize)
     if kind == "cpu" and dtype.itemsize == 2:  # whose products take packed copies beside
         most = max(most // 2, min(most, ENOUGH_ROWS))
@@ -337,8 +343,7 @@ def _scores_of(spec: _Spec, index: Tensor, target: Tensor, terms: Sequence[Term]
     first, split = terms[0].x, spec.split
     vocab = terms[0].weight.shape[0] if split is None else split.each
     kind = target_of(first).kind
-    dtype = _dtype_of(first)  # of the vocabulary's rows on ranks, a block is a whole chunk
-    most = spec.chunk or chunk_rows(vocab, dtype if split is None else _of_blocks(dtype, kind), kind)
+    most = spec.chunk or chunk_rows(vocab, _dtype_of(first), kind, split=split is not None)
     if split is not None and spec.chunk is None and _copies_blocks(spec, kind):
         most = max(most // 3, 1)  # a block is a whole chunk there, and has two copies
     if split is None or split.same_scores:

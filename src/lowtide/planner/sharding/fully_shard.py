@@ -125,9 +125,9 @@ def _travelling(layout: Layout, traced: OneDevice, sharding: Sharding) -> int:
     the tokens of a micro-batch."""
     vocab = next((p.shape[0] for p in layout.parameters if p.name == layout.embedding), 1)
     width = sharding.compute_width or max(p.width for p in layout.parameters)
-    on_cpu = sharding.backend == "gloo"
-    dtype = torch.float32 if width == torch.float32.itemsize or on_cpu else torch.bfloat16
-    chunk = chunk_rows(-(-vocab // sharding.shards), dtype, "cpu" if on_cpu else "cuda")
+    dtype = torch.float32 if width == torch.float32.itemsize else torch.bfloat16
+    kind = "cpu" if sharding.backend == "gloo" else "cuda"
+    chunk = chunk_rows(-(-vocab // sharding.shards), dtype, kind, split=True)
     rows = max(min(chunk, traced.tokens * sharding.shards), traced.tokens)
     return EXCHANGED * rows * layout.hidden_size * width
 

@@ -30,14 +30,13 @@ CAP = 4096
 LAYERS, KV_HEADS, DIM = 6, 2, 64
 KEY_BYTES = LAYERS * 2 * KV_HEADS * DIM * 4
 """Of the keys and values of a token, in float32."""
-PARTS = ("peak", "gradients", "time", "windows", "windows-file")
 TIMEOUT = 1800
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints and records."""
     parser = argparse.ArgumentParser(prog="python -m bench.chains", description="Rows in pieces.")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options, console = parser.parse_args(argv), Console()
     measured: dict[str, Any] = {}

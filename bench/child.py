@@ -22,7 +22,6 @@ from bench.methods import METHODS, Method
 from bench.processes import MARK
 from bench.shapes import (
     OVER_RANKS,
-    SHAPES,
     Shape,
     build_model,
     build_reward_model,
@@ -142,7 +141,7 @@ def measure_machine(shape: Shape) -> dict[str, Any]:
 
 def main(spec: dict[str, Any]) -> None:
     if spec["contestant"] is None:
-        say("result", **measure_machine(SHAPES[spec["shape"]]))
+        say("result", **measure_machine(OVER_RANKS[spec["shape"]]))
     else:
         say("result", **measure_contestant(spec))
 

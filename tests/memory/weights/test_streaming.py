@@ -170,11 +170,12 @@ def test_a_run_that_is_resumed_gives_the_same_bits(tmp_path):
 
 
 def test_in_bfloat16(tmp_path):
+    """By SGD, as above."""
     name = saved(tmp_path / "model", torch.bfloat16)
-    options = {"model_init_kwargs": {"dtype": "bfloat16"}}
+    options = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "sgd"}
     wanted = outcome(sft(name, tmp_path / "out", **options))
     got = outcome(sft(name, tmp_path / "out", **options, base_weights="stream"))
-    assert_like(got, wanted, 3e-2)  # bands are rounded to bfloat16 each, and Adam's first steps go by signs
+    assert_like(got, wanted, 2e-3)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -125,7 +125,6 @@ REFUSALS = {
     "padded": ({"padding_free": False}, "cannot split sequences over ranks, since it runs padded"),
     "heads": ({"kind": "DPO", "model": "three heads"}, "3 attention heads cannot be shared out among 2 ranks"),
     "compiled": ({"torch_compile": True, "torch_compile_backend": "eager"}, "cannot exchange heads between ranks"),
-    "written": ({"kind": "GRPO"}, "GRPOConfig: sequences cannot be split over 2 ranks yet"),
 }
 
 

@@ -53,16 +53,18 @@ class Rewarded:
     """Passes over the prompts that were completed before."""
     evaluated: bool = False
     """Whether the completions are evaluated, all at once, and not learned from."""
+    copies: int = 1
+    """Neighbouring ranks that hold the same rollout; it counts once."""
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
         """Values of all ranks, one after the other, on the CPU; all ranks have as many."""
-        return gathered(values.to(self.device)).cpu()
+        return gathered(values.to(self.device), self.copies).cpu()
 
     def summed(self, *values: Tensor | float) -> list[float]:
         """Sums over all ranks."""
         device = float64_device(self.device)
         mine = torch.tensor([[float(each) for each in values]], dtype=torch.float64, device=device)
-        return gathered(mine).sum(0).tolist()
+        return gathered(mine, self.copies).sum(0).tolist()
 
     @property
     def ended(self) -> Bool[Tensor, " completions"]:

@@ -220,7 +220,7 @@ class RolloutOptions(WritingOptions, FollowedReference):
                 f"steps_per_generation), which num_generations={self.num_generations} does not divide: a group would "
                 "be cut in two"
             )
-        evaluated = self.per_device_eval_batch_size * launched()  # type: ignore[attr-defined]
+        evaluated = self.per_device_eval_batch_size * self._groups  # type: ignore[attr-defined]
         if str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no" and evaluated % self.generations_eval:  # type: ignore[attr-defined]
             raise ValueError(
                 f"{evaluated} completions are evaluated at a time (per_device_eval_batch_size times ranks), which "
@@ -260,9 +260,14 @@ class RolloutOptions(WritingOptions, FollowedReference):
         setattr(self, older, None)
 
     @property
+    def _groups(self) -> int:
+        """Ranks that see different rows, before they have met."""
+        return launched() // self.sharding.same_rows  # type: ignore[attr-defined]
+
+    @property
     def _rows_a_microbatch(self) -> int:
         """Completions of a micro-batch, of all ranks."""
-        return self.per_device_train_batch_size * self.completions_of_row * launched()  # type: ignore[attr-defined]
+        return self.per_device_train_batch_size * self.completions_of_row * self._groups  # type: ignore[attr-defined]
 
     @property
     def steps_of_generation(self) -> int:

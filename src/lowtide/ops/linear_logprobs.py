@@ -225,6 +225,7 @@ def read_logits(
     *,
     bias: Float[Tensor, " vocab"] | None = None,
     projection: Projection = PLAIN,
+    split: SplitVocabulary | None = None,
 ) -> Num[Tensor, "numbers scores"]:
     """What a function reads off the logits, a chunk of scores at a time: for tokens that are drawn, not given.
 
@@ -232,12 +233,16 @@ def read_logits(
         terms: whose products make the logits; hidden states of all tokens.
         index: the token whose hidden state predicts each score.
         read: called with a chunk's logits, at least in float32, which it may overwrite, and its place among the scores.
+        split: the ranks that hold the rows of the weights, and the same scores.
     """
     spec = _Spec(projection)
     head = ChunkedHead(spec, _scores_of(spec, index, index, terms), bias, terms)
     with torch.autocast(index.device.type, enabled=False):
         chunks = head.few() if len(index) <= FEW_ROWS and index.device.type == "cpu" else head.chunks()
-        found = [read(TorchRows(logits, index[span], projection).x, span) for span, _, logits in chunks]
+        found = []
+        for span, _, logits in chunks:
+            logits = logits if split is None else split.all_columns(logits)
+            found.append(read(TorchRows(logits, index[span], projection).x, span))
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 

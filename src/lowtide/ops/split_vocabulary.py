@@ -24,6 +24,7 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
@@ -78,6 +79,11 @@ class SplitVocabulary:
         found = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
         gather_from_ranks(found, x, self.group)
         return found
+
+    def all_columns(self, x: Shaped[Tensor, "rows own"]) -> Shaped[Tensor, "rows vocab"]:
+        """The logits of all tokens, from those of this rank's; ranks have the same rows."""
+        own = F.pad(x, (0, self.each - self.rows))
+        return self.gathered(own.T.contiguous())[: self.vocab].T.contiguous()
 
     def summed_own(self, x: Shaped[Tensor, "everyones ..."]) -> Shaped[Tensor, "own ..."]:
         """This rank's part, by the order of `gathered`, of the sum over ranks."""

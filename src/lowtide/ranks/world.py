@@ -29,13 +29,17 @@ def is_first() -> bool:
     return int(os.environ.get("RANK", "0") or 0) == 0
 
 
-def gathered(values: Tensor) -> Tensor:
-    """The values of all ranks, one after the other; all have as many."""
+def gathered(values: Tensor, copies: int = 1) -> Tensor:
+    """The values of all ranks, one after the other; all have as many.
+
+    Args:
+        copies: so many neighbouring ranks hold the same values, which count once.
+    """
     if not distributed():
         return values
     everyones = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, values.contiguous())
-    return torch.cat(everyones)
+    return torch.cat(everyones[::copies])
 
 
 def worst_of_ranks(number: int, device: torch.device) -> int:

@@ -113,6 +113,18 @@ class Rollout:
             return None
         return Shown([images.among(number, self.prompts[number]) for number in chosen], images.position_rule)
 
+    @classmethod
+    def concat(cls, parts: Sequence[Rollout]) -> Rollout:
+        """Rewarded rollouts of one policy as one; nothing was computed of them yet, and their prompts show no images."""
+        assert not any(each.row_values or each.score_values or each.images for each in parts)
+        return cls(
+            [prompt for each in parts for prompt in each.prompts],
+            [one for each in parts for one in each.completions],
+            parts[0].version,
+            torch.cat([each.rewards for each in parts]),
+            [used for each in parts for used in each.learned],
+        )
+
     # -- on disk -----------------------------------------------------------------------------------------------
 
     def save(self, path: Path, **more: Any) -> None:

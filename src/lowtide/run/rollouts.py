@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
 from lowtide.data.prompts import PROMPT, PROMPT_IDS
+from lowtide.engine.forward import same_rows_of, sequence_of, tensor_parallel_of
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
@@ -27,6 +29,7 @@ from lowtide.methods.learning import GroupRewards, Learning, Rewarded
 from lowtide.methods.rollouts import RolloutOptions
 from lowtide.objectives.advantages import deviation, weighted
 from lowtide.objectives.correction import Correction, correction, sampling_metrics
+from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import gathered
 from lowtide.rollout.conversations import Conversations, ToolUse
 from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
@@ -42,6 +45,9 @@ from lowtide.step.runner import StepRunner
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+REMEDY = "Set tokens_per_generation_batch, or lower max_completion_length"
+"""What to do where memory runs out."""
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 """What a `rollout_func` returns at least."""
 
@@ -51,7 +57,9 @@ class Made:
     """A rollout with what is logged of it."""
 
     rollout: Rollout
-    completed: Completed
+    prompts: Sequence[Any] = ()
+    """As they are logged: texts, or the messages of conversations; likewise `completions`."""
+    completions: Sequence[Any] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     """Over all ranks, under TRL's names."""
     advantages: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -60,6 +68,11 @@ class Made:
     """[completions, functions] of all ranks."""
     extra: dict[str, list] = field(default_factory=dict)
     """Further columns of the table of completions, which reward functions logged."""
+
+    def column(self, name: str) -> list:
+        """A further column, with None for completions that it has no value of."""
+        values = self.extra.get(name, [])[: len(self.rollout)]
+        return [*values, *[None] * (len(self.rollout) - len(values))]
 
 
 @dataclass
@@ -123,39 +136,70 @@ class RolloutMaker:
             ValueError: a reward, a tool or a `rollout_func` failed; says which, and at which row.
             OutOfMemory: what was to be written does not fit.
         """
-        sync = RankSync("generation", remedy="Set tokens_per_generation_batch, or lower max_completion_length")
-        logged: dict[str, list[float]] = {}
-        extra: dict[str, list] = {}
-        made: Made | None = None
-        found: Correction | None = None
-        with sync.local(waited_for=self.runner.waited_for):
-            with self.runner.phases.during("generate"):
-                if isinstance(self.generator, HoldsWeights):
-                    self.generator.sync(self.runner.model, version)
-                rollout, conversations, extra_fields = self._written(rows, place, version)
-            completed = self._completed(rows, rollout, conversations, extra_fields)
-            made = Made(rollout, completed, extra=extra)
-            with self.runner.phases.during("reward"):
-                rollout.rewards = self.rewards(
-                    completed,
-                    trainer_state=state,
-                    log_extra=lambda name, values: extra.setdefault(name, []).extend(values),
-                    log_metric=lambda name, value: logged.setdefault(name, []).append(value),
-                )
-            self.learning.prepare(rollout, self.options)
-            with self.runner.phases.during("score"):
-                found = self._score(rollout)
-        sync.meet(self.runner.device)
-        assert made is not None
+        split = self.runner.together or tensor_parallel_of(self.runner.model) is not None
+        own, conversations = self._met(lambda: self._rewarded(rows, place, version, state), waited_for=split)
+        made, found = self._met(lambda: self._scored(own, len(rows)), waited_for=self.runner.waited_for)
         if conversations is not None:
             made.metrics |= _tool_metrics(conversations, self.runner.device)
         if found is not None:
-            made.metrics |= sampling_metrics(found, lambda own: gathered(own.to(self.runner.device)))
-        made.metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
+            made.metrics |= sampling_metrics(found, self._of_all_ranks)
         self._finish(made, group, getattr(state, "epoch", None) or 0.0)
         return made
 
+    def _met(self, work: Callable[[], T], *, waited_for: bool) -> T:
+        """What this rank does by itself; all ranks come out of it, or none does."""
+        sync, found = RankSync("generation", remedy=REMEDY), []
+        with sync.local(waited_for=waited_for):
+            found.append(work())
+        sync.meet(self.runner.device)
+        return found[0]
+
+    # -- ranks that hold the same rows -------------------------------------------------------------------------
+
+    @property
+    def together(self) -> RankGroup | None:
+        """The ranks that learn from the same rollout; None where each has its own."""
+        return same_rows_of(self.runner.model)
+
+    def _of_all_ranks(self, values: Tensor) -> Tensor:
+        """Values of the rollouts of all ranks; what several hold alike counts once."""
+        return gathered(values.to(self.runner.device), 1 if self.together is None else self.together.size)
+
+    def _share(self, rows: int) -> slice:
+        """Of so many rows those that this rank writes completions of: a share where ranks hold whole weights and the
+        same rows, unless there is not a row for each. What is judged together is written together.
+        """
+        units, ranks = rows // self.learning.completions, sequence_of(self.runner.model)
+        if ranks is None or units < ranks.size:
+            return slice(0, rows)
+        first, end = (units * (ranks.rank + more) // ranks.size for more in (0, 1))
+        return slice(first * self.learning.completions, end * self.learning.completions)
+
     # -- writing -----------------------------------------------------------------------------------------------
+
+    def _rewarded(
+        self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int, state: Any
+    ) -> tuple[Made, Conversations | None]:
+        """What this rank writes of its rows, rewarded; and its conversations, where tools are called."""
+        logged: dict[str, list[float]] = {}
+        extra: dict[str, list] = {}
+        share = self._share(len(rows))
+        *where, first = place
+        rows, place = rows[share], (*where, first + share.start)
+        with self.runner.phases.during("generate"):
+            if isinstance(self.generator, HoldsWeights):
+                self.generator.sync(self.runner.model, version)
+            rollout, conversations, extra_fields = self._written(rows, place, version)
+        completed = self._completed(rows, rollout, conversations, extra_fields)
+        with self.runner.phases.during("reward"):
+            rollout.rewards = self.rewards(
+                completed,
+                trainer_state=state,
+                log_extra=lambda name, values: extra.setdefault(name, []).extend(values),
+                log_metric=lambda name, value: logged.setdefault(name, []).append(value),
+            )
+        metrics = {name: sum(values) / len(values) for name, values in logged.items()}
+        return Made(rollout, completed.prompts, completed.completions, metrics, extra=extra), conversations
 
     def _written(
         self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int
@@ -259,6 +303,13 @@ class RolloutMaker:
 
     # -- scoring -----------------------------------------------------------------------------------------------
 
+    def _scored(self, own: Made, rows: int) -> tuple[Made, Correction | None]:
+        """What is learned from, of so many rows, with the log-probabilities that are needed later."""
+        made = own if self.together is None else _of_group(own, rows, self.together)
+        self.learning.prepare(made.rollout, self.options)
+        with self.runner.phases.during("score"):
+            return made, self._score(made.rollout)
+
     def _score(self, rollout: Rollout) -> Correction | None:
         """Log-probabilities that are needed later: of the policy that wrote, and of the reference; and by how much the
         generator's own differ, where that is corrected."""
@@ -315,8 +366,8 @@ class RolloutMaker:
     def _finish(self, made: Made, group: int, epoch: float) -> None:
         """What is learned, and metrics over all ranks."""
         rollout, device = made.rollout, self.runner.device
-        made.rewards = gathered(rollout.rewards.to(device)).cpu()
-        first = self.options.process_index * len(rollout)  # type: ignore[attr-defined]
+        made.rewards = self._of_all_ranks(rollout.rewards).cpu()
+        first = self.options.data_rank * len(rollout)  # type: ignore[attr-defined]
         rewarded = Rewarded(
             rollout,
             GroupRewards(made.rewards, self.rewards.weights, group),
@@ -324,6 +375,7 @@ class RolloutMaker:
             device,
             epoch,
             evaluated=self.evaluates,
+            copies=1 if self.together is None else self.together.size,
         )
         found = self.learning.learn(rewarded, self.options)
         made.advantages = found.values
@@ -356,6 +408,23 @@ class RolloutMaker:
 def _as_given(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows without what preparation added to them."""
     return [{name: value for name, value in row.items() if name != PROMPT_IDS} for row in rows]
+
+
+def _of_group(made: Made, rows: int, together: RankGroup) -> Made:
+    """What the ranks of a group wrote of so many rows, one after the other, so that all of them learn from it; where
+    each wrote after all of them, what the first did."""
+    everyones: list[Any] = [None] * together.size
+    dist.all_gather_object(everyones, made, group=together.group)
+    if len(made.rollout) == rows:
+        return everyones[0]
+    names = dict.fromkeys(name for each in everyones for name in each.extra)
+    return replace(
+        made,
+        rollout=Rollout.concat([each.rollout for each in everyones]),
+        prompts=[one for each in everyones for one in each.prompts],
+        completions=[one for each in everyones for one in each.completions],
+        extra={name: [value for each in everyones for value in each.column(name)] for name in names},
+    )
 
 
 def _tool_metrics(conversations: Conversations, device: torch.device) -> dict[str, float]:

@@ -128,7 +128,7 @@ class TrainingRun:
             _check_whole(args, f"yet beside {method.head.trains_beside}")
             _check_whole_vocabulary(args, f"a vocabulary that {method.head.trains_beside} and the model share is whole")
         if method.writes:
-            _check_whole(args, "yet, which would have to write the same completions")
+            _check_stages(args, "that would have to write a token one after the other")
         if method.taught:
             _check_whole(args, "yet beside a teacher")
             _check_whole_vocabulary(args, "the student's distribution is compared with the teacher's over all of them")
@@ -421,11 +421,19 @@ def _check_whole(args: Any, why: str) -> None:
     for size, what in {
         "sequence_parallel": f"sequences cannot be split over {{}} ranks {why}: leave sp_size and cp_size out",
         "tensor_parallel": f"layers cannot be split between {{}} ranks {why}: shard by fsdp=True in place of tp_size",
-        "pipeline_parallel": f"layers cannot be split over {{}} ranks {why}: shard by fsdp=True in place of "
-        "pipeline_parallel_size",
     }.items():
         if (ranks := getattr(args.sharding, size)) > 1:
             raise ValueError(f"{type(args).__name__}: {what.format(ranks)}")
+    _check_stages(args, why)
+
+
+def _check_stages(args: Any, why: str) -> None:
+    """Refuses ranks that have layers of their own; `why` completes the sentence."""
+    if (ranks := args.sharding.pipeline_parallel) > 1:
+        raise ValueError(
+            f"{type(args).__name__}: layers cannot be split over {ranks} ranks {why}: shard by fsdp=True, or split each "
+            "layer by tp_size, in place of pipeline_parallel_size"
+        )
 
 
 def _check_whole_vocabulary(args: Any, why: str) -> None:

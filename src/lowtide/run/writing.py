@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.engine.forward import causal_model
+from lowtide.engine.forward import causal_model, tensor_parallel_of
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.engine.weights.zero import weights_for_writing
@@ -49,6 +49,12 @@ class Writer:
         """Who writes."""
         return self.runner.model if self.reference is None else self.reference.model
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether other ranks wait for this one while it writes, for what it has of the weights."""
+        gather = self.options.ds3_gather_for_generation
+        return (self.runner.together and gather is not True) or tensor_parallel_of(self.model) is not None
+
     def write(self, requests: Sequence[Request], conversations: Conversations | None = None) -> list[list[Completion]]:
         """The completions of each request; again with half as many tokens at a time where memory runs out."""
         sampling = replace(self.options.sampling(self.stop_ids), never_ids=self.never_ids)
@@ -62,8 +68,7 @@ class Writer:
                 try:
                     return self.generator.generate(self.model, requests, sampling, conversations)
                 except Exception as error:
-                    waits = self.runner.together and gather is not True  # for it the other ranks wait
-                    is_last = waits or conversations is not None
+                    is_last = self.waited_for or conversations is not None
                     if not is_out_of_memory(error) or is_last or not self._writes_less(requests):
                         raise
                     drop_frames(error)

@@ -49,6 +49,8 @@ def rank_main(rank: int, folder: str, engine: str, adapters: bool) -> None:
         model, device = policy(adapters), torch.device("cpu")
         if engine == "zero3":
             partition_model(model, {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}, device)
+        elif engine == "layers":
+            shard_model(model, Sharding(kind="none", devices=2, tensor_parallel=2), device)
         else:
             shard_model(model, Sharding(kind="fsdp2", devices=2), device, split_vocabulary=engine == "rows")
         generator = VLLMServerGenerator(Path(folder, "url").read_text(), model, bucket_bytes=3000)
@@ -60,7 +62,7 @@ def rank_main(rank: int, folder: str, engine: str, adapters: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
-@pytest.mark.parametrize("engine", ["fsdp2", "rows", ZERO])
+@pytest.mark.parametrize("engine", ["fsdp2", "rows", "layers", ZERO])
 def test_a_server_gets_the_weights_of_all_shards(tmp_path: Path, engine: str, adapters: bool):
     remembers = Remembers()
     with serving(Service(remembers, dict(INFO))) as server:

@@ -1,16 +1,21 @@
-"""Two processes with gloo against one: every loss, pairs, and advantages of the tokens of all ranks."""
+"""Two and four processes with gloo against one: every loss, pairs, and advantages of the tokens of all ranks; with rows
+of their own, and where two of them split sequences, of which each then writes a share."""
 
 from __future__ import annotations
 
-import os
+import functools
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.online_runs import LOSSES, assert_near, loss_options, trained, weights
+from lowtide.ranks.shards import whole_of
+from tests.support.online_runs import LOSSES, assert_near, loss_options, trained
 from tests.support.parity_world import lora
 from tests.support.processes import run_ranks
+from tests.support.sharded_training import meeting_place, rank_of
 
 pytestmark = pytest.mark.slow
 METHODS = {
@@ -25,38 +30,60 @@ METHODS = {
         "arguments": {"peft_config": lora()},
     },
     "RLOO": {"num_generations": 2, "normalize_advantages": True},
+    "GRPO of the least certain tokens": {"num_generations": 2, "top_entropy_quantile": 0.5},
 }
 
 
-def learned(folder: Path, name: str, rows: int) -> dict[str, torch.Tensor]:
+TOGETHER: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "split sequences": (2, 4, {"parallelism_config": {"sp_size": 2}}),
+    "split sequences, shards": (2, 4, {"parallelism_config": {"sp_size": 2}, "fsdp": True}),
+    "split sequences, two of four": (4, 2, {"parallelism_config": {"sp_size": 2}}),
+    "split sequences, two of four, one row": (4, 1, {"parallelism_config": {"sp_size": 2}}),
+    "split layers": (2, 4, {"parallelism_config": {"tp_size": 2}}),
+    "split layers, two of four": (4, 2, {"parallelism_config": {"tp_size": 2}}),
+    "split layers, shards": (4, 2, {"parallelism_config": {"tp_size": 2}, "fsdp": True}),
+}
+"""(ranks, rows on each, options) where two ranks hold the same rows. Those that split sequences write a share each, but
+of one row both write all; those that split layers write every token together."""
+
+
+def learned(folder: Path, name: str, rows: int, **options: Any) -> dict[str, torch.Tensor]:
     """The weights after some steps, of so many rows on each rank."""
-    return weights(trained(folder, name.split()[0], per_device_train_batch_size=rows, **METHODS[name]))
+    trainer = trained(folder, name.split()[0], per_device_train_batch_size=rows, **{**METHODS[name], **options})
+    return {name: whole_of(p).clone() for name, p in trainer.model.named_parameters()}
 
 
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    port = Path(folder, "port").read_text()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    for name in METHODS:
-        found = learned(Path(folder, name), name, 2)
-        if rank == 0:
-            torch.save(found, Path(folder, f"{name}.pt"))
-    torch.distributed.barrier()  # leave together: gloo's teardown can hang on a rank that is gone
-    torch.distributed.destroy_process_group()
+@functools.cache
+def on_one_rank(name: str, rows: int) -> dict[str, torch.Tensor]:
+    with tempfile.TemporaryDirectory() as folder:
+        return learned(Path(folder), name, rows)
+
+
+def rank_main(rank: int, folder: str, ranks: int, rows: int, options: dict[str, Any]) -> None:
+    place = Path(folder)
+    with rank_of(place, rank, ranks):
+        for name in METHODS:
+            found = learned(place / name, name, rows, **options)
+            if rank == 0:
+                torch.save(found, place / f"{name}.pt")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the weights of each method, learned by two ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    store = torch.distributed.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
-    port, store = store.port, None
-    (folder / "port").write_text(str(port))
-    run_ranks(rank_main, str(folder))
+    folder = meeting_place(tmp_path_factory.mktemp("ranks"))
+    run_ranks(rank_main, str(folder), 2, 2, {})
     return folder
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_two_ranks_learn_what_one_does(name, two_ranks, tmp_path):
-    assert_near(torch.load(two_ranks / f"{name}.pt"), learned(tmp_path, name, 4), 1e-5)
+def test_two_ranks_learn_what_one_does(name, two_ranks):
+    assert_near(torch.load(two_ranks / f"{name}.pt"), on_one_rank(name, 4), 1e-5)
+
+
+@pytest.mark.parametrize("way", TOGETHER)
+def test_ranks_that_hold_the_same_rows_learn_what_one_does(way, tmp_path):
+    ranks, rows, options = TOGETHER[way]
+    run_ranks(rank_main, str(meeting_place(tmp_path)), ranks, rows, options, ranks=ranks)
+    for name in METHODS:
+        assert_near(torch.load(tmp_path / f"{name}.pt"), on_one_rank(name, rows * ranks // 2), 1e-5)

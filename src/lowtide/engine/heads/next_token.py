@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.heads.head_parts import head_parts, head_terms, projection_of
 from lowtide.engine.heads.language_model import LanguageModel, within
+from lowtide.engine.weights.split_vocabulary import split_of
 from lowtide.ops.linear_logprobs import read_logits
 
 
@@ -40,6 +41,7 @@ class NextToken(LanguageModel):
 
         def reading(hidden: Tensor) -> Tensor:
             terms, bias = head_terms(parts, hidden)
-            return read_logits(terms, scores.index, read, bias=bias, projection=projection)
+            split = split_of(parts.base.weight)
+            return read_logits(terms, scores.index, read, bias=bias, projection=projection, split=split)
 
         return ReadOutput(within(parts.modules, reading, hidden))

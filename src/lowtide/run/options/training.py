@@ -279,6 +279,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
     def __post_init__(self) -> None:
         self.respell()
         take_values(self, leave={*self.refused, *OF_ENGINES})
+        self.__dict__["_sharding"] = sharding_of(self)
         self.check()
         check_inherited(self)
         if self.save_strategy == "steps" and self.save_steps == 0:
@@ -303,7 +304,6 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         own = self.optim if self.optim in NAMES else None
         if own is not None:
             self.optim = "adamw_torch_fused"  # transformers knows its own names alone
-        self.__dict__["_sharding"] = sharding_of(self)
         self._check_split_vocabulary()
         self._check_stages()
         self._check_saving()

@@ -33,14 +33,14 @@ class CompletionsLog:
         """The completions of a rollout."""
         if not self.args.log_completions:
             return
-        start = self.args.process_index * len(made.rollout)
+        start = self.args.data_rank * len(made.rollout)
         for number in range(len(made.rollout)):
             rewards = made.rewards[start + number].tolist()
-            extra = {name: values[number] for name, values in made.extra.items() if number < len(values)}
+            extra = {name: made.column(name)[number] for name in made.extra}
             self.rows.append(
                 {
-                    "prompt": as_text(made.completed.prompts[number]),
-                    "completion": as_text(made.completed.completions[number]),
+                    "prompt": as_text(made.prompts[number]),
+                    "completion": as_text(made.completions[number]),
                     **dict(zip(names, rewards, strict=True)),
                     **extra,
                     "advantage": made.advantages[start + number].item(),

@@ -28,10 +28,10 @@ def kept_tokens(runner: StepRunner, batch: RaggedBatch, args: Any) -> RaggedBatc
     if share >= 1.0:
         return batch
     sync, entropies = RankSync("entropy", part=batch), torch.zeros(0)
-    with sync.local():
+    with sync.local(waited_for=runner.waited_for):
         entropies = _entropies(runner, batch, args.temperature)
     sync.meet(runner.device)
-    everyones = _of_all_ranks(entropies.float().cpu())
+    everyones = _of_all_ranks(entropies.float().cpu(), runner.models().copies)
     least = torch.quantile(everyones.double(), 1 - share).float() if everyones.numel() else torch.zeros(())
     kept = entropies.float() >= least.to(entropies.device)
     return replace(batch, score_values={**batch.score_values, KEPT: kept})
@@ -51,10 +51,10 @@ def _entropies(runner: StepRunner, batch: RaggedBatch, temperature: float) -> Te
     return runner.scored(batch, entropies)
 
 
-def _of_all_ranks(values: Tensor) -> Tensor:
-    """Values of all ranks, which need not have as many."""
+def _of_all_ranks(values: Tensor, copies: int) -> Tensor:
+    """Values of all ranks, which need not have as many; so many neighbouring ones have the same, which count once."""
     if not distributed():
         return values
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, values)
-    return torch.cat(everyones)
+    return torch.cat(everyones[::copies])

@@ -109,6 +109,11 @@ class OnlineTrainer(ReferenceTrainer):
             text = "the rollout_func that was passed"
         tools = None
         if given["tools"] or given["environment_factory"] is not None:
+            if self.args.sharding.tensor_parallel > 1:
+                raise ValueError(
+                    f"{type(self).__name__}: tools and environments may answer each of the ranks that split layers "
+                    "otherwise, which have to write the same tokens: shard by fsdp=True in place of tp_size"
+                )
             tools = ToolUse(
                 Turns(
                     cast(Any, self.tokenizer),
@@ -220,7 +225,7 @@ class OnlineTrainer(ReferenceTrainer):
 
     def _made(self, rows: Sequence[Mapping[str, Any]], group: int) -> Made:
         """Completions of rows, written by the policy as it is, and logged."""
-        first = self.args.process_index * len(rows)
+        first = self.args.data_rank * len(rows)
         if self._evaluating is None:
             place = (0, self.place[0], self.place[1] // self.windows.repeats, first)
         else:
@@ -311,4 +316,4 @@ class OnlineTrainer(ReferenceTrainer):
         path = None if checkpoint is None else Path(checkpoint, ROLLOUT.format(rank=self.args.process_index))
         if path is not None and path.exists():
             rollout, _ = Rollout.load(path, self.training_run.reader)
-            self._window = Made(rollout, cast(Any, None))
+            self._window = Made(rollout)

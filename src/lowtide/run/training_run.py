@@ -310,12 +310,10 @@ class TrainingRun:
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         if args.gradient_checkpointing and kwargs.get("use_reentrant"):
             return "reentrant checkpointing (gradient_checkpointing_kwargs) has no graph that pieces could go on from"
-        if args.sharding.tensor_parallel > 1 or args.sharding.pipeline_parallel > 1:
-            return "ranks split its layers"
+        if args.sharding.pipeline_parallel > 1:
+            return "ranks have layers of their own, between which hidden states travel by the micro-batch"
         if args.sharding.by_deepspeed:
             return "DeepSpeed keeps its weights or states in parts on several ranks"
-        if self.method.writes and (args.sharding.cuts_weights or args.sharding.sequence_parallel > 1):
-            return "a method that writes completions is not tried with it where ranks share its weights or its tokens"
         if args.attention_head_chunks:
             return "attention_head_chunks computes a layer's heads one group after the other"
         if self.shows_images:

@@ -158,4 +158,4 @@ class Slopes:
     def product(self, output: ScoreOutput, places: Tensor) -> Tensor:
         """The product of slopes and statistics of a piece, whose gradient is the loss's."""
         terms = [(getattr(output, name) * slope[places.to(slope.device)]).sum() for name, slope in self.of.items()]
-        return torch.stack(terms).sum() if terms else output.scored.sum() * 0.0
+        return torch.stack(terms).sum() if terms else output.nothing * 0.0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowtide.data.batches.values import DRAW, REFERENCE
 from lowtide.engine.adapters import adapter_of
 from lowtide.engine.chains import why_not_chains
-from lowtide.engine.forward import causal_model, same_rows_of, score_shared, tensor_parallel_of
+from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.engine.stage import Stage, stage_of
@@ -91,14 +91,12 @@ class Models:
 
     def why_not_chains(self, objective: Objective | OwnLoss) -> str | None:
         """What keeps rows above the token budget from being run in pieces, as a clause; None if nothing does."""
-        if self.stages > 1 or tensor_parallel_of(self.policy) is not None:
-            return "ranks split its layers"
+        if self.stages > 1:
+            return "ranks have layers of their own, between which hidden states travel by the micro-batch"
         if self.together and not is_fully_sharded(self.policy):
             return "DeepSpeed keeps its weights in parts on several ranks"
         if isinstance(objective, OwnLoss):
             return "the loss is not the method's own"
-        if self.waited_for and len(getattr(objective, "terms", ())) > 1:
-            return "its loss has several terms, which is not tried where ranks share its weights or its tokens"
         if objective.aux_coefficient:
             return EXPERTS
         if objective.want.divergences:
@@ -243,7 +241,7 @@ class RowRun(MicrobatchRun):
 
     def loss_of(self, number: int, part: RaggedBatch, output: ScoreOutput) -> Tensor:
         if number >= self.own or (part.scores == 0 and not self.objective.beyond_scores):
-            return output.scored.sum()
+            return output.nothing
         outcome = self.outcome(self.objective.read(part, output.stats, self.referred))
         self.totals.take_outcome(outcome)
         return outcome.loss * self.ranks
@@ -297,7 +295,7 @@ class OwnRun(MicrobatchRun):
 
     def loss_of(self, number: int, part: RaggedBatch, output: ScoreOutput) -> Tensor:
         if part.scores == 0:
-            return output.scored.sum()
+            return output.nothing
         assert output.loss is not None
         return output.loss * self.ranks
 

@@ -172,7 +172,11 @@ def train_step(
             loss = forward_and_backward(runs[0], whole, plan.backward, sync, totals)
         else:
             turns = _turns_of(runs[0], parts, idle, even)
-            loss = _forward_and_backward(runs, batch, turns, plan, sync, totals)
+            at_once = [[run] for run in runs] if even else [runs]  # so that each meets its like on other ranks
+            for some in at_once:
+                taking = totals if some is at_once[0] else Totals()
+                found = _forward_and_backward(some, batch, turns, plan, sync, taking, some is at_once[-1])
+                loss = loss.to(found) + found
     _exchange(loss, plan, sync, device)
     return loss
 
@@ -227,15 +231,18 @@ def _forward_and_backward(
     plan: BackwardPlan,
     sync: RankSync,
     totals: Totals,
+    ends: bool = True,
 ) -> Tensor:
     """The loss of a batch, from its micro-batches one after the other, and of each one loss after the other.
+
+    `ends` says whether nothing goes backward after it.
 
     A function of its own, so that after a failure its variables, and with them the graph of a micro-batch, can be
     dropped before anything else is done.
     """
     losses: list[Tensor] = []
     for place, (number, part, idle) in enumerate(turns):
-        last = place == len(turns) - 1
+        last = ends and place == len(turns) - 1
         if idle is not None:
             _idle_forwards(runs[0], idle.batch, idle.count, plan)
         if part is None:

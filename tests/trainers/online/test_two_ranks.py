@@ -34,16 +34,24 @@ METHODS = {
 }
 
 
-TOGETHER: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "split sequences": (2, 4, {"parallelism_config": {"sp_size": 2}}),
-    "split sequences, shards": (2, 4, {"parallelism_config": {"sp_size": 2}, "fsdp": True}),
-    "split sequences, two of four": (4, 2, {"parallelism_config": {"sp_size": 2}}),
-    "split sequences, two of four, one row": (4, 1, {"parallelism_config": {"sp_size": 2}}),
-    "split layers": (2, 4, {"parallelism_config": {"tp_size": 2}}),
-    "split layers, two of four": (4, 2, {"parallelism_config": {"tp_size": 2}}),
-    "split layers, shards": (4, 2, {"parallelism_config": {"tp_size": 2}, "fsdp": True}),
+SEQUENCES, LAYERS = {"parallelism_config": {"sp_size": 2}}, {"parallelism_config": {"tp_size": 2}}
+PIECES = {"tokens_per_microbatch": 20}
+WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "rows of their own": (2, 2, {}),
+    "shards, small micro-batches": (2, 2, {"fsdp": True, "tokens_per_microbatch": 50}),
+    "shards, pieces": (2, 2, {"fsdp": True, **PIECES}),
+    "split sequences": (2, 4, SEQUENCES),
+    "split sequences, shards": (2, 4, {**SEQUENCES, "fsdp": True}),
+    "split sequences, two of four": (4, 2, SEQUENCES),
+    "split sequences, two of four, one row": (4, 1, SEQUENCES),
+    "split sequences, pieces": (2, 4, {**SEQUENCES, **PIECES}),
+    "split sequences, shards, pieces": (2, 4, {**SEQUENCES, "fsdp": True, **PIECES}),
+    "split layers": (2, 4, LAYERS),
+    "split layers, two of four": (4, 2, LAYERS),
+    "split layers, shards": (4, 2, {**LAYERS, "fsdp": True}),
+    "split layers, pieces": (2, 4, {**LAYERS, **PIECES}),
 }
-"""(ranks, rows on each, options) where two ranks hold the same rows. Those that split sequences write a share each, but
+"""(ranks, rows on each, options). Where two ranks hold the same rows, those that split sequences write a share each, but
 of one row both write all; those that split layers write every token together."""
 
 
@@ -59,31 +67,24 @@ def on_one_rank(name: str, rows: int) -> dict[str, torch.Tensor]:
         return learned(Path(folder), name, rows)
 
 
-def rank_main(rank: int, folder: str, ranks: int, rows: int, options: dict[str, Any]) -> None:
-    place = Path(folder)
+def methods_of(way: str) -> list[str]:
+    """All of them, or but one loss of GRPO."""
+    return [name for name in METHODS if way == "rows of their own" or name.split()[-1] not in LOSSES[1:]]
+
+
+def rank_main(rank: int, folder: str, way: str) -> None:
+    place, (ranks, rows, options) = Path(folder), WAYS[way]
     with rank_of(place, rank, ranks):
-        for name in METHODS:
+        for name in methods_of(way):
             found = learned(place / name, name, rows, **options)
             if rank == 0:
                 torch.save(found, place / f"{name}.pt")
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the weights of each method, learned by two ranks."""
-    folder = meeting_place(tmp_path_factory.mktemp("ranks"))
-    run_ranks(rank_main, str(folder), 2, 2, {})
-    return folder
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_two_ranks_learn_what_one_does(name, two_ranks):
-    assert_near(torch.load(two_ranks / f"{name}.pt"), on_one_rank(name, 4), 1e-5)
-
-
-@pytest.mark.parametrize("way", TOGETHER)
-def test_ranks_that_hold_the_same_rows_learn_what_one_does(way, tmp_path):
-    ranks, rows, options = TOGETHER[way]
-    run_ranks(rank_main, str(meeting_place(tmp_path)), ranks, rows, options, ranks=ranks)
-    for name in METHODS:
-        assert_near(torch.load(tmp_path / f"{name}.pt"), on_one_rank(name, rows * ranks // 2), 1e-5)
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_learn_what_one_does(way, tmp_path):
+    ranks, rows, options = WAYS[way]
+    run_ranks(rank_main, str(meeting_place(tmp_path)), way, ranks=ranks)
+    copies = 2 if "parallelism_config" in options else 1
+    for name in methods_of(way):
+        assert_near(torch.load(tmp_path / f"{name}.pt"), on_one_rank(name, rows * ranks // copies), 1e-5)

@@ -98,6 +98,12 @@ class ScoreOutput(ModelOutput):
         raise NotImplementedError
 
     @property
+    def nothing(self) -> Tensor:
+        """[]: the sum of all that was read, which is 0 where nothing is scored: what goes backward of an empty
+        micro-batch, so that the same modules take part in it as on other ranks."""
+        return self.scored.sum()
+
+    @property
     def predictions(self) -> Tensor:
         """[scores]: what `compute_metrics` gets."""
         return self.scored.float()

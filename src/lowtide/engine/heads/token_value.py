@@ -46,6 +46,11 @@ class ValuedOutput(TokenOutput):
     """[scores]"""
 
     @property
+    def nothing(self) -> Tensor:
+        assert self.token_values is not None
+        return super().nothing + self.token_values.sum()
+
+    @property
     def stats(self) -> ValuedTokens:  # type: ignore[override]
         assert self.token_values is not None
         return ValuedTokens(super().stats, self.token_values)

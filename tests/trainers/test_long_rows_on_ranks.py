@@ -1,8 +1,9 @@
-"""Rows in pieces over ranks, with weights in shards or split sequences: the same losses and weights as on one rank that
-runs each row whole."""
+"""Rows in pieces over ranks, with weights in shards, split sequences or split layers: the same losses and weights as on
+one rank that runs each row whole."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", **EVALUATED},
     "DPO": {"kind": "DPO"},
     "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
-    "LoRA": {"kind": "SFT", "lora": True, "rehearsal": True},
+    "LoRA": {"kind": "SFT", "lora": True},
+    "rehearsed": {"kind": "SFT", "rehearsal": True},
     **{name: {"kind": name} for name in ("KTO", "Reward", "BCO", "ORPO")},
     "epochs": {"kind": "SFT", "max_steps": -1, "num_train_epochs": 2, "rows": 4, **EVALUATED},
     "few scores": {"kind": "SFT", "unscored": True},
@@ -35,25 +37,39 @@ PLACES: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": True},
     "sequences": {"sequence": 2},
     "sequences, fsdp": {"sequence": 2, "fsdp": True},
+    "layers": {"tensor": 2},
+    "zero2": {"deepspeed": {"zero_optimization": {"stage": 2}}},
+    "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}}},
 }
 TWO_STEPS = {"max_steps": 2}
 FIRST = ("SFT", "DPO", "LoRA", "KTO")
+MOST = (*FIRST, "epochs", "few scores", "a loss of the whole batch", "accumulation", "checkpointing", "tied", "windows")
+IN_PLACE = {"fsdp": CASES, "sequences": CASES, "sequences, fsdp": FIRST, "layers": MOST, "zero2": FIRST, "zero3": MOST}
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install deepspeed")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What came of every case on two ranks."""
     folder = tmp_path_factory.mktemp("two")
-    every = {f"{name}, {place}": {**TWO_STEPS, **CASES[name], **PIECES, **PLACES[place]} for name, place in cells()}
+    every = {
+        f"{name}, {place}": {**TWO_STEPS, **CASES[name], **PIECES, **PLACES[place]}
+        for name, place in cells()
+        if "deepspeed" not in PLACES[place] or find_spec("deepspeed") is not None
+    }
     on_ranks(folder, every)
     return folder
 
 
 def cells() -> list[tuple[str, str]]:
-    return [(name, place) for name in CASES for place in PLACES if place != "sequences, fsdp" or name in FIRST]
+    return [(name, place) for place, names in IN_PLACE.items() for name in names]
+
+
+def marked(name: str, place: str) -> Any:
+    return pytest.param(name, place, marks=needs_deepspeed if place.startswith("zero") else ())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "place"), cells())
+@pytest.mark.parametrize(("name", "place"), [marked(*each) for each in cells()])
 def test_two_ranks_learn_what_one_does(name, place, two_ranks):
     assert_as_on_one_rank(two_ranks, f"{name}, {place}", {**TWO_STEPS, **CASES[name]})

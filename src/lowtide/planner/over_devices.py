@@ -321,8 +321,7 @@ def _shardings(run: PlannedRun, cluster: Cluster) -> list[Sharding]:
         return [found]
     heads = getattr(run.described.get_text_config(), "num_attention_heads", 0) or 0
     ways = shardings_over(cluster, heads)
-    alone = run.method.writes is not None or run.method.taught
-    return [way for way in ways if way.same_rows == 1] if alone else ways
+    return [way for way in ways if way.same_rows == 1] if run.method.taught else ways
 
 
 def _axes(run: PlannedRun, sizes: Sizes, *, exact: bool, streamed: bool) -> list[Axis]:

@@ -115,7 +115,7 @@ class Rollout:
 
     @classmethod
     def concat(cls, parts: Sequence[Rollout]) -> Rollout:
-        """Rewarded rollouts of one policy as one; nothing was computed of them yet, and their prompts show no images."""
+        """Rewarded rollouts of one policy as one. Nothing was computed of them yet, and prompts show no images."""
         assert not any(each.row_values or each.score_values or each.images for each in parts)
         return cls(
             [prompt for each in parts for prompt in each.prompts],

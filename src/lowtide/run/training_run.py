@@ -312,8 +312,6 @@ class TrainingRun:
             return "reentrant checkpointing (gradient_checkpointing_kwargs) has no graph that pieces could go on from"
         if args.sharding.pipeline_parallel > 1:
             return "ranks have layers of their own, between which hidden states travel by the micro-batch"
-        if args.sharding.by_deepspeed:
-            return "DeepSpeed keeps its weights or states in parts on several ranks"
         if args.attention_head_chunks:
             return "attention_head_chunks computes a layer's heads one group after the other"
         if self.shows_images:
@@ -429,8 +427,8 @@ def _check_stages(args: Any, why: str) -> None:
     """Refuses ranks that have layers of their own; `why` completes the sentence."""
     if (ranks := args.sharding.pipeline_parallel) > 1:
         raise ValueError(
-            f"{type(args).__name__}: layers cannot be split over {ranks} ranks {why}: shard by fsdp=True, or split each "
-            "layer by tp_size, in place of pipeline_parallel_size"
+            f"{type(args).__name__}: layers cannot be split over {ranks} ranks {why}: shard by fsdp=True, or split "
+            "each layer by tp_size, in place of pipeline_parallel_size"
         )
 
 

@@ -29,7 +29,6 @@ from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.group import RankGroup
-from lowtide.ranks.shards import is_fully_sharded
 from lowtide.ranks.world import distributed
 from lowtide.step.chains import Chain, Slopes, in_row_order, joined_output
 from lowtide.step.metrics import Totals
@@ -93,8 +92,6 @@ class Models:
         """What keeps rows above the token budget from being run in pieces, as a clause; None if nothing does."""
         if self.stages > 1:
             return "ranks have layers of their own, between which hidden states travel by the micro-batch"
-        if self.together and not is_fully_sharded(self.policy):
-            return "DeepSpeed keeps its weights in parts on several ranks"
         if isinstance(objective, OwnLoss):
             return "the loss is not the method's own"
         if objective.aux_coefficient:

@@ -155,7 +155,7 @@ def train_step(
     counts, pieces, ranks, some_cut = agree(own_counts, pieces, device, models.copies, long_rows=is_cut)
     if not pieces:
         sync.meet(device)
-    even = models.together and some_cut
+    even = some_cut and (models.together or (plan.exchange is None and ranks > 1))  # as each backward meets others'
     if even or models.stages > 1:
         batch = _with_reference(sync, models, batch, objective, limits)
     parts = pieces_first(parts_of(batch, limits)) if even else parts_of(batch, limits, pieces)
@@ -172,11 +172,7 @@ def train_step(
             loss = forward_and_backward(runs[0], whole, plan.backward, sync, totals)
         else:
             turns = _turns_of(runs[0], parts, idle, even)
-            at_once = [[run] for run in runs] if even else [runs]  # so that each meets its like on other ranks
-            for some in at_once:
-                taking = totals if some is at_once[0] else Totals()
-                found = _forward_and_backward(some, batch, turns, plan, sync, taking, some is at_once[-1])
-                loss = loss.to(found) + found
+            loss = _loss_of(runs, batch, turns, plan, sync, totals, even)
     _exchange(loss, plan, sync, device)
     return loss
 
@@ -222,6 +218,24 @@ def _exchange(loss: Tensor, plan: BackwardPlan, sync: RankSync, device: torch.de
         plan.forgo()
     sync.meet(device)
     end()
+
+
+def _loss_of(
+    runs: Sequence[MicrobatchRun],
+    batch: RaggedBatch,
+    turns: Sequence[Turn],
+    plan: BackwardPlan,
+    sync: RankSync,
+    totals: Totals,
+    even: bool,
+) -> Tensor:
+    """The loss of a batch; with `even`, one of several after the other over all of it, so that each pass meets its like
+    on the other ranks."""
+    first, *others = [[run] for run in runs] if even else [runs]
+    loss = _forward_and_backward(first, batch, turns, plan, sync, totals, not others)
+    for each in others:
+        loss = loss + _forward_and_backward(each, batch, turns, plan, sync, Totals(), each is others[-1])
+    return loss
 
 
 def _forward_and_backward(

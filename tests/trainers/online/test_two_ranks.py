@@ -51,8 +51,8 @@ WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "split layers, shards": (4, 2, {**LAYERS, "fsdp": True}),
     "split layers, pieces": (2, 4, {**LAYERS, **PIECES}),
 }
-"""(ranks, rows on each, options). Where two ranks hold the same rows, those that split sequences write a share each, but
-of one row both write all; those that split layers write every token together."""
+"""(ranks, rows on each, options). Two ranks that hold the same rows and split sequences write a share each, and of one
+row both write all; those that split layers write every token together."""
 
 
 def learned(folder: Path, name: str, rows: int, **options: Any) -> dict[str, torch.Tensor]:

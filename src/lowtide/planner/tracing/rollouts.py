@@ -8,7 +8,8 @@ completions are counted as if none ended early, which is an upper bound. What a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from lowtide.compat.torch import without_modes
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import OLD, REFERENCE, VALUE
 from lowtide.data.prompts import PROMPT_IDS
-from lowtide.engine.forward import causal_model, embedding_weight, score_shared
+from lowtide.engine.forward import SPLIT_OVER, causal_model, embedding_weight, score_shared, sequence_of
 from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
@@ -174,19 +175,35 @@ class TracedRollout:
             prompts = longest_prompts(options, self.dataset, self.reader)
         training = self.runner.model.training
         self.runner.model.eval()
-        with torch.no_grad(), self.trace.during("generate"):
-            self._generate(prompts, batch)
-        if self.rewarding:
-            with self.trace.during("reward"):
-                fake = batch.token_ids.fake_mode  # type: ignore[attr-defined]
-                tokens = [prompt.token_ids for prompt in prompts]
-                reward_completions(self.rewarding, tokens, options.num_generations, options.max_completion_length, fake)
+        with self._share(prompts, options.num_generations) as (prompts, each):
+            with torch.no_grad(), self.trace.during("generate"):
+                self._generate(prompts, each, batch)
+            if self.rewarding:
+                with self.trace.during("reward"):
+                    fake = batch.token_ids.fake_mode  # type: ignore[attr-defined]
+                    tokens = [prompt.token_ids for prompt in prompts]
+                    reward_completions(self.rewarding, tokens, each, options.max_completion_length, fake)
         with self.trace.during("score"):
             scored = self._score(batch)
         self.runner.model.train(training)
         return replace(batch, score_values={**batch.score_values, **scored})
 
-    def _generate(self, prompts: list[TracedPrompt], batch: RaggedBatch) -> None:
+    @contextlib.contextmanager
+    def _share(self, prompts: list[TracedPrompt], each: int) -> Iterator[tuple[list[TracedPrompt], int]]:
+        """What one of the ranks writes that hold the same rows: some of the prompts, with the completions of each.
+        While it lasts, nothing splits its tokens."""
+        inner = causal_model(self.runner.model)
+        sequence = sequence_of(inner)
+        if sequence is None:
+            yield prompts, each
+            return
+        vars(inner)[SPLIT_OVER] = None
+        try:
+            yield prompts[: -(-len(prompts) // sequence.size)], -(-each // max(sequence.size // len(prompts), 1))
+        finally:
+            vars(inner)[SPLIT_OVER] = sequence
+
+    def _generate(self, prompts: list[TracedPrompt], each: int, batch: RaggedBatch) -> None:
         options: Any = self.runner.options
         if options.use_vllm:
             torch.empty(0)  # it is a phase all the same
@@ -195,7 +212,7 @@ class TracedRollout:
         writing = TracedWriting(
             self.runner.model, self.runner.padding_free, options, self.trace, self.layers, position_rule=rule
         )
-        writing.run(prompts, options.num_generations, batch)
+        writing.run(prompts, each, batch)
 
     def _score(self, batch: RaggedBatch) -> dict[str, Tensor]:
         """What a micro-batch is scored by before the update, as `RolloutMaker` does it: by the policy where its

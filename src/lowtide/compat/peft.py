@@ -16,6 +16,19 @@ def adapters_switched_off(model: Any) -> bool:
     return bool(getattr(model, "_adapters_disabled", False))
 
 
+def own_targets(config: Any, model_type: str) -> Any:
+    """The modules that PEFT adapts where a configuration names none, by the model's type: None where it knows none and
+    would refuse; empty where there is nothing to choose.
+
+    PEFT finds them itself, but loses them on the way for models whose experts it renames (Mixtral, PEFT 0.21).
+    """
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    known = getattr(PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), "target_module_mapping", None)
+    named = getattr(config, "target_modules", None) or getattr(config, "target_parameters", None)
+    return () if named or not known else known.get(model_type)
+
+
 @contextlib.contextmanager
 def caches_kept(tuner: Any) -> Iterator[None]:
     """A layer's small cache is afterwards as it was: a merge that is only looked at leaves nothing in it (DoRA's

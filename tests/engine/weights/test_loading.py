@@ -1,11 +1,16 @@
-"""Adapters leave the precision of what they adapt alone, and quantized weights can be trained through."""
+"""Adapters leave the precision of what they adapt alone, and quantized weights can be trained through; where nobody
+names the layers that they are put on, some are chosen."""
 
+from __future__ import annotations
+
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from lowtide.engine.weights.loading import adapt, release_file
 
@@ -26,6 +31,28 @@ def test_what_a_quantized_model_has_in_16_bits_stays_so():
     assert kept == {torch.bfloat16}
     assert trained
     assert all("lora" in name for name in trained)
+
+
+OF_TYPES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "llama": ({}, {"q_proj", "v_proj"}),
+    "mixtral": ({"num_local_experts": 2, "num_experts_per_tok": 1}, {"q_proj", "v_proj"}),
+    "phi3": ({"pad_token_id": 0}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
+}
+"""By model type, further sizes and the layers that get adapters."""
+
+
+@pytest.mark.parametrize("kind", OF_TYPES)
+def test_layers_are_chosen_where_none_are_named(kind, caplog):
+    sizes, expected = OF_TYPES[kind]
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
+    config = AutoConfig.for_model(kind, vocab_size=32, num_key_value_heads=2, eos_token_id=0, **sizes)
+    given = LoraConfig(r=2)
+    with caplog.at_level(logging.INFO):
+        adapted = adapt(AutoModelForCausalLM.from_config(config), given, gradient_checkpointing=False)
+    found = {name.split(".lora_A")[0].split(".")[-1] for name, _ in adapted.named_parameters() if ".lora_A" in name}
+    assert found == expected
+    assert ("target_modules='all-linear'" in caplog.text) is (kind == "phi3")
+    assert given.target_modules is None  # it is the caller's
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lowtide.compat.peft import own_targets
 from lowtide.compat.transformers import has_loaded_adapters
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import WITH_IMAGES, LanguageModel
@@ -27,6 +30,8 @@ from lowtide.engine.weights.model_init import CODE, config_init
 from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.quantized import check_torchao
 from lowtide.engine.weights.shard_files import shards_in
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
@@ -144,9 +149,25 @@ def adapt(
         )
     check_adapters(peft_config)
     base = cast(PreTrainedModel, model)
+    peft_config = _with_targets(peft_config, base.config.model_type)
     if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
         base.enable_input_require_grads()
     return get_peft_model(base, peft_config)
+
+
+def _with_targets(peft_config: Any, model_type: str) -> Any:
+    """The configuration with the modules that it adapts: PEFT's own choice, or all linear layers where it has none."""
+    found = own_targets(peft_config, model_type)
+    if found == ():
+        return peft_config
+    if found is None:
+        logger.info(
+            f"the peft_config names no target_modules, and PEFT has no choice for {model_type}: all linear layers get "
+            "adapters (target_modules='all-linear')"
+        )
+    peft_config = copy.copy(peft_config)
+    peft_config.target_modules = "all-linear" if found is None else set(found)
+    return peft_config
 
 
 def check_adapters(*configs: Any) -> None:

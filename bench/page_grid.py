@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many seconds")
     options, console, start = parser.parse_args(argv), Console(), time.perf_counter()
     from lowtide.planner.answers.known_models import known_models
-    from lowtide.planner.answers.parallel import each_of
+    from lowtide.planner.parallel import each_of
 
     path = grid_path()
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() and not options.again else {}

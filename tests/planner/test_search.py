@@ -97,6 +97,16 @@ def test_what_is_chosen_fits_and_nothing_faster_does(room):
                 assert table.peak(found.options(combination), tokens) > room, (combination, tokens)
 
 
+@pytest.mark.parametrize("at_once", [2, 4])
+@pytest.mark.parametrize("room", [1000, 2500, 3300, 4100, 5200])
+def test_with_several_traces_at_a_time_the_same_is_chosen(room, at_once):
+    expected = search(Table(), room)
+    found = Search(Table(), (ACTIVATIONS, STATES), SIZES, room, at_once)
+    assert found.best() == expected.best()
+    assert found.smallest() == expected.smallest()
+    assert [*found.alone()] == [*expected.alone()]
+
+
 @settings(max_examples=60, deadline=None)
 @given(weights=st.floats(10, 5000), room=st.floats(500, 20_000), longest=st.integers(10, 100))
 def test_the_choice_always_fits_and_there_is_none_only_where_nothing_fits(weights, room, longest):

@@ -20,6 +20,7 @@ from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.estimate import BANDS
+from lowtide.planner.parallel import processes_at_once
 from lowtide.planner.pieces import Searches, sizes_in_pieces
 from lowtide.planner.search import Candidate, Measured, Refused, Search, Sizes
 from lowtide.ranks.sharding import Sharding
@@ -235,7 +236,7 @@ def make_plan(
 
     def search_of(sizes: Sizes) -> Search:
         measure = partial(measured, run, prepared)
-        return Search(measure, axes(setting, sizes), sizes, room / (1 + BANDS[run.device.kind]))
+        return Search(measure, axes(setting, sizes), sizes, room / (1 + BANDS[run.device.kind]), processes_at_once())
 
     searches = Searches(search_of, sizes, None if run.whole_rows else sizes_in_pieces(sizes))
     if exact:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lowtide.planner.parallel import beside
+
 MICRO_BATCH_TOKENS = 128
 """A micro-batch costs as much as so many tokens more (weights are read, kernels started), where no roofline says it;
 assumed."""
@@ -26,6 +28,8 @@ TOO_SLOW = 1.25
 """Costs that no trace has confirmed may be this much too high."""
 TRIES = 5
 """Traces of one combination, each with fewer tokens than the one before."""
+AHEAD = 4
+"""Of so many candidates for each trace that may be made at a time it is asked what they need next."""
 ROUND = 16
 """Token budgets are multiples of this."""
 
@@ -34,6 +38,8 @@ STATES = ("weights", "gradients", "optimizer", "reference", "keys", "runtime")
 
 Combination = tuple[int, ...]
 """For each axis the number of a choice."""
+Traced = tuple[Combination, int | None]
+"""What a trace is of: settings, and the tokens of a micro-batch, None for the most that it may have."""
 Bytes = Mapping[str, Mapping[str, float]]
 """{phase: {category: bytes}} when each phase holds most."""
 
@@ -131,15 +137,16 @@ class Search:
         axes: at most one of them `scales`.
         sizes: of a micro-batch; equal where there is nothing to cut, or the user said how.
         room: bytes that the peak may take.
+        at_once: traces that may be made at a time, each in a process of its own.
     """
 
-    def __init__(self, measure: Measure, axes: Sequence[Axis], sizes: Sizes, room: float) -> None:
+    def __init__(self, measure: Measure, axes: Sequence[Axis], sizes: Sizes, room: float, at_once: int = 1) -> None:
         assert sum(axis.scales for axis in axes) <= 1
-        self.measure, self.axes, self.sizes, self.room = measure, axes, sizes, room
+        self.measure, self.axes, self.sizes, self.room, self.at_once = measure, axes, sizes, room, at_once
         self.traces = 0
-        self.refused: dict[tuple[Combination, int | None], str] = {}
+        self.refused: dict[Traced, str] = {}
         self.plain: Combination = (0,) * len(axes)
-        self._known: dict[tuple[Combination, int | None], Measured] = {}
+        self._known: dict[Traced, Measured] = {}
 
     def best(self, runners_up: int = 0, worth: float = math.inf) -> list[Candidate]:
         """The fastest that fits, which is traced, and those behind it, which are predicted; empty if nothing fits.
@@ -165,6 +172,9 @@ class Search:
             _, _, stage, candidate, tries = heapq.heappop(waiting)
             if candidate.cost > worth * TOO_SLOW:
                 continue
+            if not found and self.at_once > 1:
+                following = heapq.nsmallest(AHEAD * self.at_once, waiting)
+                self._look_ahead([(stage, candidate), *((each[2], each[3]) for each in following)])
             if stage == "hoped":
                 predicted = self._predicted(candidate.combination)
                 if predicted is not None:
@@ -187,6 +197,7 @@ class Search:
         """What takes least, whether it fits or not; traced."""
         predicted = []
         size = self._less
+        self._trace_beside(self._every_choice())
         for combination in itertools.product(*(range(len(axis.choices)) for axis in self.axes)):
             for tokens in {None} if self._cannot_be_cut(combination) else {None, size}:
                 try:
@@ -219,6 +230,7 @@ class Search:
 
     def alone(self) -> Iterator[tuple[Choice, Measured]]:
         """Each choice by itself beside plain settings, as far as it works."""
+        self._trace_beside(self._every_choice())
         for axis, name in enumerate(self.axes):
             for number in range(1, len(name.choices)):
                 try:
@@ -241,16 +253,60 @@ class Search:
             Refused: the settings cannot work.
         """
         key = (combination, tokens)
+        if key not in self._known and key not in self.refused:
+            self._take_in(key, self._tried(key))
         if key in self.refused:
             raise Refused(self.refused[key])
-        if key not in self._known:
-            self.traces += 1
-            try:
-                self._known[key] = self.measure(self.options(combination), self._budget(tokens))
-            except Refused as reason:
-                self.refused[key] = str(reason)
-                raise
         return self._known[key]
+
+    def _tried(self, key: Traced) -> Measured | Refused:
+        """What a trace says, or why there is none."""
+        combination, tokens = key
+        try:
+            return self.measure(self.options(combination), self._budget(tokens))
+        except Refused as reason:
+            return reason
+
+    def _take_in(self, key: Traced, found: Measured | Refused) -> None:
+        self.traces += 1
+        if isinstance(found, Refused):
+            self.refused[key] = str(found)
+        else:
+            self._known[key] = found
+
+    # -- several traces at a time ---------------------------------------------------------------------------------
+
+    def _look_ahead(self, candidates: Sequence[tuple[str, Candidate]]) -> None:
+        """The trace that the first of some candidates asks for, and beside it those that the ones behind it may ask
+        for, which are mostly asked in the end: of many candidates the first that fits is wanted."""
+        keys = dict.fromkeys(self._asked(*each) for each in candidates)
+        if next(iter(keys)) is None:
+            return
+        self._trace_beside([*itertools.islice((each for each in keys if each is not None), self.at_once)])
+
+    def _trace_beside(self, keys: Sequence[Traced]) -> None:
+        """Makes traces, as many at a time as may be."""
+        wanted = [each for each in keys if each not in self._known and each not in self.refused]
+        if self.at_once == 1 or len(wanted) == 1:
+            return  # one that is made when it is asked for
+        for first in range(0, len(wanted), self.at_once):
+            some = wanted[first : first + self.at_once]
+            for key, found in zip(some, beside(self._tried, some), strict=True):
+                if found is not None:
+                    self._take_in(key, found)
+
+    def _asked(self, stage: str, candidate: Candidate) -> Traced | None:
+        """The first trace that is wanted of a candidate and not there."""
+        combination, tokens = candidate.combination, candidate.tokens
+        wanted: list[Traced] = []
+        if stage == "hoped":
+            alone = [self._only(a, n) for a, n in enumerate(combination) if n and not self.axes[a].scales]
+            wanted = [(each, None) for each in (*alone, self._scaling(combination))]
+        elif stage == "rough" and tokens not in (None, self._less):
+            wanted = [(self._scaling(combination), self._less)]
+        elif stage == "predicted":
+            wanted = [(combination, tokens)]
+        return next((each for each in wanted if each not in self._known and each not in self.refused), None)
 
     # -- predicting ---------------------------------------------------------------------------------------------
 
@@ -265,6 +321,11 @@ class Search:
 
     def _cannot_be_cut(self, combination: Combination) -> bool:
         return self._less is None or any(choice.whole for choice in self.choices(combination))
+
+    def _every_choice(self) -> list[Traced]:
+        """Each by itself, in one micro-batch."""
+        axes = enumerate(self.axes)
+        return [(self._only(place, number), None) for place, axis in axes for number in range(1, len(axis.choices))]
 
     def _only(self, axis: int, number: int) -> Combination:
         return tuple(number if each == axis else 0 for each in range(len(self.axes)))

@@ -33,7 +33,7 @@ def one_way(monkeypatch):
     """Of all ways LoRA alone, with one stage, in this process."""
     way = Way(LORA, (Stage(LORA, SETTINGS, name="checkpointing"),), {"use_peft": True})
     monkeypatch.setattr("lowtide.planner.answers.traces.ways_of", lambda run: [way])
-    monkeypatch.setattr("lowtide.planner.answers.parallel._cores", lambda: 1)
+    monkeypatch.setattr("lowtide.planner.parallel._cores", lambda: 1)
     return way
 
 

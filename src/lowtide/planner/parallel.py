@@ -38,8 +38,8 @@ _work: list[_Work] = []
 
 def each_of(function: Callable[[A], R], things: Sequence[A]) -> list[R]:
     """What a function makes of each, in their order. Results go through a pipe; things and function do not."""
-    processes = min(MOST, len(things), _cores())
-    if processes < 2 or sys.platform != "linux":
+    processes = min(processes_at_once(), len(things))
+    if processes < 2:
         return [function(each) for each in things]
     fork = multiprocessing.get_context("fork")
     _work.append(_Work(function, things, fork.Array("b", len(things))))
@@ -50,6 +50,38 @@ def each_of(function: Callable[[A], R], things: Sequence[A]) -> list[R]:
     finally:
         _work.pop()
     return [found[number] for number in range(len(things))]
+
+
+def processes_at_once() -> int:
+    """How many processes may compute at a time; 1 where none can be forked."""
+    return min(MOST, _cores()) if sys.platform == "linux" else 1
+
+
+def beside(function: Callable[[A], R], things: Sequence[A]) -> list[R | None]:
+    """What a function makes of each: of the first here, and of each other in a process of its own meanwhile; None of
+    one whose process ended without a word. Results go through a pipe."""
+    fork = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for each in things[1:]:
+        ours, theirs = fork.Pipe(duplex=False)
+        process = fork.Process(target=_sent, args=(theirs, function, each), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    found: list[R | None] = [function(things[0])]
+    for ours, process in zip(pipes, processes, strict=True):
+        try:
+            found.append(ours.recv())
+        except EOFError:
+            found.append(None)
+        process.join()
+    return found
+
+
+def _sent(pipe: Any, function: Callable[[A], R], thing: A) -> None:
+    _begin()
+    pipe.send(function(thing))
 
 
 def _cores() -> int:

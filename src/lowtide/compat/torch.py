@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, UntypedStorage, library, nn
 from torch._C._autograd import _get_sequence_nr
@@ -461,18 +460,6 @@ class _Alone:
         for start in range(0, target.numel(), source.numel()):
             piece = target[start : start + source.numel()]
             piece.copy_(source[: piece.numel()])
-
-
-def gather_from_ranks(found: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """Fills `found` with what each rank gives, one after the other. torch 2.13 has another name for it."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(found, own.contiguous(), group=group)
-
-
-def sum_own_of_ranks(found: Tensor, everyones: Tensor, group: dist.ProcessGroup) -> None:
-    """Fills `found` with this rank's part of the sum over ranks; likewise."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(found, everyones.contiguous(), group=group)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from lowtide.compat.torch import gather_from_ranks, sum_own_of_ranks
+from lowtide.compat.gloo import exchange_between_ranks, gather_from_ranks, sum_own_of_ranks
 from lowtide.ops.in_place import add_rows
 from lowtide.ops.logit_rows import Projection, RowStats, Slopes, Want
 from lowtide.ops.rows_of import rows_of
@@ -105,7 +105,7 @@ class SplitVocabulary:
         if SplitVocabulary.alone:
             return x.clone()
         found = x.new_empty(sum(taken), *x.shape[1:])
-        dist.all_to_all_single(found, x.contiguous(), list(taken), list(sent), group=self.group)
+        exchange_between_ranks(found, x, taken, sent, self.group)
         return found
 
 

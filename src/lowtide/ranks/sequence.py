@@ -22,6 +22,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from lowtide.compat.gloo import exchange_between_ranks
 from lowtide.ranks.group import RankGroup
 
 
@@ -81,7 +82,7 @@ class SequenceParallel(RankGroup):
     def sent(self, x: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
         """What comes back where `sent[r]` places of `x` go to rank r, and `taken[r]` come from it."""
         found = x.new_empty(sum(taken), *x.shape[1:])
-        dist.all_to_all_single(found, x.contiguous(), list(taken), list(sent), self.group)
+        exchange_between_ranks(found, x, taken, sent, self.group)
         return found
 
     def held(self, index: Int[Tensor, " scores"], tokens: int) -> Int[Tensor, " held"]:

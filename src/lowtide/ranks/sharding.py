@@ -103,7 +103,7 @@ class Sharding:
     overlap: bool | None = None
     """ZeRO-1 and 2 hold two gradient buffers."""
     backend: str = "nccl"
-    """What carries the bytes; `"gloo"` copies what it reduces and scatters."""
+    """What carries the bytes; over `"gloo"` DeepSpeed copies what it gathers and reduces."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from lowtide.compat.gloo import ShardGather, ShardSum
 from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit, staying_gathered, unread_in_backward
 from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model, install, model_beside, score
@@ -80,6 +81,10 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device, *, s
                 unread_in_backward(unit, True)
     widen(model.parameters(), wanted)
     fully_shard(model, **more)
+    if device.type == "cpu":
+        for module in fully_sharded_modules(model):
+            module.set_custom_all_gather(cast(Any, ShardGather()))
+            module.set_custom_reduce_scatter(cast(Any, ShardSum()))
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
 

@@ -16,8 +16,7 @@ its shards are gathered into one flat buffer, which is copied out into a tensor 
 Where head and embedding stay in rows (`engine.weights.split_vocabulary`), they are no units: hidden states of a chunk
 travel in their place, and each rank has the gradient of its own rows.
 
-gloo gathers into a copy of what it gathers, and scatters from a copy of what it reduces: one more buffer of the whole
-size, while it does.
+Over gloo what another rank sends of a sum is held beside it (`compat.gloo`): one more part of what is reduced.
 """
 
 from __future__ import annotations
@@ -241,7 +240,7 @@ def _backward(units: Sequence[Unit], held: int, gradients: int, sharding: Shardi
         gradients: bytes of a rank's gradients when all are reduced, but for rows that are never gathered.
         sharding: how they are reduced.
     """
-    copies = 2 if sharding.backend == "gloo" else 1
+    came = 1 / sharding.shards if sharding.backend == "gloo" else 0
     whole = not sharding.reduce_each and held > 0  # those before are whole, and what is computed is added to them
     tied = units[0].is_last
     early = units[0].gradients if tied and not whole else 0
@@ -259,13 +258,14 @@ def _backward(units: Sequence[Unit], held: int, gradients: int, sharding: Shardi
             yield Point(kept + 2 * unit.flat + scattered, gone, "between", done + early + made)
             kept += unit.flat
         ahead = units[index - 1].flat if index and not units[index - 1].keeps else 0
-        yield Point(kept + copies * ahead + scattered, gone, "between", done + early + made)
+        yield Point(kept + ahead + scattered, gone, "between", done + early + made)
         if unit.is_layer:  # most passes through it while its first gradients are made
             yield Point(kept + ahead + scattered, gone, "layer", done + early + min(own, unit.largest))
         yield Point(kept + ahead + scattered, gone, "head" if is_head else "between", done + early + own)
         gone += unit.is_layer
         kept -= unit.flat
-        yield Point(kept + ahead + copies * unit.reduced, gone, "between", done + early + own + unit.shard)
+        reduced = unit.reduced + int(came * unit.reduced)
+        yield Point(kept + ahead + reduced, gone, "between", done + early + own + unit.shard)
         done = held or min(done + unit.shard, gradients)
         scattered = unit.reduced
 

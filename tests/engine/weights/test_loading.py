@@ -36,6 +36,10 @@ def test_what_a_quantized_model_has_in_16_bits_stays_so():
 OF_TYPES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "llama": ({}, {"q_proj", "v_proj"}),
     "mixtral": ({"num_local_experts": 2, "num_experts_per_tok": 1}, {"q_proj", "v_proj"}),
+    "qwen3_moe": (
+        {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "head_dim": 8},
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+    ),
     "phi3": ({"pad_token_id": 0}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
 }
 """By model type, further sizes and the layers that get adapters."""
@@ -52,6 +56,7 @@ def test_layers_are_chosen_where_none_are_named(kind, caplog):
     found = {name.split(".lora_A")[0].split(".")[-1] for name, _ in adapted.named_parameters() if ".lora_A" in name}
     assert found == expected
     assert ("target_modules='all-linear'" in caplog.text) is (kind == "phi3")
+    assert ("linear layers outside of experts" in caplog.text) is (kind == "qwen3_moe")
     assert given.target_modules is None  # it is the caller's
 
 

@@ -149,25 +149,40 @@ def adapt(
         )
     check_adapters(peft_config)
     base = cast(PreTrainedModel, model)
-    peft_config = _with_targets(peft_config, base.config.model_type)
+    peft_config = _with_targets(peft_config, base)
     if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
         base.enable_input_require_grads()
     return get_peft_model(base, peft_config)
 
 
-def _with_targets(peft_config: Any, model_type: str) -> Any:
-    """The configuration with the modules that it adapts: PEFT's own choice, or all linear layers where it has none."""
-    found = own_targets(peft_config, model_type)
+def _with_targets(peft_config: Any, model: PreTrainedModel) -> Any:
+    """The configuration with the modules that it adapts: PEFT's own choice, or all linear layers where it has none, but
+    for experts, of which there are too many."""
+    found = own_targets(peft_config, model.config.model_type)
     if found == ():
         return peft_config
     if found is None:
+        found = _outside_experts(model) or "all-linear"
+        which = "all linear layers" if found == "all-linear" else "linear layers outside of experts"
         logger.info(
-            f"the peft_config names no target_modules, and PEFT has no choice for {model_type}: all linear layers get "
-            "adapters (target_modules='all-linear')"
+            f"the peft_config names no target_modules, and PEFT has no choice for {model.config.model_type}: {which} "
+            f"get adapters (target_modules={found!r})"
         )
     peft_config = copy.copy(peft_config)
-    peft_config.target_modules = "all-linear" if found is None else set(found)
+    peft_config.target_modules = found if isinstance(found, str) else set(found)
     return peft_config
+
+
+def _outside_experts(model: PreTrainedModel) -> list[str]:
+    """The linear layers of a mixture of experts, by the ends of their names, but for those beside experts and the head;
+    empty of a model without experts."""
+    mixtures = [name for name, module in model.named_modules() if hasattr(module, "experts")]
+    head = model.get_output_embeddings()
+    ends: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            ends[name.startswith(tuple(f"{each}." for each in mixtures))].add(name.rpartition(".")[2])
+    return sorted(ends[False] - ends[True]) if mixtures else []
 
 
 def check_adapters(*configs: Any) -> None:

@@ -7,13 +7,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from lowtide.engine.forward import install, score
-from lowtide.engine.heads import HEADS, head_of, head_of_task
+from lowtide.engine.heads import HEADS, check_type, head_of, head_of_task
 from lowtide.engine.heads.classes import SequenceClasses
 from lowtide.engine.heads.head import Scores
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
+from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
 from lowtide.engine.heads.value import Value
 from lowtide.ragged import LastToken, RaggedBatch
 from tests.support.processes import run_ranks
@@ -128,3 +130,23 @@ def test_sharded_heads_have_the_gradients_of_whole_ones(tmp_path):
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("head", "kind", "said"),
+    [
+        (LanguageModel, "t5", "of which there are no language models .* trained as encoder-decoders"),
+        (LanguageModel, "bert", "is an encoder .* `lowtide masked-lm`"),
+        (SequenceToSequence, "llama", "of which there are no encoder-decoders .* trained as language models"),
+        (MaskedLanguageModel, "llama", "of which there are no masked language models"),
+    ],
+)
+def test_a_type_of_models_without_such_a_head_is_refused_by_its_config(head, kind, said):
+    with pytest.raises(ValueError, match=said):
+        check_type(head, AutoConfig.for_model(kind), "some-model")
+
+
+def test_types_that_have_a_head_are_not():
+    for head, kind in ((LanguageModel, "llama"), (SequenceToSequence, "t5"), (MaskedLanguageModel, "bert")):
+        check_type(head, AutoConfig.for_model(kind), "some-model")
+    check_type(LanguageModel, None, "a folder of adapters")

@@ -52,6 +52,11 @@ def names_not_saved(model: nn.Module) -> set[str]:
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
+def loads(auto_class: Any, config: Any) -> bool:
+    """Whether an auto class has a model class for a config, of transformers or in the code that comes with it."""
+    return type(config) in auto_class._model_mapping or auto_class.__name__ in (getattr(config, "auto_map", None) or {})
+
+
 def has_loaded_adapters(model: nn.Module) -> bool:
     """Whether `from_pretrained` put adapters into a model because its folder has some."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lowtide.compat.transformers import loads
 from lowtide.engine.heads.classes import SequenceClasses, TokenClasses
 from lowtide.engine.heads.head import Head
-from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.language_model import LanguageModel, is_encoder
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
 from lowtide.engine.heads.replaced_tokens import ReplacedTokens
 from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
@@ -32,6 +33,33 @@ def head_of(model: PreTrainedModel) -> type[Head]:
     raise ValueError(
         f"{type(model).__name__} (model type {model.config.model_type}) has no head that lowtide reads, such as a "
         f"language-modelling head: load it with {ways}"
+    )
+
+
+def check_type(head: type[Head], config: PretrainedConfig | None, name: str) -> None:
+    """Refuses a type of models that none can be loaded of with a head.
+
+    Args:
+        config: of the saved model; None where it has none.
+        name: the model's folder or hub name.
+
+    Raises:
+        ValueError: says what models of the type can be trained as.
+    """
+    if config is None:
+        return
+    if loads(loader := head.loader(config), config):
+        if head is LanguageModel and is_encoder(config):
+            raise ValueError(
+                f"model {name!r} is an encoder (is_decoder is False in its config), whose tokens see those after them: "
+                "train it with `lowtide masked-lm`, or take a model that predicts the token that follows"
+            )
+        return
+    others = [each.models for each in HEADS if loads(each.loader(config), config)]
+    instead = f"they are trained as {', '.join(others)}" if others else "lowtide does not train them"
+    raise ValueError(
+        f"model {name!r} is of type {config.model_type}, of which there are no {head.models} ({loader.__name__}): "
+        f"{instead}"
     )
 
 

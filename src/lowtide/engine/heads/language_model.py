@@ -92,6 +92,8 @@ class LanguageModel(Head):
             return "is an encoder-decoder, which predicts a target from a source"
         if is_masked(inner):
             return "is a masked language model, which does not predict the token that follows"
+        if is_encoder(inner.config):
+            return "is an encoder, whose tokens see those after them (is_decoder is False in its config)"
         if body(inner) is not inner and inner.get_output_embeddings() is not None:
             return None
         return "has no language-modelling head, so that it gives no log-probabilities"
@@ -157,6 +159,11 @@ class LanguageModel(Head):
             'talk = [{"role": "user", "content": "What is 2 + 2?"}]',
             'print(writer(talk, max_new_tokens=128, return_full_text=False)[0]["generated_text"])',
         ]
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether a type of encoders is not told to be a decoder, so that its tokens see those after them."""
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False
 
 
 def is_masked(model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from transformers import (
 
 from lowtide.compat.peft import own_targets
 from lowtide.compat.transformers import has_loaded_adapters
+from lowtide.engine.heads import check_type
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import WITH_IMAGES, LanguageModel
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
@@ -70,6 +71,7 @@ def load_model(
         check_torchao(init["quantization_config"], trial_dtype, torch.device("cuda" if placed else "cpu"))
     try:
         saved = saved_config(name, {CODE: trust_remote_code, **init})
+        check_type(head, saved, name)
         values = label_values(saved, labels) if labels else {}
         init = {**head.config_values, **values, "dtype": dtype, "trust_remote_code": trust_remote_code, **init}
         if begins_at_random(name):

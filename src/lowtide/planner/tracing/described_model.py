@@ -20,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from lowtide.compat.peft import without_bitsandbytes
 from lowtide.engine.adapters import add_adapter_of
+from lowtide.engine.heads import check_type
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.weights.loading import adapt
@@ -128,6 +129,7 @@ class DescribedModel:
                 setattr(text, name, getattr(text, name)[:layers])
         for name, value in self.head.config_values.items():
             setattr(config, name, value)
+        check_type(self.head, config, config.name_or_path or config.model_type)
         model = self.head.loader(config).from_config(config, dtype=self.dtype)
         if self.quantization_config is not None:
             store_in_four_bits(model, self.quantization_config)

@@ -296,16 +296,22 @@ class Search:
                     self._take_in(key, found)
 
     def _asked(self, stage: str, candidate: Candidate) -> Traced | None:
-        """The first trace that is wanted of a candidate and not there."""
-        combination, tokens = candidate.combination, candidate.tokens
-        wanted: list[Traced] = []
+        """The first trace that is wanted of a candidate and not there; None also where that cannot be told yet."""
+        combination = candidate.combination
         if stage == "hoped":
             alone = [self._only(a, n) for a, n in enumerate(combination) if n and not self.axes[a].scales]
-            wanted = [(each, None) for each in (*alone, self._scaling(combination))]
-        elif stage == "rough" and tokens not in (None, self._less):
-            wanted = [(self._scaling(combination), self._less)]
-        elif stage == "predicted":
-            wanted = [(combination, tokens)]
+            wanted = [*((each, None) for each in (*alone, self._scaling(combination))), (self.plain, self._less)]
+            if (missing := self._missing(wanted)) is not None:
+                return missing
+            predicted = self._predicted(combination)
+            return None if predicted is None else self._asked("rough", predicted)
+        whole = candidate.tokens in (None, self._less)
+        if stage == "rough" and not whole:
+            return self._missing([(self._scaling(combination), self._less)])  # after which there may be other tokens
+        return self._missing([(combination, candidate.tokens)])
+
+    def _missing(self, wanted: Sequence[Traced]) -> Traced | None:
+        """The first of some traces that is not there."""
         return next((each for each in wanted if each not in self._known and each not in self.refused), None)
 
     # -- predicting ---------------------------------------------------------------------------------------------

@@ -172,9 +172,9 @@ class Search:
             _, _, stage, candidate, tries = heapq.heappop(waiting)
             if candidate.cost > worth * TOO_SLOW:
                 continue
-            if not found and self.at_once > 1:
+            if not found and self.at_once > 1 and (asked := self._asked(stage, candidate)) is not None:
                 following = heapq.nsmallest(AHEAD * self.at_once, waiting)
-                self._look_ahead([(stage, candidate), *((each[2], each[3]) for each in following)])
+                self._trace_beside([asked, *self._ahead(asked, [(each[2], each[3]) for each in following])])
             if stage == "hoped":
                 predicted = self._predicted(candidate.combination)
                 if predicted is not None:
@@ -276,13 +276,17 @@ class Search:
 
     # -- several traces at a time ---------------------------------------------------------------------------------
 
-    def _look_ahead(self, candidates: Sequence[tuple[str, Candidate]]) -> None:
-        """The trace that the first of some candidates asks for, and beside it those that the ones behind it may ask
-        for, which are mostly asked in the end: of many candidates the first that fits is wanted."""
-        keys = dict.fromkeys(self._asked(*each) for each in candidates)
-        if next(iter(keys)) is None:
-            return
-        self._trace_beside([*itertools.islice((each for each in keys if each is not None), self.at_once)])
+    def _ahead(self, asked: Traced, candidates: Sequence[tuple[str, Candidate]]) -> list[Traced]:
+        """Traces to make beside one that is asked for: those that the next candidates may ask for. Of many candidates
+        the first that fits is wanted, so that most of them are asked for in the end."""
+        found: list[Traced] = []
+        for stage, candidate in candidates:
+            key = self._asked(stage, candidate, further=True)
+            if key not in (None, asked, *found):
+                found.append(key)  # type: ignore[arg-type]
+            if len(found) == self.at_once - 1:
+                break
+        return found
 
     def _trace_beside(self, keys: Sequence[Traced]) -> None:
         """Makes traces, as many at a time as may be."""
@@ -295,20 +299,20 @@ class Search:
                 if found is not None:
                     self._take_in(key, found)
 
-    def _asked(self, stage: str, candidate: Candidate) -> Traced | None:
-        """The first trace that is wanted of a candidate and not there; None also where that cannot be told yet."""
+    def _asked(self, stage: str, candidate: Candidate, *, further: bool = False) -> Traced | None:
+        """The first trace that is wanted of a candidate in its stage and not there; with `further`, in the stages after
+        it too, as far as can be told."""
         combination = candidate.combination
         if stage == "hoped":
             alone = [self._only(a, n) for a, n in enumerate(combination) if n and not self.axes[a].scales]
-            wanted = [*((each, None) for each in (*alone, self._scaling(combination))), (self.plain, self._less)]
-            if (missing := self._missing(wanted)) is not None:
+            wanted = [(each, None) for each in (*alone, self._scaling(combination))]
+            missing = self._missing([*wanted, (self.plain, self._less)] if further else wanted)
+            if missing is not None or not further or (predicted := self._predicted(combination)) is None:
                 return missing
-            predicted = self._predicted(combination)
-            return None if predicted is None else self._asked("rough", predicted)
-        whole = candidate.tokens in (None, self._less)
-        if stage == "rough" and not whole:
+            stage, candidate = "rough", predicted
+        if stage == "rough" and candidate.tokens not in (None, self._less):
             return self._missing([(self._scaling(combination), self._less)])  # after which there may be other tokens
-        return self._missing([(combination, candidate.tokens)])
+        return self._missing([(combination, candidate.tokens)]) if further or stage == "predicted" else None
 
     def _missing(self, wanted: Sequence[Traced]) -> Traced | None:
         """The first of some traces that is not there."""

@@ -163,7 +163,7 @@ class RolloutMaker:
 
     def _of_all_ranks(self, values: Tensor) -> Tensor:
         """Values of the rollouts of all ranks; what several hold alike counts once."""
-        return gathered(values.to(self.runner.device), 1 if self.together is None else self.together.size)
+        return gathered(values.to(self.runner.device), self.runner.models().copies)
 
     def _share(self, rows: int) -> slice:
         """Of so many rows those that this rank writes completions of: a share where ranks hold whole weights and the
@@ -375,7 +375,7 @@ class RolloutMaker:
             device,
             epoch,
             evaluated=self.evaluates,
-            copies=1 if self.together is None else self.together.size,
+            copies=self.runner.models().copies,
         )
         found = self.learning.learn(rewarded, self.options)
         made.advantages = found.values

@@ -40,10 +40,11 @@ def sum_own_of_ranks(found: Tensor, everyones: Tensor, group: dist.ProcessGroup)
     came = torch.empty_like(total)
     for step in range(1, size):  # one part of another rank is here at a time
         to, source = (rank + step) % size, (rank - step) % size
-        works = [dist.irecv(came, group=group, group_src=source), dist.isend(parts[to], group=group, group_dst=to)]
-        works[0].wait()
+        takes: Any = dist.irecv(came, group=group, group_src=source)
+        sends: Any = dist.isend(parts[to], group=group, group_dst=to)
+        takes.wait()
         total.add_(came)
-        works[1].wait()
+        sends.wait()
 
 
 def exchange_between_ranks(

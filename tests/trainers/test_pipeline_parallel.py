@@ -123,7 +123,7 @@ def saved_in(run: Path) -> dict[str, Any]:
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "padded": ({"padding_free": False}, "does not go with padding_free=False, which runs padded"),
     "layers": ({"pipeline_parallel_size": 2, "model": "one layer"}, "=2 is more than the 1 layers of the model"),
-    "written": ({"kind": "GRPO"}, "GRPOConfig: layers cannot be split over 2 ranks yet"),
+    "written": ({"kind": "GRPO"}, "GRPOConfig: layers cannot be split over 2 ranks that would have to write"),
     "shards": ({"fsdp": True}, "pipeline_parallel_size=2 does not go with fsdp2 on 2 devices: leave one of them out"),
     "sequences": ({"parallelism_config": {"sp_size": 2}}, "does not go with sp2"),
     "number": ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 does not divide the 2 processes"),

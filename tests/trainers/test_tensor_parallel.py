@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lowtide.engine.forward import tensor_parallel_of
 from lowtide.trainers.reports.start import StartReport
 from tests.support import matrix, sharded_training
+from tests.support.online_runs import online
 from tests.support.processes import run_ranks
 from tests.support.sharded_training import (
     assert_as_on_one_rank,
@@ -184,7 +185,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "tp_plan='auto' has transformers split",
     ),
     "reference stored": ({"kind": "DPO", "ref_model_storage": "8bit"}, "ref_model_storage='8bit' stores a whole ref"),
-    "written": ({"kind": "GRPO"}, "GRPOConfig: layers cannot be split between 2 ranks yet"),
     "stepped in backward": ({"optimizer_in_backward": True, "max_grad_norm": 0.0}, "gradients of 2 ranks are added up"),
     "compiled": ({"torch_compile": True, "torch_compile_backend": "eager"}, "cannot exchange between ranks"),
 }
@@ -208,6 +208,8 @@ def refuse(rank: int, folder: str) -> None:
                 given["model"] = str(Path(folder, "model"))
             with pytest.raises(ValueError, match=said):
                 matrix.make(**given)
+        with pytest.raises(ValueError, match="tools and environments may answer each of the ranks"):
+            online(Path(folder), parallelism_config={"tp_size": 2}, arguments={"tools": [len]})
 
 
 def test_what_cannot_be_split_is_refused(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from datasets import ClassLabel, Dataset, Features, List, Value
+from datasets import ClassLabel, Dataset, Features, List, Value, load_dataset
 
 from lowtide.data.labelled import LabelOptions, found_labels, prepare_labelled
 from tests.support.classifying import tokenizer
@@ -160,3 +160,11 @@ def test_datasets_that_cannot_be_used_are_refused():
         found_labels(column(["a", "b"]), None, None, problem=REGRESSION)
     with pytest.raises(ValueError, match=r"holds null values; labels are texts, numbers, or lists"):
         found_labels(column([None, None]), None, None)
+
+
+def test_labels_of_several_kinds_in_a_file_are_refused(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "ice", "label": "cold"}\n{"text": "fire", "label": 0.5}\n')
+    rows = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="holds values of several kinds; labels are texts, numbers, or lists"):
+        found_labels(rows, None, None)

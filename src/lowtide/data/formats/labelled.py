@@ -99,9 +99,8 @@ def detect_labelled(
     names = tuple(inner.names) if isinstance(inner, ClassLabel) else None
     made = LabelFormat(found, label, kind, is_list, names)
     if not (made.has_names or made.has_fractions or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-        raise ValueError(
-            f"{source}: the column {label!r} holds {kind} values; labels are texts, numbers, or lists of these"
-        )
+        held = "values of several kinds" if "json" in str(kind) else f"{kind} values"  # datasets keeps those as JSON
+        raise ValueError(f"{source}: the column {label!r} holds {held}; labels are texts, numbers, or lists of these")
     return made
 
 

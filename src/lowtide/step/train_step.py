@@ -171,8 +171,8 @@ def train_step(
             whole = [part for part in parts if isinstance(part, RaggedBatch)]
             loss = forward_and_backward(runs[0], whole, plan.backward, sync, totals)
         else:
-            turns = _turns_of(runs[0], parts, idle, even)
-            loss = _loss_of(runs, batch, turns, plan, sync, totals, even)
+            passes = _passes_of(runs, parts, idle, even)
+            loss = _forward_and_backward(runs[0], batch, passes, plan, sync, totals)
     _exchange(loss, plan, sync, device)
     return loss
 
@@ -220,50 +220,31 @@ def _exchange(loss: Tensor, plan: BackwardPlan, sync: RankSync, device: torch.de
     end()
 
 
-def _loss_of(
-    runs: Sequence[MicrobatchRun],
-    batch: RaggedBatch,
-    turns: Sequence[Turn],
-    plan: BackwardPlan,
-    sync: RankSync,
-    totals: Totals,
-    even: bool,
-) -> Tensor:
-    """The loss of a batch; with `even`, one of several after the other over all of it, so that each pass meets its like
-    on the other ranks."""
-    first, *others = [[run] for run in runs] if even else [runs]
-    loss = _forward_and_backward(first, batch, turns, plan, sync, totals, not others)
-    for each in others:
-        loss = loss + _forward_and_backward(each, batch, turns, plan, sync, Totals(), each is others[-1])
-    return loss
-
-
 def _forward_and_backward(
-    runs: Sequence[MicrobatchRun],
+    first: MicrobatchRun,
     batch: RaggedBatch,
-    turns: Sequence[Turn],
+    passes: Sequence[tuple[Sequence[MicrobatchRun], Turn]],
     plan: BackwardPlan,
     sync: RankSync,
     totals: Totals,
-    ends: bool = True,
 ) -> Tensor:
     """The loss of a batch, from its micro-batches one after the other, and of each one loss after the other.
 
-    `ends` says whether nothing goes backward after it.
+    Metrics are those of the `first` loss.
 
     A function of its own, so that after a failure its variables, and with them the graph of a micro-batch, can be
     dropped before anything else is done.
     """
     losses: list[Tensor] = []
-    for place, (number, part, idle) in enumerate(turns):
-        last = ends and place == len(turns) - 1
+    for place, (runs, (number, part, idle)) in enumerate(passes):
+        last = place == len(passes) - 1
         if idle is not None:
             _idle_forwards(runs[0], idle.batch, idle.count, plan)
         if part is None:
             continue
         if isinstance(part, LongRow):
             for run in runs:
-                taking = totals if run is runs[0] else Totals()
+                taking = totals if run is first else Totals()
                 losses.append(_row_in_pieces(run, number, part, plan, sync, taking, last and run is runs[-1]))
             continue
         sync.micro_batch, sync.part = number, part
@@ -279,23 +260,25 @@ def _forward_and_backward(
                     sync.phase = "backward"
                     plan.backward(loss)
                 losses.append(loss.detach())
-                if run is runs[0]:
+                if run is first:
                     totals.take_in(output, part)
-    return runs[0].reported(torch.stack(losses).sum())
+    return first.reported(torch.stack(losses).sum())
 
 
-def _turns_of(
-    run: MicrobatchRun, parts: Sequence[RaggedBatch | LongRow], idle: RaggedBatch, even: bool
-) -> Sequence[Turn]:
-    """The parts in their order; with `even` in that of all ranks, so that their passes meet.
+def _passes_of(
+    runs: Sequence[MicrobatchRun], parts: Sequence[RaggedBatch | LongRow], idle: RaggedBatch, even: bool
+) -> list[tuple[Sequence[MicrobatchRun], Turn]]:
+    """The parts in their order, each with all runs; with `even` in that of all ranks and one run after the other over
+    all of them, so that each pass meets its like.
 
     Args:
         idle: an empty micro-batch.
     """
     if not even:
-        return [Turn(number, part) for number, part in enumerate(parts)]
-    agreed = EvenTurns.agreed(parts, run.first_forwards, idle.token_ids.device)
-    return agreed.turns(parts, run.first_forwards, idle)
+        return [(runs, Turn(number, part)) for number, part in enumerate(parts)]
+    agreed = EvenTurns.agreed(parts, runs[0].first_forwards, idle.token_ids.device)
+    turns = agreed.turns(parts, runs[0].first_forwards, idle)
+    return [([run], turn) for run in runs for turn in turns]
 
 
 @torch.no_grad()

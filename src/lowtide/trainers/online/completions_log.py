@@ -33,10 +33,10 @@ class CompletionsLog:
         """The completions of a rollout."""
         if not self.args.log_completions:
             return
-        start = self.args.data_rank * len(made.rollout)
+        start, columns = self.args.data_rank * len(made.rollout), {name: made.column(name) for name in made.extra}
         for number in range(len(made.rollout)):
             rewards = made.rewards[start + number].tolist()
-            extra = {name: made.column(name)[number] for name in made.extra}
+            extra = {name: values[number] for name, values in columns.items()}
             self.rows.append(
                 {
                     "prompt": as_text(made.prompts[number]),

@@ -119,6 +119,8 @@ def estimate(
         rows, _ = first_rows(load_rows(cast(Source, dataset)))
     place = device_named(device).with_rates()
     room, of_budget = read_budget(budget, place)
+    if lengths is not None:
+        model, own = _known(model), cast(PlanInputs, _beside_known(own, vars(method)))
     found = _estimate_config(method, model, rows, place, _spread(method, sharding, world_size), own)
     return replace(found, room_bytes=room, notes=(*of_budget, *found.notes))
 
@@ -132,7 +134,7 @@ def _estimate_config(
     inputs: PlanInputs,
 ) -> Estimate:
     """Of a trainer's config; rows are a dataset, or lengths."""
-    rewards = DescribedRewards.of(_rewards(inputs.pop("reward_funcs", None), config))
+    rewards = DescribedRewards.of(_rewards(inputs.pop("reward_funcs", None), vars(config)))
     inputs["teacher_model"] = DescribedTeacher.of(inputs.get("teacher_model"), config)
     init = model_init(
         cast(Any, config.model_init_kwargs),
@@ -153,7 +155,7 @@ def _estimate_config(
 
 def _spread(config: TrainingConfig, sharding: Any, world_size: int) -> Sharding | None:
     """How a run is spread, as the caller says it or the config; None for one device."""
-    if world_size == 1:
+    if world_size == 1 and sharding is None:
         return None
     if not sharding:
         return sharding_of(config, world_size)
@@ -290,7 +292,7 @@ def gpus(
     """
     check_arguments_known("gpus", inputs, PlanInputs.__annotations__)
     called = name or (model if isinstance(model, str) else type(model).__name__)
-    model = (known_config(model) or config_of_model(model)) if isinstance(model, str) else model
+    model = config_of_model(_known(model))
     lengths = inputs.get("lengths") or DEFAULT
     runs, asked = {}, {**inputs, "lengths": lengths, "config": _requested(inputs)}
     for kind, device in KINDS.items():
@@ -331,8 +333,10 @@ def _run(
         trust_remote_code=bool(given.get("trust_remote_code")),
         quantization_config=inputs.get("quantization_config"),
     )
-    named = known_config(model) if known is not None and isinstance(model, str) else None
-    described = config_of_model(named or model, **config_init(init))
+    named = model
+    if known is not None:
+        named, inputs = _known(model), cast(PlanInputs, _beside_known(inputs, given))
+    described = config_of_model(named, **config_init(init))
     processing_class = inputs.get("processing_class")
     as_they_are = known is not None or (given.get("dataset_kwargs") or {}).get("skip_prepare_dataset")
     if processing_class is None and isinstance(model, str) and not as_they_are:
@@ -347,8 +351,20 @@ def _run(
     return run, load_rows(cast(Source, dataset)) if known is None else known.rows()
 
 
-def _rewards(reward_funcs: Any, config: Any) -> Any:
-    """What rewards completions, which PPO's config may name."""
-    name = "reward_model_path"
-    path = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return path if reward_funcs is None else reward_funcs
+def _known(model: Any) -> Any:
+    """The built-in config of a well-known model that is given by name, else what was given; of a list each."""
+    if isinstance(model, list | tuple):
+        return [_known(each) for each in model]
+    return (known_config(model) if isinstance(model, str) else None) or model
+
+
+def _beside_known(inputs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Likewise the teacher and the rewards of a run, which options may name."""
+    teacher = inputs.get("teacher_model") or given.get("teacher_model_name_or_path")
+    rewards = _rewards(inputs.get("reward_funcs"), given)
+    return {**inputs, "teacher_model": _known(teacher), "reward_funcs": _known(rewards)}
+
+
+def _rewards(reward_funcs: Any, given: Mapping[str, Any]) -> Any:
+    """What rewards completions, which PPO's options may name."""
+    return given.get("reward_model_path") if reward_funcs is None else reward_funcs

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lowtide.ops.embedding import embed_tokens
-from lowtide.ops.linear_logprobs import Projection, Term, TokenStats, Want, linear_logprobs, linear_loss
+from lowtide.ops.linear_logprobs import Projection, Teacher, Term, TokenStats, Want, linear_logprobs, linear_loss
 from lowtide.ops.split_vocabulary import SplitVocabulary
 from tests.support.marks import slow_but
 from tests.support.processes import run_ranks
@@ -184,6 +184,69 @@ def compare_same(rank: int, ranks: int, folder: str) -> None:
 @pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
 def test_ranks_with_the_same_scores_have_the_numbers_of_a_whole_head(ranks: int, tmp_path: Path) -> None:
     run_ranks(compare_same, ranks, str(tmp_path), ranks=ranks)
+
+
+TAUGHT = Want(entropies=True, top1=True, divergences=True)
+
+
+def distance(stats: TokenStats) -> Tensor:
+    assert stats.entropies is not None
+    assert stats.divergences is not None
+    return stats.divergences + 0.1 * stats.entropies - 0.2 * stats.logprobs
+
+
+def compare_taught(rank: int, ranks: int, folder: str) -> None:
+    """Beside a teacher, whose vocabulary is cut likewise, is larger or smaller, or lies on each rank whole; and beside
+    one that is cut where the student's is whole."""
+    mesh = group_of_ranks(rank, ranks, folder)
+    cases = itertools.product(
+        (0.0, 0.3, 1.0), PROJECTIONS.values(), (None, 4), (VOCAB, VOCAB + 3, VOCAB - 2), (True, False), (True, False)
+    )
+    for beta, projection, chunk, theirs, cuts_student, cuts_teacher in cases:
+        problem = Problem(ranks, torch.float64)
+        problem.targets[0].clamp_(max=min(VOCAB, theirs) - 1)
+        states, their_weight, their_bias = (
+            torch.randn(*shape, dtype=torch.float64) for shape in ((SCORES[0], 6), (theirs, 6), (theirs,))
+        )
+        found: list[tuple[Tensor, TokenStats, list[Tensor], list[Any]]] = []
+        for cuts, cuts_theirs in ((False, False), (cuts_student, cuts_teacher)):
+            lying = (lambda weight: cut(weight, mesh)) if cuts else (lambda weight: nn.Parameter(weight.clone()))
+            weights = [lying(weight) for weight in [*problem.weights, problem.bias]]
+            terms, xs = problem.terms(0, weights[:2])
+            of_teacher = [cut(each, mesh) if cuts_theirs else each for each in (their_weight, their_bias)]
+            split, their_split = (
+                SplitVocabulary(mesh.get_group(), size, same_scores=True) if there else None
+                for there, size in ((cuts, VOCAB), (cuts_theirs, theirs))
+            )
+            teacher = Teacher([Term(states, of_teacher[0])], of_teacher[1], projection, beta, their_split)
+            total, stats = linear_loss(
+                terms,
+                problem.indices[0],
+                problem.targets[0],
+                distance,
+                **{"bias": weights[2], "projection": projection, "want": TAUGHT, "chunk": chunk},
+                teacher=teacher,
+                split=split,
+            )
+            total.backward()
+            found.append((total.detach(), stats, xs, [full_of(weight.grad) for weight in weights]))
+        (expected, known, *rest), (total, stats, *own) = found
+        assert_near(total, expected, torch.float64)
+        for name in ("logprobs", "entropies", "divergences"):
+            assert_near(getattr(stats, name), getattr(known, name), torch.float64)
+        for mine, whole in zip([x.grad for x in own[0]] + own[1], [x.grad for x in rest[0]] + rest[1], strict=True):
+            assert_near(mine, whole, torch.float64)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def full_of(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
+def test_divergences_from_a_teacher_are_those_of_whole_heads(ranks: int, tmp_path: Path) -> None:
+    run_ranks(compare_taught, ranks, str(tmp_path), ranks=ranks)
 
 
 def look_up(rank: int, ranks: int, folder: str) -> None:

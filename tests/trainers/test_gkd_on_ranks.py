@@ -1,4 +1,5 @@
-"""Distillation on two ranks (whole copies, FSDP2, ZeRO-3) trains, and writes, what one rank does."""
+"""Distillation on two ranks (whole copies, FSDP2, ZeRO-3, split sequences, split layers) trains, and writes, what one
+rank does."""
 
 from __future__ import annotations
 
@@ -21,10 +22,19 @@ CASES: dict[str, dict[str, Any]] = {
     "shards, LoRA": {"fsdp": True, "lora": True},
     "copies, written": {"lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
     "shards, written": {"fsdp": True, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
+    "split sequences": {"sequence": 2},
+    "split sequences, LoRA": {"sequence": 2, "lora": True, "beta": 1.0},
+    "split sequences, written": {"sequence": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
+    "split layers": {"tensor": 2},
+    "split layers, LoRA": {"tensor": 2, "lora": True, "beta": 0.0, "tokens_per_microbatch": 60},
+    "split layers, written": {
+        **{"tensor": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
+        **{"optim": "sgd", "learning_rate": 0.5},  # AdamW makes steps of gradients that are rounding alone
+    },
     "ZeRO-3": {"deepspeed": ZERO},
     "ZeRO-3, written": {"deepspeed": ZERO, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
 }
-SPREAD = ("fsdp", "deepspeed")
+SPREAD = ("fsdp", "deepspeed", "sequence", "tensor")
 INSTALLED = [name for name, options in CASES.items() if "deepspeed" not in options or find_spec("deepspeed")]
 
 

@@ -103,6 +103,8 @@ class SplitPlan:
         index, target = scores.index[place] - self.own.start, scores.target[place]
         # A loss that is added up over ranks has its gradient once for each (`SequenceParallel.summed`).
         found = read(replace(scores, index=index, target=target, grad_scale=scores.grad_scale * self.sequence.size))
+        if found.stays:
+            return found
         for name, value in list(found.items()):
             whole = self.sequence.summed(value) if name == "loss" else self._placed(value, place, len(scores.index))
             found[name] = whole

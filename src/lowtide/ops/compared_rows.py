@@ -15,6 +15,7 @@ taken out.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ class ComparedRows(TorchRows):
     """Some rows of a student's logits, which also know the teacher's of the same scores.
 
     Where one vocabulary has more rows than the other, as of rows that pad it, both distributions are over those that
-    both have. The divergence's slope is formed with the statistics, in place of the teacher's logits.
+    both have. The divergence's slope is formed with the statistics, in place of the teacher's logits. Where the columns
+    are a part of a vocabulary, `stats` is without divergences: `compare` gives them, after `settle`.
     """
 
     def __init__(
@@ -39,38 +41,51 @@ class ComparedRows(TorchRows):
         teacher: Tensor,
         teacher_projection: Projection,
         beta: float,
+        vocab: int | None = None,
     ):
         """As of `TorchRows`; `teacher` [rows, its vocab] is used up likewise; `beta` from 0 to 1."""
         common = min(logits.shape[1], teacher.shape[1])
         self.beyond, self.beta = logits[:, common:], beta
-        super().__init__(logits[:, :common], target, projection, None if scratch is None else scratch[..., :common])
+        scratch = None if scratch is None else scratch[..., :common]
+        super().__init__(logits[:, :common], target, projection, scratch, vocab)
         self.theirs = TorchRows(teacher[:, :common], target, teacher_projection).x.to(self.x.dtype)
 
     def stats(self, want: Want, keep: bool) -> RowStats:
         found = super().stats(want, keep=True)
+        if self.elsewhere is not None:
+            return found
+        return found._replace(divergences=self.compare(self.their_lse(), lambda of_all: of_all))
+
+    def their_lse(self) -> Tensor:
+        """[rows]: the log-sum-exp of the teacher's logits that lie here."""
+        return self.theirs.logsumexp(-1)
+
+    def compare(self, their_lse: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
+        """[rows]: the divergences, of which the slope is kept.
+
+        Args:
+            their_lse: [rows], of all the teacher's logits.
+            summed: makes sums over all columns of those over the columns that lie here.
+        """
         assert self.shifted is not None
         q, log_q = self.x.div_(self.total), self.shifted.sub_(self.log_total)
-        self.top, self.total, self.log_total = found.lse[:, None], 1.0, 0.0
-        log_p = self.theirs.sub_(self.theirs.logsumexp(-1, keepdim=True))
-        return found._replace(divergences=self._compared(log_p, q, log_q))
-
-    def _compared(self, log_p: Tensor, q: Tensor, log_q: Tensor) -> Tensor:
-        """[rows]: the divergences; `log_p` is overwritten by their slope."""
+        self.top, self.total, self.log_total = self.top + self.log_total, 1.0, 0.0
+        log_p = self.theirs.sub_(their_lse[:, None])
         if self.beta == 0:
             difference = torch.sub(log_p, log_q, out=self._scratch())
             p = log_p.exp_()
             divergences = difference.mul_(p).sum(-1)
             p.neg_().add_(q)
-            return divergences
+            return summed(divergences)
         if self.beta == 1:
             slope = log_p.neg_().add_(log_q)
-            divergences = _expected(slope, q)
+            divergences = summed(_expected(slope, q))
             slope.sub_(divergences[:, None]).mul_(q)
             return divergences
         log_m = torch.logaddexp(log_q + math.log1p(-self.beta), log_p + math.log(self.beta), out=self._scratch())
         of_teacher = (log_p - log_m).mul_(log_p.exp_()).sum(-1)
         slope = torch.sub(log_q, log_m, out=log_p)
-        of_student = _expected(slope, q)
+        of_teacher, of_student = summed(torch.stack([of_teacher, _expected(slope, q)]))
         slope.sub_(of_student[:, None]).mul_(q).mul_(1 - self.beta)
         return self.beta * of_teacher + (1 - self.beta) * of_student
 

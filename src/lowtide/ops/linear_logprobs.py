@@ -24,6 +24,7 @@ float64 input).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack, cast
@@ -123,6 +124,8 @@ class Teacher:
     """The temperature is commonly the student's."""
     beta: float = 0.5
     """0 is KL(teacher || student), 1 is KL(student || teacher)."""
+    split: SplitVocabulary | None = None
+    """The ranks that hold the rows of its weights, and the same scores."""
 
 
 ScoreLoss = Callable[[TokenStats], Tensor]
@@ -203,8 +206,8 @@ def linear_loss(
         grad_scale: the gradient with which `backward` will be called, by a loss scaler for float16 training say. The
             gradients are formed so much larger, so that small ones do not underflow before they are scaled. Another
             gradient than this one in `backward` is right as well, without that benefit.
-        teacher: whom `divergences` are from, where `want` asks for them; not where a vocabulary is split. One more
-            chunk of logits is held, the teacher's.
+        teacher: whom `divergences` are from, where `want` asks for them; where a vocabulary is split, between ranks
+            with the same scores, and without `mean_logprobs`. One more chunk of logits is held, the teacher's.
         accumulate: a weight that is a leaf and already has a `.grad` receives its gradient in *forward*, which is
             right only if `backward` follows at once with a gradient of `grad_scale`.
 
@@ -213,7 +216,7 @@ def linear_loss(
     bias = options.pop("bias", None)
     spec = _Spec(**cast(Any, options), grad=torch.is_grad_enabled(), teacher=teacher)
     assert spec.want.divergences == (teacher is not None)
-    assert teacher is None or spec.split is None
+    assert teacher is None or spec.split is None or (spec.split.same_scores and not spec.want.mean_logprobs)
     total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale), index, target, bias, *_flat(terms))
     return total, _wanted(spec.want, *stats)
 
@@ -403,7 +406,13 @@ class ChunkedHead:
         order = torch.arange(len(self.scores.index), device=self.scores.index.device)
         scores = OwnScores(order, self.scores.target, self.scores.rows, None)
         head = ChunkedHead(_Spec(teacher.projection), scores, teacher.bias, teacher.terms)
-        return (logits for _, _, logits in head.chunks())
+        return (self._columns(logits, teacher.split) for _, _, logits in head.chunks())
+
+    def _columns(self, logits: Tensor, split: SplitVocabulary | None) -> Tensor:
+        """A teacher's logits of the tokens whose logits of the student lie here."""
+        if split is not None and (self.split is None or self.split.vocab != split.vocab):
+            logits, split = split.all_columns(logits), None
+        return logits if self.split is None or split is not None else self.split.own_columns(logits)
 
     def workspace(self) -> Float[Tensor, "rows vocab"]:
         """For the logits of a chunk."""
@@ -450,21 +459,25 @@ class ChunkedHead:
             part = logits[start : start + self.block]
             scores = slice(span.start + start, span.start + start + part.shape[0])
             target = self.scores.target[scores]
-            if self.teacher is not None and theirs is not None:
-                yield scores, self._compared(part, target, theirs[start : start + self.block], self.teacher)
-                continue
-            what = (part, target, self.projection, self.want, self.scratch)
-            yield scores, rows_of(*what) if self.split is None else SplitRows(self.split, *what)
+            beside = None if theirs is None else theirs[start : start + self.block]
+            if self.split is None:
+                yield scores, self._rows(part, beside, target)
+            else:
+                of = functools.partial(self._rows, part, beside, vocab=self.split.vocab)
+                yield scores, SplitRows(self.split, target, of)
 
-    def _compared(self, part: Tensor, target: Tensor, theirs: Tensor, teacher: Teacher) -> ComparedRows:
+    def _rows(self, part: Tensor, theirs: Tensor | None, target: Tensor, vocab: int | None = None) -> Rows:
+        if self.teacher is None or theirs is None:
+            return rows_of(part, target, self.projection, self.want, self.scratch, vocab)
         return ComparedRows(
             part,
             target,
             self.projection,
             self.scratch,
             teacher=theirs,
-            teacher_projection=teacher.projection,
-            beta=teacher.beta,
+            teacher_projection=self.teacher.projection,
+            beta=self.teacher.beta,
+            vocab=vocab,
         )
 
 

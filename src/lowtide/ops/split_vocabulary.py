@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,9 +29,10 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from lowtide.compat.gloo import exchange_between_ranks, gather_from_ranks, sum_own_of_ranks
+from lowtide.ops.compared_rows import ComparedRows
 from lowtide.ops.in_place import add_rows
-from lowtide.ops.logit_rows import Projection, RowStats, Slopes, Want
-from lowtide.ops.rows_of import rows_of
+from lowtide.ops.logit_rows import RowStats, Slopes, Want
+from lowtide.ops.rows_of import Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +85,10 @@ class SplitVocabulary:
         """The logits of all tokens, from those of this rank's; ranks have the same rows."""
         own = F.pad(x, (0, self.each - self.rows))
         return self.gathered(own.T.contiguous())[: self.vocab].T.contiguous()
+
+    def own_columns(self, x: Shaped[Tensor, "rows vocab"]) -> Shaped[Tensor, "rows own"]:
+        """Those of this rank, of the logits of all tokens, or of as many as there are."""
+        return x[:, self.first : self.first + self.rows]
 
     def summed_own(self, x: Shaped[Tensor, "everyones ..."]) -> Shaped[Tensor, "own ..."]:
         """This rank's part, by the order of `gathered`, of the sum over ranks."""
@@ -203,21 +208,12 @@ class SplitScores:
 class SplitRows:
     """Rows of logits of which some columns lie here (see `ops.logit_rows`); their statistics are of all columns."""
 
-    def __init__(
-        self,
-        split: SplitVocabulary,
-        logits: Tensor,
-        target: Tensor,
-        projection: Projection,
-        want: Want,
-        scratch: Tensor | None,
-    ) -> None:
-        """`logits` [rows, columns]; `target` [rows] is among all columns."""
+    def __init__(self, split: SplitVocabulary, target: Tensor, of: Callable[[Tensor], Rows]) -> None:
+        """`target` [rows] is among all columns; `of` makes the rows with a target among those here, else -1."""
         self.split = split
         column = target - split.first
         self.here = (column >= 0) & (column < split.rows)
-        column = column.masked_fill(~self.here, -1)
-        self.inner = rows_of(logits, column, projection, want, scratch, split.vocab)
+        self.inner = of(column.masked_fill(~self.here, -1))
 
     def stats(self, want: Want, keep: bool) -> RowStats:
         """The statistics, equal on all ranks; `keep` as there."""
@@ -232,12 +228,17 @@ class SplitRows:
             columns["sum"] = (found.mean_logprobs + found.lse) * self.split.rows
         if want.collisions:
             columns["collision"] = found.collisions
+        if isinstance(self.inner, ComparedRows):
+            columns["theirs"] = self.inner.their_lse()
         gathered = self.split.gathered(torch.stack([*columns.values()])).unflatten(0, (self.split.ranks, -1))
         parts = dict(zip(columns, gathered.unbind(1), strict=True))
         lse = parts["lse"].logsumexp(0)
         drop = parts["lse"] - lse  # the log of the probability of each rank's columns
         chosen, empty = parts["chosen"].sum(0), lse.new_empty(0)
         self.inner.settle(lse)
+        divergences = empty
+        if isinstance(self.inner, ComparedRows):
+            divergences = self.inner.compare(parts["theirs"].logsumexp(0), self.split.summed)
         return RowStats(
             chosen - lse,
             (drop.exp() * (parts["entropy"] - drop)).sum(0) if want.entropies else empty,
@@ -245,7 +246,7 @@ class SplitRows:
             chosen >= parts["top"].amax(0) if want.top1 else empty.bool(),
             lse,
             (parts["collision"] + 2 * drop).logsumexp(0) if want.collisions else empty,
-            empty,
+            divergences,
         )
 
     def restore(self, lse: Tensor, keep: bool) -> None:

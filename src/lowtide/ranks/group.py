@@ -6,12 +6,14 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,17 @@ class RankGroup:
         total = x.clone(memory_format=torch.contiguous_format)
         self.add_up(total)
         return total
+
+    def share(self, count: int) -> slice:
+        """Those of so many things that are this rank's, where each rank does about equally many."""
+        first, end = (count * (self.rank + more) // self.size for more in (0, 1))
+        return slice(first, end)
+
+    def all_objects(self, own: T) -> list[T]:
+        """What each rank has, in the order of ranks."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self.group)
+        return found
 
     @contextlib.contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:

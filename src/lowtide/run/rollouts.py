@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
 from lowtide.data.prompts import PROMPT, PROMPT_IDS
-from lowtide.engine.forward import same_rows_of, sequence_of, tensor_parallel_of
+from lowtide.engine.forward import same_rows_of, sequence_of
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
@@ -136,8 +135,9 @@ class RolloutMaker:
             ValueError: a reward, a tool or a `rollout_func` failed; says which, and at which row.
             OutOfMemory: what was to be written does not fit.
         """
-        split = self.runner.together or tensor_parallel_of(self.runner.model) is not None
-        own, conversations = self._met(lambda: self._rewarded(rows, place, version, state), waited_for=split)
+        own, conversations = self._met(
+            lambda: self._rewarded(rows, place, version, state), waited_for=self.writer.has_a_part
+        )
         made, found = self._met(lambda: self._scored(own, len(rows)), waited_for=self.runner.waited_for)
         if conversations is not None:
             made.metrics |= _tool_metrics(conversations, self.runner.device)
@@ -172,8 +172,8 @@ class RolloutMaker:
         units, ranks = rows // self.learning.completions, sequence_of(self.runner.model)
         if ranks is None or units < ranks.size:
             return slice(0, rows)
-        first, end = (units * (ranks.rank + more) // ranks.size for more in (0, 1))
-        return slice(first * self.learning.completions, end * self.learning.completions)
+        share = ranks.share(units)
+        return slice(share.start * self.learning.completions, share.stop * self.learning.completions)
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -413,8 +413,7 @@ def _as_given(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _of_group(made: Made, rows: int, together: RankGroup) -> Made:
     """What the ranks of a group wrote of so many rows, one after the other, so that all of them learn from it; where
     each wrote after all of them, what the first did."""
-    everyones: list[Any] = [None] * together.size
-    dist.all_gather_object(everyones, made, group=together.group)
+    everyones = together.all_objects(made)
     if len(made.rollout) == rows:
         return everyones[0]
     names = dict.fromkeys(name for each in everyones for name in each.extra)

@@ -94,6 +94,13 @@ class TeacherMaker(ReferenceMaker):
                 f"teacher_model ({_title(reference)}) has a vocabulary of {theirs} tokens, and the student's tokenizer "
                 f"one of {tokens}: it predicts other tokens. Pass a teacher with the student's tokenizer"
             )
+        ranks = self.args.sharding.tensor_parallel
+        if theirs <= -(-ours // ranks) * (ranks - 1):
+            raise ValueError(
+                f"teacher_model ({_title(reference)}) has a vocabulary of {theirs} tokens and the student one of "
+                f"{ours}, of which the last of {ranks} ranks would have none in common: take a smaller tp_size, or "
+                "fsdp=True"
+            )
         return reference
 
 

@@ -130,7 +130,7 @@ class TrainingRun:
         if method.writes:
             _check_stages(args, "that would have to write a token one after the other")
         if method.taught:
-            _check_whole(args, "yet beside a teacher")
+            _check_stages(args, "yet beside a teacher")
             _check_whole_vocabulary(args, "the student's distribution is compared with the teacher's over all of them")
         if method.compares and args.compares:
             maker = TeacherMaker if method.taught else ReferenceMaker

@@ -50,10 +50,15 @@ class Writer:
         return self.runner.model if self.reference is None else self.reference.model
 
     @property
+    def has_a_part(self) -> bool:
+        """Whether this rank has a part of the weights, so that ranks write together."""
+        return self.runner.together or tensor_parallel_of(self.model) is not None
+
+    @property
     def waited_for(self) -> bool:
         """Whether other ranks wait for this one while it writes, for what it has of the weights."""
-        gather = self.options.ds3_gather_for_generation
-        return (self.runner.together and gather is not True) or tensor_parallel_of(self.model) is not None
+        gathers_all = self.options.ds3_gather_for_generation is True and tensor_parallel_of(self.model) is None
+        return self.has_a_part and not gathers_all
 
     def write(self, requests: Sequence[Request], conversations: Conversations | None = None) -> list[list[Completion]]:
         """The completions of each request; again with half as many tokens at a time where memory runs out."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.prompted import completed, prompt_images, prompts_of
-from lowtide.engine.forward import vocabulary
+from lowtide.engine.forward import same_rows_of, sequence_of, vocabulary
 from lowtide.engine.reference import AdapterOff, FrozenModel
 from lowtide.methods.gkd import GKDOptions
 from lowtide.ragged import RaggedBatch, Shown
@@ -77,21 +77,29 @@ class DistillationTrainer(ReferenceTrainer):
         return self.student_writes if share < self.options.lmbda else self.teacher_writes
 
     def _written(self, batch: RaggedBatch, writer: Writer) -> RaggedBatch:
-        prompts, first = prompts_of(batch), self.args.process_index * self.args.train_batch_size
+        prompts, first = prompts_of(batch), self.args.data_rank * self.args.train_batch_size
         seeds = [seed_of(self.args.seed, *self.place, first + row) for row in range(len(prompts))]
         reader, images = self.training_run.reader, prompt_images(batch, prompts)
         requests = [Request(*each) for each in zip(prompts, itertools.repeat(1), seeds, images)]
         sync = RankSync("generation", remedy="Set tokens_per_generation_batch, or lower max_new_tokens")
         found: list[Completion] = []
-        with sync.local(waited_for=self.runner.waited_for), self.phases.during("generate"):
-            found = [each for (each,) in writer.write(requests)]
+        with sync.local(waited_for=writer.has_a_part), self.phases.during("generate"):
+            found = [each for (each,) in writer.write(requests[self._share(len(requests))])]
         sync.meet(self.args.device)
+        if (together := same_rows_of(self.training_run.model)) is not None:
+            everyones = together.all_objects(found)
+            found = everyones[0] if len(found) == len(requests) else [*itertools.chain(*everyones)]
         totals, count = self.runner.totals, len(found)
         totals.add_mean("completions/mean_length", sum(len(each.token_ids) for each in found), count)
         totals.add_mean("completions/clipped_ratio", sum(each.finish == "length" for each in found), count)
         completions = [[*itertools.takewhile(lambda token: token < self.common_tokens, c.token_ids)] for c in found]
         shown = None if reader is None else Shown(images, reader.position_rule)
         return completed(prompts, [each or [self._end] for each in completions], shown).to(self.args.device)
+
+    def _share(self, rows: int) -> slice:
+        """Of so many rows those whose completions this rank has written: a share where ranks split sequences."""
+        ranks = sequence_of(self.training_run.model)
+        return slice(0, rows) if ranks is None or rows < ranks.size else ranks.share(rows)
 
     @functools.cached_property
     def common_tokens(self) -> int:

@@ -25,7 +25,8 @@ from lowtide.ragged import NEXT_TOKEN, ScoreRule
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """What a teacher makes of a batch: hidden states in the place of its logits, and what would make these."""
+    """What a teacher makes of a batch: hidden states in the place of its logits, and what would make these; where ranks
+    split the tokens, those of a rank's own."""
 
     states: Float[Tensor, "scores hidden"]
     parts: HeadParts
@@ -84,6 +85,8 @@ class Scores:
 class ScoreOutput(ModelOutput):
     """What the forward of a model returns when it is given scores; each head has a kind of its own."""
 
+    stays: ClassVar[bool] = False
+    """Whether ranks that split the tokens keep what each of them read, in place of putting it together."""
     loss: Tensor | None
     """[]: `factor` times the sum of the losses, where `Scores.loss` is known score by score."""
     entropies: Tensor | None

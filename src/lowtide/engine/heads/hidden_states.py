@@ -6,6 +6,7 @@ It is no entry of `engine.heads.HEADS`: no model has it as its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,8 +19,9 @@ from lowtide.engine.heads.language_model import LanguageModel
 class StatesOutput(ScoreOutput):
     """Hidden states before the head."""
 
+    stays: ClassVar[bool] = True
     states: Tensor
-    """[scores, hidden]"""
+    """[scores, hidden]; where ranks split the tokens, of the scores that are read here"""
     loss: Tensor | None = None
     entropies: Tensor | None = None
     top1: Tensor | None = None

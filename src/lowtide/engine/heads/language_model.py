@@ -217,7 +217,8 @@ def _fused(
         with torch.no_grad():
             of_teacher, their_bias = head_terms(taught.parts, states)
         their_projection = taught.projection._replace(temperature=scores.temperature)
-        teacher = Teacher(of_teacher, their_bias, their_projection, scores.beta)
+        their_split = split_of(taught.parts.base.weight)
+        teacher = Teacher(of_teacher, their_bias, their_projection, scores.beta, their_split)
         return linear_loss(terms, scores.index, target, loss, teacher=teacher, **shared)
 
     # where a policy without its adapters teaches, both read the same modules, whose call this is already

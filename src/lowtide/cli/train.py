@@ -335,6 +335,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: anything that the user can mend; OSError likewise.
     """
+    from lowtide.ranks.failures import leave
     from lowtide.trainers.checkpoints.lock import only_run_in
 
     given = read_run(arguments)
@@ -362,6 +363,7 @@ def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option],
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=given.what.dataset)
     _say(f"The model is in {output}; this repeats the run: {shlex.join(again)}", config)
+    leave()
     return 0
 
 

@@ -136,6 +136,13 @@ def tell(error: BaseException) -> None:
         _keep_store_at_exit()
 
 
+def leave() -> None:
+    """At the end of a command: threads of the process group that are left to the end of the interpreter may then ask for
+    its lock, and end the process with a failure."""
+    if distributed():
+        _within_patience(dist.destroy_process_group)
+
+
 def first_says_the_same(error: BaseException) -> bool:
     """Whether the first rank, which is not this one, stopped at the same error: printing it once is enough."""
     if not distributed() or dist.get_rank() == 0:

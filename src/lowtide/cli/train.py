@@ -335,7 +335,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: anything that the user can mend; OSError likewise.
     """
-    from lowtide.ranks.failures import leave
     from lowtide.trainers.checkpoints.lock import only_run_in
 
     given = read_run(arguments)
@@ -347,6 +346,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option], checkpoint: str | bool | None) -> int:
     from transformers.utils.logging import disable_progress_bar
+
+    from lowtide.ranks.failures import leave
 
     if config.process_index > 0:  # the first rank shows what all of them do
         disable_progress_bar()

@@ -137,8 +137,8 @@ def tell(error: BaseException) -> None:
 
 
 def leave() -> None:
-    """At the end of a command: threads of the process group that are left to the end of the interpreter may then ask for
-    its lock, and end the process with a failure."""
+    """At the end of a command: threads of the process group that are left to the interpreter's end may then ask for its
+    lock, and end the process with a failure."""
     if distributed():
         _within_patience(dist.destroy_process_group)
 

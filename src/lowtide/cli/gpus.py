@@ -52,14 +52,17 @@ def run(arguments: argparse.Namespace) -> int:
         from lowtide.planning import gpus
 
     own, named = described.adapters(), {**described.rewards()}
-    found = gpus(
-        described.method,
-        described.model,
-        lengths=arguments.lengths,
-        config=described.requested,
-        **own,
-        **named,
-    )
+    with Console(stderr=True).status("Tracing the ways to train on tensors without memory"):
+        found = gpus(
+            described.method,
+            described.model,
+            lengths=arguments.lengths,
+            config=described.requested,
+            **own,
+            **named,
+        )
+    if found.changes.keys() <= found.refused.keys():
+        raise ValueError(f"no way to train can be predicted: {next(iter(found.refused.values()))}")
     status = 0 if found.smallest() else DOES_NOT_FIT
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2, default=str))
@@ -119,21 +122,24 @@ def _way(table: DeviceTable, way: str, keys: dict[str, int]) -> list[RenderableT
 
 
 ADAPTED = ("LoRA", "QLoRA")
+BUDGET = "tokens_per_microbatch"
 
 
 def _cells(row: DeviceRow, fit: Fit, keys: dict[str, int]) -> Sequence[str]:
-    number = keys.setdefault(_written(fit.settings), len(keys) + 1)
-    longest = "-"
+    number, longest = _key_of(fit.settings, keys), "-"
     if fit.longest_row is not None:
-        longest = f"{fit.longest_row:,} [{_key_of_longest(fit, keys)}]"
+        longest = f"{fit.longest_row:,} [{_key_of(fit.longest_settings, keys)}]"
+    cut = fit.settings.get(BUDGET)
     larger = "" if row.kind == "cuda" else " and larger"
     speed = "-" if fit.tokens_per_second is None else f"{fit.tokens_per_second:,.0f}"
-    return f"{row.device}{larger}", _gb(fit.peak_bytes), _gb(row.memory_bytes), speed, longest, f"[{number}]"
+    setting = f"[{number}]" if cut is None else f"{cut:,} [{number}]"
+    return f"{row.device}{larger}", _gb(fit.peak_bytes), _gb(row.memory_bytes), speed, longest, setting
 
 
-def _key_of_longest(fit: Fit, keys: dict[str, int]) -> int:
-    settings = {name: value for name, value in fit.longest_settings.items() if name != "tokens_per_microbatch"}
-    return keys.setdefault(_written(settings), len(keys) + 1)
+def _key_of(settings: Mapping[str, Any], keys: dict[str, int]) -> int:
+    """The number of some settings, but for the tokens of a micro-batch, which stand before it."""
+    rest = {name: value for name, value in settings.items() if name != BUDGET}
+    return keys.setdefault(_written(rest), len(keys) + 1)
 
 
 def _written(settings: Mapping[str, Any]) -> str:
@@ -160,6 +166,7 @@ def _gb(size: int) -> str:
 
 def _assumptions(table: DeviceTable) -> list[str]:
     return [
+        f"A number before settings is their --{BUDGET}, and the longest row is one with as large a budget.",
         "All of this is predicted, from traces of a step without weights; a part of each device is left for what that "
         "may miss (5%, on a CPU 6%). The longest row is interpolated between traced lengths, and is at most what the "
         "model has positions for. Speeds are a roofline at the rates of data sheets, for an order of magnitude.",

@@ -39,4 +39,6 @@ def test_three_sizes_are_two_lines():
 
 
 def test_one_size_is_all_that_is_known():
-    assert Curve([point(10, step=10)]).peak(1000, DEVICE, 0) == 10
+    curve = Curve([point(10, step=10)])
+    assert curve.peak(1000, DEVICE, 0) == 10
+    assert curve.most_tokens(1e9, DEVICE, 0, 1000) == 10

@@ -11,6 +11,7 @@ from lowtide.methods import METHODS
 from lowtide.planner.answers import device_table as tables
 from lowtide.planner.answers.device_table import device_table
 from lowtide.planner.answers.row_lengths import row_lengths
+from lowtide.planner.answers.traces import KINDS
 from lowtide.planner.answers.ways import LORA, QLORA, Stage, Way, run_of, ways_of
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import DEVICES, GIB
@@ -24,8 +25,14 @@ DEVICE = DEVICES["A100-40GB"]
 SETTINGS = {"gradient_checkpointing": True, "dtype": "bfloat16"}
 
 
-def run(**more) -> PlannedRun:
-    return PlannedRun(METHODS["sft"], DESCRIBED, {"save_strategy": "no"}, DEVICE, prepared=True, **more)
+WIDE = LlamaConfig(
+    vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=16_384,
+)  # fmt: skip
+
+
+def run(described=DESCRIBED, **more) -> PlannedRun:
+    return PlannedRun(METHODS["sft"], described, {"save_strategy": "no"}, DEVICE, prepared=True, **more)
 
 
 @pytest.fixture
@@ -53,6 +60,40 @@ def test_the_rows_that_are_asked_for_take_what_an_estimate_says(one_way):
     assert fit.peak_bytes >= 0.98 * whole.peak_bytes
     assert fit.tokens_per_second == pytest.approx(alone.tokens_per_second)
     assert found.smallest().device == DEVICE.name
+
+
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("older", marks=pytest.mark.slow)])
+def test_every_setting_takes_what_an_estimate_of_it_says(kind):
+    """Of all ways, with batches that fit whole and with those that are cut; but for what an allocator rounds, and the
+    gradients of another micro-batch, which a whole batch has not."""
+    like = DEVICES[KINDS[kind]]
+    roomy, small = (dataclasses.replace(like, memory_bytes=like.context_bytes + size) for size in (20 * GIB, GIB))
+    asked = dataclasses.replace(run(described=WIDE), device=like)
+    lengths = row_lengths("1024x16", METHODS["sft"])
+    found = device_table(
+        {"cuda": asked, kind: asked}, lengths, model="wide", devices=[roomy, small, DEVICES["H100-80GB"]]
+    )
+    ways, cut = {way.name: way for way in ways_of(asked)}, 0
+    for row in found.rows:
+        for fit in (each for each in row.fits.values() if each.fits and row.memory_bytes <= roomy.memory_bytes):
+            written = {name: value for name, value in fit.settings.items() if name not in ways[fit.way].written}
+            options = {"per_device_train_batch_size": 16, "eval_strategy": "no", **written}
+            alone = estimate_run(run_of(asked, ways[fit.way]).faked(lengths.rows(), options), like)
+            beside = like.context_bytes
+            assert 0.94 <= (fit.peak_bytes - beside) / (alone.peak_bytes - beside) <= 1.15, (fit.way, written)
+            cut += "tokens_per_microbatch" in written
+    assert cut
+
+
+def test_a_budget_of_the_user_stays(one_way):
+    asked = dataclasses.replace(run(), requested={"save_strategy": "no", "tokens_per_microbatch": 128})
+    lengths = row_lengths("256x4", METHODS["sft"])
+    fit = device_table({"cuda": asked}, lengths, model="tiny", devices=[DEVICE]).rows[0].fits[LORA]
+    options = {"per_device_train_batch_size": 4, **SETTINGS}
+    alone = estimate_run(run_of(asked, one_way).faked(lengths.rows(), options), DEVICE)
+    assert "tokens_per_microbatch" not in fit.settings
+    assert fit.peak_bytes == alone.peak_bytes
+    assert fit.longest_row == 4096
 
 
 def test_where_a_batch_is_too_large_it_is_cut(one_way, monkeypatch):

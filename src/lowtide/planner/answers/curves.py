@@ -75,9 +75,9 @@ class Curve:
 
         Args:
             room: bytes.
-            most: tokens, above which nobody asks.
+            most: tokens, above which nobody asks; of one traced size nothing is known beyond it.
         """
-        low, high = 0, most
+        low, high = 0, most if len(self.points) > 1 else min(most, self.points[0].tokens)
         while low < high:
             middle = (low + high + 1) // 2
             if self.peak(middle, device, beside) <= room:
@@ -95,3 +95,13 @@ class Curve:
             if tokens <= end or end == known[-1][0]:
                 return low + (high - low) * (tokens - start) / (end - start)
         raise AssertionError("the last pair serves all sizes beyond")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the peak of some settings grows."""
+
+    in_rows: Curve
+    """With more rows of the length that is asked for in a micro-batch."""
+    in_length: Curve
+    """With longer rows, one in a micro-batch or, where the batch stays whole, as many as there are."""

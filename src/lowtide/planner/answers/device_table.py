@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from lowtide.planner.answers.curves import Curve
+from lowtide.planner.answers.curves import Growth
 from lowtide.planner.answers.known_models import known_models, known_name
 from lowtide.planner.answers.row_lengths import RowLengths
-from lowtide.planner.answers.traces import LONG, Traces, kind_of, traces_of
+from lowtide.planner.answers.traces import LONG, Traces, has_budget, kind_of, traces_of
 from lowtide.planner.answers.ways import PLAIN, Stage, Way
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import DEVICES, GIB, Device
@@ -122,7 +122,10 @@ def device_table(
         model=model,
         parameters=parameters,
         lengths=str(lengths),
-        rows=tuple(_row(device, kind, traced, lengths, process, positions) for device, kind in asked),
+        rows=tuple(
+            _row(device, kind, traced, Asked(lengths, positions, not has_budget(runs[kind])), process)
+            for device, kind in asked
+        ),
         changes={way.name: way.changes for way in traced.ways["cuda"]},
         notes=traced.notes,
         refused=traced.refused,
@@ -136,56 +139,62 @@ def as_bought(device: Device) -> tuple:
     return device.kind != "cuda", device.name.startswith("Apple"), round(device.memory_bytes / GIB / 4), flops
 
 
-def _row(
-    device: Device,
-    kind: str,
-    traced: Traces,
-    lengths: RowLengths,
-    process: int,
-    positions: int,
-) -> DeviceRow:
-    curves = traced.curves
+@dataclass(frozen=True)
+class Asked:
+    """The rows of a question."""
+
+    lengths: RowLengths
+    positions: int
+    """Tokens that a row may have."""
+    cuts: bool
+    """Whether a batch is cut into as large micro-batches as fit; else they are as the user says."""
+
+
+def _row(device: Device, kind: str, traced: Traces, asked: Asked, process: int) -> DeviceRow:
+    growths = traced.growths
     beside = device.context_bytes if device.kind == "cuda" else process
     fits = {}
     for way in traced.ways[kind]:
-        stages = [(each, curves[key]) for each in way.stages if (key := (kind, way.name, each.name)) in curves]
+        stages = [(each, growths[key]) for each in way.stages if (key := (kind, way.name, each.name)) in growths]
         if stages:
-            fits[way.name] = _fit(way, stages, device, beside, lengths, positions)
+            fits[way.name] = _fit(way, stages, device, beside, asked)
     return DeviceRow(device.name, device.kind, device.memory_bytes, fits)
 
 
 def _fit(
     way: Way,
-    stages: Sequence[tuple[Stage, Curve]],
+    stages: Sequence[tuple[Stage, Growth]],
     device: Device,
     beside: int,
-    lengths: RowLengths,
-    positions: int,
+    asked: Asked,
 ) -> Fit:
     room = int(device.memory_bytes / (1 + BANDS[device.kind]))
     possible: list[tuple[float, int, dict[str, Any], float | None]] = []
     longest: tuple[int | None, dict[str, Any]] = (0, {})
-    for stage, curve in stages:
-        first = curve.points[0]
-        whole = first.tokens * (1 if stage.whole else first.micro_batches)
-        smallest = curve.peak(first.tokens, device, beside)
+    for stage, growth in stages:
+        first = growth.in_rows.points[0]
+        cuts = asked.cuts and not stage.whole
+        whole = first.tokens * (first.micro_batches if cuts else 1)
+        smallest = growth.in_rows.peak(first.tokens, device, beside)
         speed = None if device.sheet is None and not device.timed else first.tokens_per_second(device)
-        most = curve.most_tokens(room, device, beside, max(whole, positions * (lengths.batch if stage.whole else 1)))
-        cut = min(most, whole)
+        most = growth.in_rows.most_tokens(room, device, beside, whole)
+        cut = max(most // first.tokens, 1) * first.tokens  # whole rows
         if smallest <= room and not stage.begins_with:
-            budget = {} if cut >= whole else {"tokens_per_microbatch": cut // 16 * 16 or cut}
-            possible.append((-(speed or 0), curve.peak(cut, device, beside), {**stage.options, **budget}, speed))
-        row = most // (lengths.batch if stage.whole else 1)
+            budget = {} if cut >= whole else {"tokens_per_microbatch": cut}
+            peak = growth.in_rows.peak(cut, device, beside)
+            possible.append((-(speed or 0), peak, {**stage.options, **budget}, speed))
+        rows = asked.lengths.batch if stage.whole else 1
+        row = growth.in_length.most_tokens(room, device, beside, asked.positions * rows) // rows
         if stage.name != PLAIN and row > (longest[0] or 0):
-            longest = min(row, positions), {**stage.options, **({} if stage.whole else {"tokens_per_microbatch": row})}
-    if lengths.method.writes is not None:
+            longest = min(row, asked.positions), {**stage.options, **({"tokens_per_microbatch": row} if cuts else {})}
+    if asked.lengths.method.writes is not None:
         longest = (None, {})
     written = dict(way.written)
     if possible:
         _, peak, settings, speed = min(possible, key=lambda each: each[0])
         return Fit(way.name, written | settings, peak, room, speed, longest[0], written | longest[1])
-    stage, curve = min(stages, key=lambda each: each[1].peak(each[1].points[0].tokens, device, beside))
-    peak = curve.peak(curve.points[0].tokens, device, beside)
+    least = [(each.in_rows.peak(each.in_rows.points[0].tokens, device, beside), stage) for stage, each in stages]
+    peak, stage = min(least, key=lambda each: each[0])
     return Fit(way.name, written | dict(stage.options), peak, room, None, longest[0], written | longest[1])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from lowtide.planner.allocators.cuda_allocator import CudaAllocator
 from lowtide.planner.allocators.replay import peaks
 from lowtide.planner.allocators.replay import run_of as events_of
-from lowtide.planner.answers.curves import Curve, Point
+from lowtide.planner.answers.curves import Curve, Growth, Point
 from lowtide.planner.answers.row_lengths import RowLengths
 from lowtide.planner.answers.ways import Stage, Way, run_of, ways_of
 from lowtide.planner.candidate import PlannedRun
@@ -20,6 +20,10 @@ from lowtide.planner.parallel import each_of
 BATCH, BUDGET = "per_device_train_batch_size", "tokens_per_microbatch"
 LONG = 65_536
 """Tokens of the long rows that are traced, where the model has so many positions."""
+ASKED, HALF, LONGER = "asked", "half of the rows", "longer"
+"""The sizes that are traced: the rows that are asked for one by one, half of them in a micro-batch, longer ones."""
+PIECES = 8
+"""In how many pieces a token budget cuts the longest rows that are traced: what a piece adds is the same for each."""
 KINDS = {"cuda": "H100-80GB", "older": "T4-16GB", "cpu": "CPU-64GB"}
 """Kinds of devices that are traced apart, each with one that stands for all of its kind."""
 
@@ -39,7 +43,9 @@ class Task:
     way: Way
     stage: Stage
     lengths: RowLengths
-    micro_batch: int | None
+    rows: int | None = 1
+    """Of a micro-batch; None: it is not cut here."""
+    size: str = ASKED
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Traces:
 
     ways: Mapping[str, Sequence[Way]]
     """By kind of device."""
-    curves: Mapping[tuple[str, str, str], Curve]
+    growths: Mapping[tuple[str, str, str], Growth]
     """By kind, way and stage."""
     refused: Mapping[str, str]
     """By way, why it could not be traced on any kind."""
@@ -78,29 +84,48 @@ def traces_of(
         task
         for kind in devices
         for way in ways[kind]
-        for task in tasks_of(kind, way, lengths, positions)
+        for task in tasks_of(kind, way, lengths, _positions(runs[kind], positions), cuts=not has_budget(runs[kind]))
         if task.lengths is lengths or task.stage.least * parameters <= largest[kind]
     ]
     # Rows of one length have operations of one shape, of which a process keeps what they give.
     tasks.sort(key=lambda task: task.lengths.longest)
     traced = each_of(_tracing(runs, spaces), tasks)
-    curves, refused = _curves(tasks, traced)
+    growths, refused = _growths(tasks, traced)
     notes = dict.fromkeys(note for each in traced if isinstance(each, Point) for note in each.notes)
-    return Traces(ways, curves, refused, tuple(notes))
+    return Traces(ways, growths, refused, tuple(notes))
 
 
-def tasks_of(kind: str, way: Way, lengths: RowLengths, positions: int) -> list[Task]:
-    """The traces of a way. Rows are cut into micro-batches of one, but where a stage needs the batch whole."""
-    long = lengths.of(min(LONG, positions))
+def has_budget(run: PlannedRun) -> bool:
+    """Whether a user says how many tokens a micro-batch has."""
+    return run.requested.get(BUDGET) is not None
+
+
+def _positions(run: PlannedRun, positions: int) -> int:
+    """Tokens of the longest row that is traced, where a row may have so many: a few pieces, where it is cut."""
+    return min(LONG, positions, PIECES * int(run.requested[BUDGET]) if has_budget(run) else LONG)
+
+
+def tasks_of(kind: str, way: Way, lengths: RowLengths, positions: int, *, cuts: bool = True) -> list[Task]:
+    """The traces of a way. Rows are cut into micro-batches of one, but where a stage needs the batch whole, or a user
+    says how they are cut (`cuts` is False).
+
+    Half of the rows in a micro-batch are traced where longer rows are not, and on older GPUs, whose attention takes
+    memory by the square of a row: elsewhere longer rows say enough of several. What is half the batch still finds the
+    gradients of another micro-batch.
+    """
+    long = lengths.of(positions)
     grows = long.longest >= 2 * lengths.longest and lengths.method.writes is None
     few = replace(long, lengths=long.lengths[:2]) if grows else None
     found = []
     for stage in way.stages:
-        one = None if stage.whole else max(lengths.longest, 1)
+        rows, longer = 1 if cuts and not stage.whole else None, few is not None and stage.long
         if not stage.begins_with:
-            found.append(Task(kind, way, stage, lengths, one))
-        if few is not None and stage.long and stage.grows_like is None:
-            found.append(Task(kind, way, stage, few, None if stage.whole else few.longest))
+            found.append(Task(kind, way, stage, lengths, rows))
+            alone = not longer or kind == "older" or stage.grows_like is not None
+            if alone and rows is not None and lengths.batch > 1:
+                found.append(Task(kind, way, stage, lengths, max(lengths.batch // 2, 2), HALF))
+        if few is not None and longer and stage.grows_like is None:
+            found.append(Task(kind, way, stage, few, rows, LONGER))
     return found
 
 
@@ -120,8 +145,7 @@ def _traced(task: Task, asked: PlannedRun, spaces: set[tuple[int, ...]]) -> Poin
     run = run_of(asked, task.way)
     rows = min(task.lengths.batch, run.requested.get(BATCH, task.lengths.batch))
     run = replace(run, requested={**run.requested, BATCH: rows, "eval_strategy": "no"})
-    cut = task.micro_batch is not None and run.requested.get(BUDGET) is None
-    budget = {BUDGET: _computed(task, run)} if cut else {}
+    budget = {} if task.rows is None else {BUDGET: task.rows * _computed(task, run)}
     return point_of(run, task.lengths, {**task.stage.options, **budget}, spaces)
 
 
@@ -156,26 +180,35 @@ def _computed(task: Task, run: PlannedRun) -> int:
     return task.lengths.longest if counted is None else int(counted.max())
 
 
-def _curves(
+def _growths(
     tasks: Sequence[Task], traced: Sequence[Point | str]
-) -> tuple[dict[tuple[str, str, str], Curve], dict[str, str]]:
+) -> tuple[dict[tuple[str, str, str], Growth], dict[str, str]]:
     """By kind, way and stage; and by way why it could not be traced."""
-    points: dict[tuple[str, str, str], list[Point]] = {}
+    points: dict[tuple[str, str, str], dict[str, Point]] = {}
     refused = {}
     for task, found in zip(tasks, traced, strict=True):
-        key = (task.kind, task.way.name, task.stage.name)
         if isinstance(found, str):
             refused[task.way.name] = found
-            continue
-        points.setdefault(key, []).append(found)
+        else:
+            points.setdefault((task.kind, task.way.name, task.stage.name), {})[task.size] = found
     for task in tasks:
-        stage, key = task.stage, (task.kind, task.way.name, task.stage.name)
-        first = points.get((task.kind, task.way.name, stage.begins_with)) if stage.begins_with else None
-        if first and key in points and len(points[key]) == 1:
-            points[key] = [first[0], *points[key]]
-        like = points.get((task.kind, *stage.grows_like)) if stage.grows_like else None
-        if like and len(like) == 2 and key in points and len(points[key]) == 1:
-            points[key].append(points[key][0].grown(*sorted(like, key=lambda each: each.tokens)))
-    curves = {key: Curve(sorted(found, key=lambda each: each.tokens)) for key, found in points.items()}
-    known = {way for _, way, _ in curves}
-    return curves, {way: why for way, why in refused.items() if way not in known}
+        key = task.kind, task.way.name, task.stage.name
+        own = points.get(key, {})
+        first = points.get((task.kind, task.way.name, task.stage.begins_with), {})
+        if ASKED in first and LONGER in own:
+            own.setdefault(ASKED, first[ASKED])
+        like = points.get((task.kind, *task.stage.grows_like), {}) if task.stage.grows_like else {}
+        for size in (HALF, LONGER):
+            if ASKED in own and {ASKED, size} <= like.keys():
+                own.setdefault(size, own[ASKED].grown(like[ASKED], like[size]))
+    growths = {key: _growth(found) for key, found in points.items() if ASKED in found}
+    known = {way for _, way, _ in growths}
+    return growths, {way: why for way, why in refused.items() if way not in known}
+
+
+def _growth(points: Mapping[str, Point]) -> Growth:
+    """Of a few sizes; those that have no more tokens than the first say nothing, as where a budget is given."""
+    first = points[ASKED]
+    larger = {size: each for size, each in points.items() if each.tokens > first.tokens}
+    rows, long = (Curve([first, *([larger[size]] if size in larger else [])]) for size in (HALF, LONGER))
+    return Growth(rows if HALF in larger else long, long if LONGER in larger else rows)

@@ -301,6 +301,23 @@ def test_several_micro_batches_keep_their_gradients_with_the_optimizer_in_backwa
     assert several["gradients"] == pytest.approx(several["weights"], rel=1e-3)
 
 
+@pytest.mark.parametrize("peft_config", [None, LORA])
+def test_a_token_takes_as_long_in_several_micro_batches_as_in_one(peft_config, tmp_path):
+    """Also the forward of a reference, whose operations are those of layers."""
+    options = {"report_to": "none", "use_cpu": True, "per_device_train_batch_size": 64}
+    one, several = (
+        estimate(
+            lowtide.DPOConfig(str(tmp_path), gradient_accumulation_steps=steps, **options),
+            LlamaConfig(**{**SIZES, "vocab_size": 128_000}),
+            lengths=[(64, 448, 448)] * 128,
+            device="H100",
+            peft_config=peft_config,
+        ).tokens_per_second
+        for steps in (1, 2)
+    )
+    assert several == pytest.approx(one, rel=0.2)  # what adds to a gradient, and steps less often
+
+
 BITSANDBYTES = [
     "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "ademamix_8bit", "paged_ademamix_32bit",
     "paged_ademamix_8bit", "lion_8bit", "paged_lion_8bit", "paged_lion_32bit", "rmsprop_bnb_8bit",

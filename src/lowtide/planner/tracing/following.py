@@ -30,6 +30,8 @@ def follow_phases(runner: StepRunner, trace: StorageTrace) -> None:
 
     runner.phases.listeners.append(entered)
     runner.phases.split_forward(body(causal_model(runner.model)))
+    for model in filter(None, (runner.model, getattr(runner.reference, "model", None))):
+        _follow_reference(body(causal_model(model)), trace)
     # Gradients that are added in place pass no hook, and would not be added in place if there were one.
     inner: Any = causal_model(runner.model)
     ends = [each for each in (inner.get_input_embeddings(), inner.get_output_embeddings()) if each is not None]
@@ -37,6 +39,23 @@ def follow_phases(runner: StepRunner, trace: StorageTrace) -> None:
     for parameter in runner.model.parameters():
         if parameter.requires_grad and parameter not in unheard:
             parameter.register_hook(_told(trace))
+
+
+def _follow_reference(part: nn.Module, trace: StorageTrace) -> None:
+    """A body that runs between the phases of a step, as a reference's does, is in forward, and then in the head."""
+    runs: list[bool] = []
+
+    def begins(_body: nn.Module, _inputs: Any) -> None:
+        runs.append(trace.phase in ("backward", "optimizer"))
+        if runs[-1]:
+            trace.phase, trace.layer = "forward", None
+
+    def ends(_body: nn.Module, _inputs: Any, _output: Any) -> None:
+        if runs.pop():
+            trace.phase, trace.layer = "head", None
+
+    part.register_forward_pre_hook(begins)
+    part.register_forward_hook(ends)
 
 
 def _told(trace: StorageTrace) -> Callable[[Any], None]:

@@ -21,7 +21,7 @@ from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16
 from lowtide.planner.answers.device_table import DeviceTable, device_table
 from lowtide.planner.answers.known_models import known_config
-from lowtide.planner.answers.row_lengths import DEFAULT, Lengths, RowLengths, row_lengths
+from lowtide.planner.answers.row_lengths import DEFAULT, Lengths, RowLengths, options_of_lengths, row_lengths
 from lowtide.planner.answers.traces import KINDS
 from lowtide.planner.budget import bytes_of, read_budget
 from lowtide.planner.candidate import PlannedRun, first_rows, measured, prepared_rows
@@ -219,6 +219,9 @@ def plan(
     rows, notes = first_rows(loaded)
     room, of_budget = read_budget(budget, run.device)
     own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
+    lengths = inputs.get("lengths")
+    if lengths is not None:
+        own |= options_of_lengths(row_lengths(lengths, run.method), _requested(inputs))
     return in_tracing_process(
         make_plan if cluster is None else plan_over,
         run,

@@ -216,6 +216,21 @@ def test_lengths_stand_for_a_dataset(capsys, model):
     assert "leave one of them out" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_run_file_for_lengths_sees_such_rows(capsys, model, tmp_path):
+    file = tmp_path / "plan.yaml"
+    words = ["plan", "sft", "--model", str(model), "--lengths", "64x4", "--device", "4090", "--output", str(file)]
+    assert main([*words, "--max_length", "32", "--learning_rate", "1e-4", "--hub_token", "hf_x", *FEW]) == 0
+    out, _ = capsys.readouterr()
+    assert f"(DATA stands for your rows): lowtide sft --config {file} --dataset DATA" in " ".join(out.split())
+    text = file.read_text()
+    written = yaml.safe_load(text)
+    assert (written["per_device_train_batch_size"], written["max_length"]) == (4, 32)
+    assert written["learning_rate"] == 1e-4
+    assert "add `dataset:`" in text
+    assert "hf_x" not in text
+    assert main(["estimate", "sft", "--config", str(file), "--lengths", "64x4", "--device", "4090"]) == 0
+
+
 @pytest.mark.slow
 def test_frozen_weights_are_streamed_where_nothing_else_fits(capsys):
     words = ["plan", "sft", "--model", "meta-llama/Llama-3.1-70B", "--lengths", "1024x1", "--device", "4090"]

@@ -14,6 +14,7 @@ from lowtide.cli.endings import UsageError
 from lowtide.cli.options import read_options
 from lowtide.cli.run_file import read_run_file
 from lowtide.compat.argparse import ArgumentGroup, Subparsers
+from lowtide.methods import METHODS
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -61,6 +62,20 @@ class DescribedRun:
                 raise UsageError("--lengths and --dataset both say what a step will see: leave one of them out")
             return {"lengths": self.lengths}
         return {"dataset": self.rows(), "processing_class": self.tokenizer()}
+
+    def written(self) -> dict[str, Any]:
+        """What a run file has to say so that this run is run: the options that were given but for access tokens, and
+        those that `--lengths` stands for."""
+        from lowtide.run.options.secrets import SECRET, without_secrets
+
+        given = without_secrets(
+            {name: value for name, value in self.values.items() if name not in {"memory_budget", *SECRET}}
+        )
+        if self.lengths is None:
+            return given
+        from lowtide.planner.answers.row_lengths import options_of_lengths, row_lengths
+
+        return given | options_of_lengths(row_lengths(self.lengths, METHODS[self.method]), given)
 
     def rows(self) -> Dataset | IterableDataset:
         """The rows to train on."""

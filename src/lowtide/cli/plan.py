@@ -108,8 +108,7 @@ def _planned(arguments: argparse.Namespace, described: DescribedRun) -> Plan:
             **described.rewards(),
         )
     # The run file is to have all that was asked for: model, data and adapters too.
-    asked = {name: value for name, value in described.values.items() if name != "memory_budget"}
-    return dataclasses.replace(found, requested=asked)
+    return dataclasses.replace(found, requested=described.written())
 
 
 def _written(plan: Plan, other: str | None) -> str:
@@ -131,8 +130,9 @@ def _show(plan: Plan, arguments: argparse.Namespace) -> None:
         text = _written(plan, arguments.other).rstrip()
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     elif arguments.other is None:
+        where = "" if plan.names_rows else " (DATA stands for your rows)"
         command = plan.launch(str(arguments.output))
-        console.print(f"Written: {arguments.output}. This runs it: {command}", markup=False, soft_wrap=True)
+        console.print(f"Written: {arguments.output}. This runs it{where}: {command}", markup=False, soft_wrap=True)
     else:
         console.print(f"Written: {arguments.output}, for {arguments.other}.", markup=False, soft_wrap=True)
 

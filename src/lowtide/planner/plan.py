@@ -29,6 +29,8 @@ from lowtide.run.options.configs import config_class
 
 RUNNERS_UP = 3
 IN_PIECES = "rows in pieces"
+DATA = "DATA"
+"""Stands for the rows to train on, in commands where nobody has named any."""
 STREAMS = ("base_weights", "trained_weights")
 """Options with which weights need not be resident."""
 
@@ -168,15 +170,23 @@ class Plan:
         )
         own = yaml.safe_dump(dict(self.requested), sort_keys=False, allow_unicode=True) if self.requested else ""
         if self.spread is not None:
-            head += f"# {self.spread.cluster}: {self.chosen.way}.\n# {self.spread.launch(self.method, 'FILE')}\n"
+            head += f"# {self.spread.cluster}: {self.chosen.way}.\n# {self.launch('FILE')}\n"
+        if not self.names_rows:
+            head += f"# It names no rows: add `dataset:`, or --dataset {DATA} on the command line.\n"
         changes = "".join(f"# Not exact: {change}.\n" for change in self.chosen.changes)
         settings = {**self.settings, **(self.spread.of_launcher if self.spread else {})}
         chosen = yaml.safe_dump(settings, sort_keys=False) if settings else "# nothing but defaults\n"
         return f"{head}{own}\n# Chosen for the budget.\n{changes}{chosen}"
 
+    @property
+    def names_rows(self) -> bool:
+        """Whether the run file says what to train on; not where the rows were given by their lengths, or as objects."""
+        return bool(self.requested.get("dataset") or self.requested.get("datasets"))
+
     def launch(self, file: str) -> str:
-        """The command that runs a run file."""
-        return self.spread.launch(self.method, file) if self.spread else f"lowtide {self.method} --config {file}"
+        """The command that runs a run file, with a placeholder where the file names no rows."""
+        command = self.spread.launch(self.method, file) if self.spread else f"lowtide {self.method} --config {file}"
+        return command if self.names_rows else f"{command} --dataset {DATA}"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.methods import METHODS
-from lowtide.planner.answers.row_lengths import row_lengths
+from lowtide.planner.answers.row_lengths import options_of_lengths, row_lengths
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,27 @@ def test_longer_rows_keep_the_shares_of_their_parts():
     found = row_lengths("10+20+30x2", METHODS["dpo"]).of(600)
     assert found.lengths == ((100, 200, 300),) * 2
     assert (found.longest, found.sequence, found.batch) == (600, 400, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "text", "given", "needs"),
+    [
+        ("sft", "1024x8", {}, {"per_device_train_batch_size": 8}),
+        ("sft", "4096x32", {}, {"per_device_train_batch_size": 32, "max_length": 4096}),
+        ("sft", "4096x32", {"max_length": 512, "per_device_train_batch_size": 4}, {}),
+        ("sft", "4096x2", {"max_length": None}, {"per_device_train_batch_size": 2}),
+        ("sft", "4096x2", {"max_seq_length": 8192}, {"per_device_train_batch_size": 2}),
+        ("sft", "512x2", {"packing": True}, {"per_device_train_batch_size": 2, "max_length": 512}),
+        ("pretrain", "512x2", {}, {"per_device_train_batch_size": 2, "max_length": 512}),
+        ("dpo", "512+512+512x2", {}, {"per_device_train_batch_size": 2}),
+        ("dpo", "1000+100+200x2", {}, {"per_device_train_batch_size": 2, "max_length": 1200}),
+        ("dpo", "2048x2", {}, {"per_device_train_batch_size": 2, "max_length": 2048}),
+        ("masked-lm", "1024x2", {}, {"per_device_train_batch_size": 2, "max_length": 1024}),
+        ("grpo", "4096x2", {}, {"per_device_train_batch_size": 2}),
+        ("online-dpo", "512x2", {}, {"per_device_train_batch_size": 2, "max_length": 576}),
+        ("seq2seq", "2000+100x2", {}, {"per_device_train_batch_size": 2, "max_source_length": 2000}),
+        ("seq2seq", "100+200x2", {}, {"per_device_train_batch_size": 2, "max_target_length": 200}),
+    ],
+)
+def test_a_run_file_needs_options_that_cut_none_of_them(method, text, given, needs):
+    assert options_of_lengths(row_lengths(text, METHODS[method]), given) == needs

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from datasets import Dataset
 
 from lowtide.methods.method import Method
+from lowtide.run.options.configs import config_class
+from lowtide.run.options.training import default_of
 
 Length = int | Sequence[int]
 Lengths = str | Sequence[Length]
 """Of each row, its tokens or those of its parts; or the same in words."""
 DEFAULT = "1024x8"
+BATCH = "per_device_train_batch_size"
 COLUMNS = {
     1: ("input_ids",),
     2: ("prompt_ids", "completion_ids"),
@@ -98,6 +101,40 @@ def row_lengths(lengths: Lengths, method: Method) -> RowLengths:
     if not found:
         raise ValueError("there are no lengths: write '1024x8', 8 rows of 1,024 tokens")
     return RowLengths(tuple(found), method)
+
+
+def options_of_lengths(lengths: RowLengths, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run file has to say so that the run sees such rows: how many a batch has, and lengths that cut none.
+
+    Args:
+        lengths: of the rows.
+        given: the user's own options, which stay as they are.
+    """
+    config = config_class(lengths.method)
+    names = {each.name for each in fields(config)}
+
+    def value_of(name: str) -> Any:
+        return given[name] if name in given else default_of(config, name) if name in names else None
+
+    found: dict[str, Any] = {BATCH: lengths.batch}
+    for name, tokens in _least_lengths(lengths, value_of("max_completion_length")).items():
+        most = value_of(name)
+        if most is not None and (tokens > most or (value_of("packing") and tokens < most)):
+            found[name] = tokens  # packed rows are as long as `max_length`, whatever rows there are
+    if given.get("max_seq_length") is not None:  # the older name of `max_length`
+        found.pop("max_length", None)
+    return {name: value for name, value in found.items() if name not in given}
+
+
+def _least_lengths(lengths: RowLengths, written: int | None) -> dict[str, int]:
+    """By option, the tokens that it has to leave; `written` are those of a completion that the policy writes."""
+    if lengths.method.writes is not None:
+        return {"max_length": lengths.longest + (written or 0)}
+    if lengths.parts:
+        sizes = [each for each in lengths.lengths if not isinstance(each, int)]
+        names = [f"max_{name.removesuffix('_ids')}_length" for name in lengths.parts]
+        return {name: max(each[k] for each in sizes) for k, name in enumerate(names)}
+    return {"max_length": lengths.sequence}
 
 
 def _parts(sizes: tuple[int, ...], method: Method) -> Length:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
 from transformers import LlamaConfig
 
+from lowtide.cli import gpus
+from lowtide.cli.described_run import described_run
 from lowtide.cli.main import main
+from lowtide.planner.answers.device_table import Fit
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,8 @@ def test_from_a_config_alone_it_lists_devices(described, capsys, monkeypatch):
     said = " ".join(out.split())
     texts = ["full: from T4-16GB on", "QLoRA: from T4-16GB on", "longest row", "CPU-16GB and larger", "predicted"]
     rows = "2 rows of 96 tokens (prompt 32, chosen 32, rejected 32)"
-    for text in (*texts, rows, f"lowtide dpo --model {described}"):
+    command = f"lowtide dpo --model {described} --dataset DATA --per_device_train_batch_size 2"
+    for text in (*texts, rows, "(DATA stands for your rows)", command):
         assert text in said, text
 
 
@@ -45,6 +50,19 @@ def test_as_json_with_adapters(described, capsys):
     assert fit["settings"]["use_peft"] is True
     assert fit["longest_row"] == 4096
     assert fit["tokens_per_second"] > 0
+
+
+def test_the_command_has_the_users_own_options_and_those_of_the_lengths(described):
+    words = ["--model", described, "--lengths", "2048x4", "--fsdp", "true", "--lora_target_modules", "q_proj", "v_proj"]
+    parser = argparse.ArgumentParser()
+    gpus.add_parser(parser.add_subparsers(), "sft")
+    given = described_run(parser.parse_args(["gpus", "sft", *words, "--use_peft", "--model_init_kwargs", '{"a": 1}']))
+    found = gpus._command(given, Fit("LoRA", {"use_peft": True, "gradient_checkpointing": False}, 1, 2, None, None))
+    assert found == (
+        f"lowtide sft --model {described} --dataset DATA --fsdp true --lora_target_modules q_proj v_proj "
+        "--model_init_kwargs '{\"a\": 1}' --per_device_train_batch_size 4 --max_length 2048 "
+        "--use_peft --gradient_checkpointing false"
+    )
 
 
 @pytest.mark.parametrize(

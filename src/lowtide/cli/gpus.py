@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import train
-from lowtide.cli.described_run import add_lengths, described_run, noted, plain_table
+from lowtide.cli.described_run import DescribedRun, add_lengths, described_run, noted, plain_table
 from lowtide.cli.endings import DOES_NOT_FIT, UsageError
+from lowtide.cli.options import words_of
 from lowtide.compat.argparse import Subparsers
 from lowtide.deferred_imports import without_collection
 
@@ -68,12 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), indent=2, default=str))
         return status
     console = Console()
-    for part in _parts(found):
+    for part in _parts(found, described):
         console.print(part)
     return status
 
 
-def _parts(table: DeviceTable) -> list[RenderableType]:
+def _parts(table: DeviceTable, described: DescribedRun) -> list[RenderableType]:
     from rich.text import Text
 
     keys: dict[str, int] = {}
@@ -86,7 +86,7 @@ def _parts(table: DeviceTable) -> list[RenderableType]:
     parts.append(Text("\nSettings"))
     parts += [_numbered(number, settings) for settings, number in keys.items()]
     parts += [Text(""), *(noted(note) for note in (*_assumptions(table), *table.notes))]
-    parts += _next(table)
+    parts += _next(table, described)
     return parts
 
 
@@ -175,7 +175,7 @@ def _assumptions(table: DeviceTable) -> list[str]:
     ]
 
 
-def _next(table: DeviceTable) -> list[RenderableType]:
+def _next(table: DeviceTable, described: DescribedRun) -> list[RenderableType]:
     """What to type next, for the smallest device."""
     from rich.text import Text
 
@@ -184,6 +184,12 @@ def _next(table: DeviceTable) -> list[RenderableType]:
         return [Text("No device of the table holds it: take a smaller model, shorter rows, or several GPUs "
                      f"(lowtide plan {table.method} --devices 8xH100 ...).", style="bold red")]  # fmt: skip
     fit = next(each for each in smallest.fits.values() if each.fits)
-    words = f"lowtide {table.method} --model {shlex.quote(table.model)} --dataset DATA"
-    line = f"The smallest that works is {smallest.device}, with {fit.way}: {words} {_written(fit.settings)}"
-    return [Text(""), Text(line, style="bold")]
+    line = f"The smallest that works is {smallest.device}, with {fit.way} (DATA stands for your rows): "
+    return [Text(""), Text(line + _command(described, fit), style="bold")]
+
+
+def _command(described: DescribedRun, fit: Fit) -> str:
+    """What trains with the settings of a fit, the user's own options and those that `--lengths` stands for."""
+    own = {name: value for name, value in described.written().items() if name not in ("model", *fit.settings)}
+    values = {"model": described.model, "dataset": "DATA", **own, **fit.settings}
+    return " ".join(["lowtide", described.method, *words_of(values, train.options_of_command(described.method))])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -45,6 +47,23 @@ def read_options(arguments: argparse.Namespace, options: Mapping[str, Option]) -
             except ValueError as error:
                 raise UsageError(f"--{error}") from None
     return values
+
+
+def words_of(values: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
+    """Options as a command line has them, quoted for a shell; `read_options` reads them back."""
+    words = []
+    for name, value in values.items():
+        words.append(f"--{name}")
+        if value is True and name in options and options[name].is_switch:
+            continue
+        words += [shlex.quote(_word(each)) for each in (value if isinstance(value, list) else [value])]
+    return words
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _help(option: Option) -> str:

@@ -411,6 +411,11 @@ def _options(config: type) -> dict[str, Option]:
     return {name: each for source in sources for name, each in options_of(source).items()}
 
 
+def options_of_command(method: str) -> dict[str, Option]:
+    """All options that a method's command takes, by name."""
+    return _options(config_of(method))
+
+
 def option_names(config: type) -> set[str]:
     return {field.name for field in dataclasses.fields(config) if field.init}
 

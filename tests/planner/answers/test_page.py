@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
 
 from lowtide.cli.main import main
+from lowtide.methods import METHODS
 from lowtide.planner.answers.known_models import known_models
 from lowtide.planner.answers.page import grid, html_of
+from lowtide.planner.answers.page_assets import SCRIPT
 from lowtide.planner.devices import DEVICES
+from lowtide.run.options.configs import config_class
+from lowtide.run.options.training import default_of
 from tests.support.browser import CHROMIUM, browser
 
 NOTHING = {"contrast": [], "wider": [], "unnamed": [], "unsaid": []}
@@ -75,6 +80,13 @@ def test_names_cannot_end_the_script():
     assert "</script><b>" not in html_of(made)
 
 
+def test_its_commands_name_rows_and_a_length_that_cuts_none():
+    assert "--dataset DATA" in SCRIPT
+    most = int(re.search(r"MOST = ([0-9]+)", SCRIPT)[1])
+    for method in grid()["methods"]:
+        assert default_of(config_class(METHODS[method]), "max_length") == most
+
+
 @pytest.fixture(scope="module")
 def tab():
     with browser() as page:
@@ -120,6 +132,19 @@ def test_in_a_browser_it_is_operated_by_keys(tab, written):
     tab.press("End", 35)
     positions = grid()["positions"]["Qwen/Qwen2.5-7B"]
     assert tab.run("at('length').getAttribute('aria-valuetext')") == f"{positions:,} tokens"
+
+
+@in_a_browser
+def test_in_a_browser_a_command_has_the_lengths_that_were_chosen(tab, written):
+    tab.open(written, width=800)
+
+    def command(length: int) -> str:
+        chosen = f"at('device').value = 'H100-80GB'; at('length').value = {length}; update();"
+        return tab.run(f"{chosen} document.querySelector('#ways code').textContent")
+
+    assert "--dataset DATA --per_device_train_batch_size 8 " in command(10)
+    assert "--max_length" not in command(10)
+    assert "--max_length 2048 " in command(11)
 
 
 @in_a_browser

@@ -50,8 +50,9 @@ for LoRA, gradient checkpointing, bfloat16 mixed precision, AdamW; one GPU.</p>
 <div class="scroll" tabindex="0" role="region" aria-label="Devices"><table id="devices"></table></div>
 <p class="note">A batch that does not fit whole is cut into micro-batches (tokens_per_microbatch), which changes no
 number. 5% of a device are left for what a prediction may miss. Longer rows than the model has positions for are not
-offered. Speeds are a roofline at the rates of data sheets, for an order of magnitude. For your own model, data and
-settings: <code>lowtide gpus METHOD --model M</code>, <code>lowtide plan METHOD --model M --dataset D</code>.</p>
+offered. <code>DATA</code> stands for your rows. Speeds are a roofline at the rates of data sheets, for an order of
+magnitude. For your own model, data and settings: <code>lowtide gpus METHOD --model M</code>, <code>lowtide plan
+METHOD --model M --dataset D</code>.</p>
 <noscript><p class="note">This page computes with JavaScript, which is switched off here; <code>lowtide gpus</code>
 answers on a command line.</p></noscript>
 <script type="application/json" id="grid">{_embedded(traced)}</script>"""

@@ -29,7 +29,7 @@ code { font-size: .92em; } code span { display: inline-block; max-width: 100%; }
 
 SCRIPT = r"""
 const grid = JSON.parse(document.getElementById("grid").textContent), at = id => document.getElementById(id);
-const MIB = 1048576, BAND = 1.05, gb = size => (size / 1e9).toFixed(size < 1e10 ? 1 : 0) + " GB";
+const MIB = 1048576, MOST = 1024, BAND = 1.05, gb = size => (size / 1e9).toFixed(size < 1e10 ? 1 : 0) + " GB";
 const count = number => Math.round(number).toLocaleString("en-US");
 
 /* Bytes at some tokens of a micro-batch: the fullest phase, each a line between two traced sizes. */
@@ -77,10 +77,13 @@ function row(cells, name) {
   }
   return line;
 }
-/* As it is typed; a line is broken between options alone. */
-function command(settings) {
-  const code = document.createElement("code"), batch = " --per_device_train_batch_size " + at("rows").value + " ";
-  const words = "lowtide " + at("method").value + " --model " + at("model").value + batch + settings;
+/* As it is typed; a line is broken between options alone. Longer rows than MOST, the default, would be cut. */
+function command(settings, length) {
+  const code = document.createElement("code"), method = at("method").value;
+  let words = "lowtide " + method + " --model " + at("model").value + " --dataset DATA --per_device_train_batch_size "
+    + at("rows").value + " ";
+  if (length > MOST) words += "--max_length " + length + " ";
+  words += settings;
   for (const word of words.trim().split(/\s+(?=--)/)) {
     const part = document.createElement("span");
     part.textContent = word;
@@ -88,7 +91,7 @@ function command(settings) {
   }
   return code;
 }
-function shown(way, found, device) {
+function shown(way, found, device, length) {
   const box = document.createElement("div"), title = document.createElement("h3");
   box.className = "way " + (found.fits ? "yes" : "no");
   box.setAttribute("role", "listitem");
@@ -105,7 +108,7 @@ function shown(way, found, device) {
     + (found.speed ? "Some " + count(found.speed) + " tokens/s. " : "");
   box.append(title, bar, more);
   if (found.settings) {
-    box.append(command(found.settings));
+    box.append(command(found.settings, length));
   }
   if (way.changes) {
     const note = document.createElement("p");
@@ -129,7 +132,7 @@ function update() {
     + count(found[first].longest) + " tokens" : other ? "The smallest device that works is " + other.name
     : "No single device of the table holds it.";
   at("ways_title").textContent = "Ways to train it on " + device.name;
-  at("ways").replaceChildren(...grid.ways.map((way, k) => shown(way, found[k], device)));
+  at("ways").replaceChildren(...grid.ways.map((way, k) => shown(way, found[k], device, length)));
   const head = row(["device", "memory", ...grid.ways.map(way => way.name)], "head");
   let marked = false;
   const body = grid.devices.map(each => {

@@ -231,6 +231,15 @@ def test_a_run_file_for_lengths_sees_such_rows(capsys, model, tmp_path):
     assert main(["estimate", "sft", "--config", str(file), "--lengths", "64x4", "--device", "4090"]) == 0
 
 
+def test_the_file_for_another_trainer_is_the_one_that_is_run(capsys, model, tmp_path):
+    file = tmp_path / "trl.yaml"
+    words = ["plan", "sft", "--model", str(model), "--lengths", "64x4", "--device", "4090", "--for", "trl", *FEW]
+    assert main([*words, "--output", str(file)]) == 0
+    text = file.read_text()
+    assert f"# Run it: trl sft --config {file}\n" in text
+    assert yaml.safe_load(text)["per_device_train_batch_size"] == 4
+
+
 @pytest.mark.slow
 def test_frozen_weights_are_streamed_where_nothing_else_fits(capsys):
     words = ["plan", "sft", "--model", "meta-llama/Llama-3.1-70B", "--lengths", "1024x1", "--device", "4090"]

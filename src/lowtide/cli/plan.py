@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         return DOES_NOT_FIT
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(_written(found, arguments.other), encoding="utf-8")
+        arguments.output.write_text(_written(found, arguments), encoding="utf-8")
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0
@@ -111,13 +111,13 @@ def _planned(arguments: argparse.Namespace, described: DescribedRun) -> Plan:
     return dataclasses.replace(found, requested=described.written())
 
 
-def _written(plan: Plan, other: str | None) -> str:
+def _written(plan: Plan, arguments: argparse.Namespace) -> str:
     """The run file: lowtide's, or that of another trainer."""
-    if other is None:
+    if arguments.other is None:
         return plan.to_yaml()
     from lowtide.planner.answers.elsewhere import settings_for
 
-    return settings_for(other, plan)
+    return settings_for(arguments.other, plan, None if arguments.output is None else str(arguments.output))
 
 
 def _show(plan: Plan, arguments: argparse.Namespace) -> None:
@@ -127,7 +127,7 @@ def _show(plan: Plan, arguments: argparse.Namespace) -> None:
     for part in _parts(plan):
         console.print(part)
     if arguments.output is None:
-        text = _written(plan, arguments.other).rstrip()
+        text = _written(plan, arguments).rstrip()
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     elif arguments.other is None:
         where = "" if plan.names_rows else " (DATA stands for your rows)"

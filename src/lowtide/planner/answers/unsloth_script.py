@@ -6,29 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 TRAINERS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "grpo": "GRPO"}
-OF_THE_MODEL = ("model_name_or_path", "dataset_name", "use_peft", "lora_r", "lora_alpha", "lora_dropout")
-OF_THE_MODEL += ("lora_target_modules", "load_in_4bit", "load_in_8bit", "dtype", "gradient_checkpointing")
-OF_THE_MODEL += ("activation_offloading",)
 
 
 def unsloth_script(values: Mapping[str, Any], method: str) -> str:
     """The script.
 
     Args:
-        values: of a plan, with those of TRL's config as `config`.
+        values: of the model and its rows, with those of TRL's config as `config`.
         method: whose trainer it uses.
     """
-    name, config = TRAINERS[method], dict(values["config"])
-    checkpointing = _checkpointing(values)
-    arguments = {key: value for key, value in config.items() if key not in OF_THE_MODEL}
+    name, config = TRAINERS[method], values["config"]
+    checkpointing = bool(values["checkpoints"]) and ("unsloth" if values["offloads"] else True)
     loaded = {
         "model_name": values.get("model"),
-        "max_seq_length": values.get("max_length") or 1024,
+        "max_seq_length": config.get("max_length") or 1024,
         "load_in_4bit": bool(values.get("load_in_4bit")),
         "load_in_8bit": bool(values.get("load_in_8bit")),
         "full_finetuning": not values.get("use_peft"),
         "use_gradient_checkpointing": checkpointing,
     }
+    if values.get("trust_remote_code"):
+        loaded["trust_remote_code"] = True
     lines = [
         "from unsloth import FastLanguageModel",
         f"from trl import {name}Config, {name}Trainer",
@@ -37,23 +35,31 @@ def unsloth_script(values: Mapping[str, Any], method: str) -> str:
         f"model, tokenizer = FastLanguageModel.from_pretrained({_written(loaded)})",
     ]
     if values.get("use_peft"):
-        adapter = {"r": values.get("lora_r", 16), "lora_alpha": values.get("lora_alpha", 32)}
-        adapter |= {"lora_dropout": values.get("lora_dropout", 0.05), "use_gradient_checkpointing": checkpointing}
-        lines.append(f"model = FastLanguageModel.get_peft_model(model, {_written(adapter)})")
+        lines.append(f"model = FastLanguageModel.get_peft_model(model, {_written(_adapter(values, checkpointing))})")
+    rewards = ""
+    if method == "grpo":
+        lines.append("REWARD_FUNCS = []  # a placeholder: put yours here")
+        rewards = " reward_funcs=REWARD_FUNCS,"
+    rows = repr(values["dataset"]) if values.get("dataset") else '"DATASET"'
+    comment = "" if values.get("dataset") else "  # a placeholder: put yours here"
+    split = values.get("dataset_split", "train")
     lines += [
-        f'dataset = load_dataset({values.get("dataset")!r}, split="train")',
-        f"trainer = {name}Trainer(model=model, processing_class=tokenizer, train_dataset=dataset,",
-        f"    args={name}Config({_written(arguments)}))",
+        f'dataset = load_dataset({rows}, split="{split}"){comment}',
+        f"trainer = {name}Trainer(model=model, processing_class=tokenizer, train_dataset=dataset,{rewards}",
+        f"    args={name}Config({_written(config)}))",
         "trainer.train()",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _checkpointing(values: Mapping[str, Any]) -> bool | str:
-    """Its own kind moves the inputs of layers to the host."""
-    if values.get("gradient_checkpointing") is False:
-        return False
-    return "unsloth" if values.get("activation_offloading") else True
+def _adapter(values: Mapping[str, Any], checkpointing: bool | str) -> dict[str, Any]:
+    """Arguments of `get_peft_model`, whose own choice of layers is all linear ones."""
+    found = {"r": values.get("lora_r", 16), "lora_alpha": values.get("lora_alpha", 32)}
+    found |= {"lora_dropout": values.get("lora_dropout", 0.05), "use_gradient_checkpointing": checkpointing}
+    names = {"lora_target_modules": "target_modules", "use_rslora": "use_rslora"}
+    names |= {"lora_modules_to_save": "modules_to_save"}
+    found |= {there: values[here] for here, there in names.items() if values.get(here)}
+    return {name: value for name, value in found.items() if (name, value) != ("target_modules", "all-linear")}
 
 
 def _written(values: Mapping[str, Any]) -> str:

@@ -231,6 +231,13 @@ def test_a_run_file_for_lengths_sees_such_rows(capsys, model, tmp_path):
     assert main(["estimate", "sft", "--config", str(file), "--lengths", "64x4", "--device", "4090"]) == 0
 
 
+def test_a_method_that_another_trainer_lacks_is_refused_before_all_else(capsys, monkeypatch):
+    monkeypatch.setattr("lowtide.cli.plan.described_run", lambda arguments: pytest.fail("the run was looked at"))
+    words = ["plan", "cpo", "--model", "m", "--lengths", "64x4", "--device", "4090", "--for", "axolotl"]
+    assert main(words) == 2
+    assert "Axolotl has no cpo" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_file_for_another_trainer_is_the_one_that_is_run(capsys, model, tmp_path):
     file = tmp_path / "trl.yaml"
     words = ["plan", "sft", "--model", str(model), "--lengths", "64x4", "--device", "4090", "--for", "trl", *FEW]

@@ -68,6 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.devices and arguments.device:
         raise UsageError("--devices and --device both say where: leave one of them out")
+    if arguments.other is not None:
+        from lowtide.planner.answers.elsewhere import check_method
+
+        check_method(arguments.other, arguments.method)
     described = described_run(arguments)
     from lowtide.planner.plan import PlanError
 

@@ -248,6 +248,21 @@ def test_the_file_for_another_trainer_is_the_one_that_is_run(capsys, model, tmp_
 
 
 @pytest.mark.slow
+def test_trl_runs_the_file_that_is_written_for_it(plan, tmp_path):
+    pytest.importorskip("trl")
+    folder, file = tmp_path / "rows", tmp_path / "trl.yaml"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"text": "17 + 5 = 22"}) for _ in range(8)))
+    own = ("--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--use_cpu", "--report_to", "none", *FEW)
+    status, _, err = plan("--dataset", str(folder), "--for", "trl", "--output", str(file), *own)
+    assert status == 0, err
+    words = [str(Path(sys.executable).with_name("trl")), "sft", "--config", str(file)]
+    done = subprocess.run(words, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr.decode()
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
 def test_frozen_weights_are_streamed_where_nothing_else_fits(capsys):
     words = ["plan", "sft", "--model", "meta-llama/Llama-3.1-70B", "--lengths", "1024x1", "--device", "4090"]
     adapted = [*words, "--use_peft", "--dtype", "bfloat16", "--gradient_checkpointing", "true", "--json"]

@@ -22,7 +22,7 @@ AXOLOTL = {
     "rl_beta", "output_dir", "learning_rate", "max_steps", "seed", "warmup_steps", "bf16", "fp16", "weight_decay",
     "max_grad_norm", "gradient_checkpointing", "activation_offloading", "optimizer", "datasets", "adapter",
     "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "tiled_mlp",
-    "selective_checkpointing", "rl", "reward_model", "lora_target_modules", "dpo_padding_free", "fsdp_version",
+    "selective_checkpointing", "rl", "reward_model", "lora_target_modules", "fsdp_version",
     "fsdp_config", "precompute_ref_log_probs", "sample_packing", "batch_flattening", "dp_shard_size",
     "dp_replicate_size", "context_parallel_size", "orpo_alpha", "trl",
 }  # fmt: skip
@@ -236,6 +236,14 @@ def test_adapted_layers_are_the_same(layers):
 def test_peft_s_choice_for_a_model_that_is_not_known_is_named():
     comments, _ = parts(settings_for("llama-factory", asked("sft", {}, model="no/such", use_peft=True)))
     assert "- lora_target_modules: PEFT chooses the layers" in comments
+
+
+@pytest.mark.parametrize("own", [{}, {"packing": True}, {"max_length": None}])
+def test_rows_without_padding_are_asked_for_where_trl_takes_them(own):
+    comments, rest = parts(settings_for("trl", asked("sft", {}, model=LLAMA_8B, **own)))
+    assert yaml.safe_load(rest).get("padding_free") == (True if own else None)
+    assert ("- padding_free: rows" in comments) is not bool(own)
+    assert "- padding_free: rows" in parts(settings_for("trl", asked("dpo", {}, model=LLAMA_8B, **own)))[0]
 
 
 def test_a_precomputed_reference_is_written_or_named():

@@ -29,10 +29,10 @@ OF_COMPLETIONS = (
 )
 COMMON = (LENGTH, "model_init_kwargs", "trust_remote_code", "dataset_num_proc", "activation_offloading")
 OF_TRL = {
-    "sft": (*COMMON, "packing", "packing_strategy", "padding_free", "loss_type", "assistant_only_loss",
+    "sft": (*COMMON, "packing", "packing_strategy", "loss_type", "assistant_only_loss",
             "completion_only_loss", "chat_template_path", "dataset_text_field", "dataset_kwargs", "eos_token",
             "eval_packing", "pad_token", "router_aux_loss_coef", "shuffle_dataset", "truncation_mode"),
-    "dpo": (*COMMON, *OF_PAIRS, "padding_free", "label_smoothing", "loss_weights", "ld_alpha", "use_weighting",
+    "dpo": (*COMMON, *OF_PAIRS, "label_smoothing", "loss_weights", "ld_alpha", "use_weighting",
             "f_divergence_type", "f_alpha_divergence_coef", "discopop_tau", "pad_token", "truncation_mode"),
     "kto": (*COMMON, *OF_PAIRS, "desirable_weight", "undesirable_weight"),
     "reward": (*COMMON, "center_rewards_coefficient", "chat_template_path", "disable_dropout", "eos_token",
@@ -59,7 +59,7 @@ def trl(given: Given) -> None:
     given.take("num_processes")
     if all("." in name for name in given.left.get("reward_funcs") or ()):
         given.same(["reward_funcs"])
-    _name_padding(given)
+    _trl_padding(given)
 
 
 def _take_fsdp(given: Given) -> None:
@@ -73,6 +73,14 @@ def _take_fsdp(given: Given) -> None:
         if how.pop("offload_params", False):
             how["cpu_offload"] = True
     given.written |= {"fsdp": asked, "fsdp_config": how}
+
+
+def _trl_padding(given: Given) -> None:
+    """TRL 1.16 has rows without padding in SFT alone, with packing or without a limit on their length."""
+    whole = given.written.get(LENGTH, 0) is None
+    if given.method == "sft" and given.left.get("padding_free") and (given.written.get("packing") or whole):
+        given.same(["padding_free"])
+    _name_padding(given)
 
 
 def _name_padding(given: Given) -> None:
@@ -123,7 +131,7 @@ def _axolotl_method(given: Given) -> None:
     given.rename({"beta": "orpo_alpha" if given.method == "orpo" else "rl_beta"})
     if given.method == "dpo":
         given.rename({"loss_type": "dpo_loss_type", "loss_weights": "dpo_loss_weights"})
-        given.rename({"label_smoothing": "dpo_label_smoothing", "padding_free": "dpo_padding_free"})
+        given.rename({"label_smoothing": "dpo_label_smoothing"})
         given.same(["precompute_ref_log_probs"])
     if given.method == "kto":
         given.rename({"desirable_weight": "kto_desirable_weight", "undesirable_weight": "kto_undesirable_weight"})
@@ -250,7 +258,7 @@ def unsloth(given: Given) -> None:
     given.same([name for name in OF_TRL[given.method] if name not in ("model_init_kwargs", "trust_remote_code")])
     given.same(sorted(inherited))
     given.take_optimizer("optim", _transformers_optimizer)
-    _name_padding(given)
+    _trl_padding(given)
     given.written = {**model, "config": given.written}
 
 

@@ -19,7 +19,7 @@ def unsloth_script(values: Mapping[str, Any], method: str) -> str:
     checkpointing = bool(values["checkpoints"]) and ("unsloth" if values["offloads"] else True)
     loaded = {
         "model_name": values.get("model"),
-        "max_seq_length": config.get("max_length") or 1024,
+        "max_seq_length": config.get("max_length") or 1024 + config.get("max_completion_length", 0),
         "load_in_4bit": bool(values.get("load_in_4bit")),
         "load_in_8bit": bool(values.get("load_in_8bit")),
         "full_finetuning": not values.get("use_peft"),

@@ -24,7 +24,7 @@ AXOLOTL = {
     "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "tiled_mlp",
     "selective_checkpointing", "rl", "reward_model", "lora_target_modules", "fsdp_version",
     "fsdp_config", "precompute_ref_log_probs", "sample_packing", "batch_flattening", "dp_shard_size",
-    "dp_replicate_size", "context_parallel_size", "orpo_alpha", "trl",
+    "dp_replicate_size", "context_parallel_size", "orpo_alpha", "trl", "excess_length_strategy",
 }  # fmt: skip
 """Of axolotl's `utils/schemas`, and transformers' where it passes them on."""
 LLAMA_FACTORY = {
@@ -195,6 +195,8 @@ def test_copies_of_shards_and_split_rows_are_axolotls_too():
     assert [written[name] for name in names] == [2, 4, 2, 2]
     comments, _ = parts(settings_for("trl", found))
     assert "- parallelism_config (" in comments
+    layers = asked("sft", {"parallelism_config": {"tp_size": 8}}, "8xH100", model=LLAMA_8B)
+    assert '- parallelism_config ({"tp_size": 8})' in settings_for("axolotl", layers)
 
 
 DEFAULTS = {

@@ -135,6 +135,8 @@ def _axolotl_method(given: Given) -> None:
         given.same(["precompute_ref_log_probs"])
     if given.method == "kto":
         given.rename({"desirable_weight": "kto_desirable_weight", "undesirable_weight": "kto_undesirable_weight"})
+    if given.method == "sft" and "sequence_len" in given.written:
+        given.written["excess_length_strategy"] = "truncate"  # longer rows would be left out
     if given.method == "sft" and given.take("padding_free") and not given.written.get("sample_packing"):
         given.written["batch_flattening"] = "auto"
         given.lacks["padding_free"] = "rows are padded to the longest where attention is not flash attention"
@@ -156,7 +158,7 @@ def _axolotl_adapters(given: Given) -> None:
 def _axolotl_devices(given: Given) -> None:
     given.take("num_processes")
     sizes = dict(given.take("parallelism_config", {}))
-    names = {"tp_size": "tensor_parallel_size", "sp_size": "context_parallel_size", "cp_size": "context_parallel_size"}
+    names = {"sp_size": "context_parallel_size", "cp_size": "context_parallel_size"}
     names |= {name: name for name in ("dp_shard_size", "dp_replicate_size")}
     given.written |= {there: sizes.pop(here) for here, there in names.items() if here in sizes}
     if sizes:
@@ -274,8 +276,8 @@ OF_AXOLOTL = (
 )
 OF_AXOLOTL_TRL = ("beta", "max_completion_length", "num_generations", "temperature", "top_p", "top_k", "min_p",
                   "repetition_penalty", "num_iterations", "epsilon", "reward_weights", "sync_ref_model",
-                  "ref_model_mixup_alpha", "ref_model_sync_steps", "use_vllm", "vllm_gpu_memory_utilization",
-                  "vllm_server_host", "vllm_server_port", "log_completions")  # fmt: skip
+                  "ref_model_mixup_alpha", "ref_model_sync_steps", "use_vllm", "vllm_server_host",
+                  "vllm_server_port", "log_completions")  # fmt: skip
 AXOLOTL_OPTIMIZERS = {
     "adamw_8bit": "adamw_bnb_8bit",
     "adamw_torch_8bit": "ao_adamw_8bit",

@@ -20,12 +20,38 @@ OF_A_FAMILY = ("Qwen/Qwen2.5-7B", "meta-llama/Llama-3.2-1B", "google/gemma-3-1b"
         ("meta-llama/Meta-Llama-3-8B-Instruct", "meta-llama/Meta-Llama-3-8B"),
         ("google/gemma-2-9b-it", "google/gemma-2-9b"),
         ("google/gemma-3-4b-pt", "google/gemma-3-4b"),
+        ("Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("Llama-3-8B-Instruct", "meta-llama/Meta-Llama-3-8B"),
+        ("Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("mistralai/Mistral-7B-Instruct-v0.1", "mistralai/Mistral-7B-v0.1"),
+        ("Mixtral-8x7B-Instruct-v0.1", "mistralai/Mixtral-8x7B-v0.1"),
+        ("Mistral-Nemo-Instruct-2407", "mistralai/Mistral-Nemo-Base-2407"),
+        ("Mistral-Small-24B-Instruct-2501", "mistralai/Mistral-Small-24B-Base-2501"),
+        ("Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B"),
+        ("OLMo-2-0425-1B-Instruct", "allenai/OLMo-2-0425-1B"),
+        ("TinyLlama-1.1B-Chat-v1.0", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
+        ("Mistral-7B-Instruct-v0.2", None),
+        ("Meta-Llama-3.1-405B-Instruct", None),
+        ("meta-llama/Meta-Qwen2.5-7B", None),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", None),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", None),
+        ("Meta-Llama-3.1-8B-Instruct-bnb-4bit", None),
+        ("Qwen2.5-Coder-7B-Instruct", None),
+        ("Qwen2.5-7B-Instruct-1M", None),
+        ("Italian-Qwen2.5-7B", None),
         ("unsloth/Llama-3.1-8B", None),
         ("nobody/of-that-name", None),
     ],
 )
 def test_a_model_is_found_by_what_people_type(typed, name):
     assert known_name(typed) == name
+
+
+@pytest.mark.parametrize("name", sorted(known_models()))
+def test_each_is_found_by_its_own_name(name):
+    assert known_name(name) == known_name(name.split("/")[-1]) == name
 
 
 def test_a_folder_is_no_well_known_model(tmp_path, monkeypatch):

@@ -16,8 +16,11 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 FILE = "known_models.json"
-TUNED = re.compile(r"-(?:instruct|chat|it|pt|hf|base|chat-hf|instruct-[0-9]{4}|v?2407|v?2501)$")
-"""Ends of names of models that have the shape of what they were made from."""
+TUNED = re.compile(r"-(?:instruct-[0-9]{4}|instruct|chat|it|pt|hf|base)(?=-|$)")
+"""Words in names of models that have the shape of what they were made from, wherever they stand. Any other word
+(`awq`, `bnb`, `coder`) stays, so that a name with one is not found."""
+DATED = re.compile(r"-v?(?:2407|2501)$")
+"""Ends of names of models of which one date is built in."""
 
 
 @functools.cache
@@ -50,7 +53,8 @@ def known_config(model: str) -> PretrainedConfig | None:
 
 
 def _plain(name: str) -> str:
-    plain = name.lower()
-    while TUNED.search(plain):
-        plain = TUNED.sub("", plain)
-    return plain
+    owner, slash, own = name.lower().rpartition("/")
+    own = DATED.sub("", TUNED.sub("", own))
+    if own.startswith("meta-llama-"):  # as Llama 3 and 3.1 were called
+        own = own.removeprefix("meta-")
+    return f"{owner}{slash}{own}"

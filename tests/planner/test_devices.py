@@ -15,7 +15,16 @@ from lowtide.planner.devices import DEVICES, GIB, MIB, Rates, device_named, meas
         ("H100-80GB", "H100-80GB"),
         ("h100_80gb", "H100-80GB"),
         ("rtx 4090", "RTX-4090"),
-        ("L4", "L4-24GB"),  # and not the L40S
+        ("L4", "L4-24GB"),  # and not the L40 or the L40S
+        ("L40", "L40-48GB"),
+        ("l40s", "L40S-48GB"),
+        ("A10", "A10-24GB"),
+        ("a10g", "A10G-24GB"),
+        ("A100 40", "A100-40GB"),
+        ("a100-80", "A100-80GB"),
+        ("apple 64", "Apple-64GB"),
+        ("mac 64", "Apple-64GB"),
+        ("cpu 64", "CPU-64GB"),
         ("a100-pcie", "A100-PCIe-80GB"),
         ("H200", "H200-141GB"),
         ("h100", "H100-80GB"),
@@ -49,6 +58,10 @@ def test_a_name_of_several_names_them():
 def test_an_unknown_name_gets_the_nearest():
     with pytest.raises(ValueError, match=r"unknown device 'H100-8GB'; did you mean 'H100-80GB'\?"):
         device_named("H100-8GB")
+    with pytest.raises(ValueError, match=r"unknown device 'a100 48'"):
+        device_named("a100 48")
+    with pytest.raises(ValueError, match=r"unknown device '64'"):
+        device_named("64")
     with pytest.raises(ValueError, match=r"unknown device 'abacus': choose cpu, cuda or one of B200-180GB, "):
         device_named("abacus")
 

@@ -147,7 +147,9 @@ DEVICES: dict[str, Device] = {
         _gpu("A100-PCIe-80GB", (8, 0), 79.1, 312, 19.5, 1935, 32),
         _gpu("A100-40GB", (8, 0), 39.4, 312, 19.5, 1555, 32, 300, 25),
         _gpu("L40S-48GB", (8, 9), 44.4, 362, 91.6, 864, 32),
+        _gpu("L40-48GB", (8, 9), 44.4, 181, 90.5, 864, 32),
         _gpu("L4-24GB", (8, 9), 22.0, 121, 30.3, 300, 32),
+        _gpu("A10-24GB", (8, 6), 22.0, 125, 31.2, 600, 32),
         _gpu("A10G-24GB", (8, 6), 22.0, 70, 35, 600, 32),
         _gpu("T4-16GB", (7, 5), 14.6, 65, 8.1, 320, 16),
         _gpu("V100-32GB", (7, 0), 31.7, 125, 15.7, 900, 16, 150),
@@ -161,12 +163,12 @@ DEVICES: dict[str, Device] = {
         *(_host(f"Apple-{gib}GB", gib, f"mac {gib} gb") for gib in (16, 24, 36, 48, 64, 96, 128, 192)),
     )
 }
-"""By name. Rates are NVIDIA's: the data sheets of B200 (HGX), H200, H100, A100, L40S, L4, A10G, T4, V100, RTX 6000 Ada
-and RTX A6000, and the architecture papers "Ampere GA102", "Ada" and "RTX Blackwell" for the GeForce cards; PCIe and
-NVLink in one direction. To other machines the boards of B200, H200, H100 and A100 have a network card for each GPU, as
-in NVIDIA's DGX. Memory is what torch reports as a card's total, which is some percent below its name. Machines whose
-CPU computes have no rates: they are taken to be as fast as this one. Apple's share their memory between CPU and GPU,
-and are planned for as a CPU, since what Metal's allocator keeps beside tensors is not modelled."""
+"""By name. Rates are NVIDIA's: the data sheets of B200 (HGX), H200, H100, A100, L40S, L40, L4, A10, A10G, T4, V100, RTX
+6000 Ada and RTX A6000, and the architecture papers "Ampere GA102", "Ada" and "RTX Blackwell" for the GeForce cards;
+PCIe and NVLink in one direction. To other machines the boards of B200, H200, H100 and A100 have a network card for each
+GPU, as in NVIDIA's DGX. Memory is what torch reports as a card's total, which is some percent below its name. Machines
+whose CPU computes have no rates: they are taken to be as fast as this one. Apple's share their memory between CPU and
+GPU, and are planned for as a CPU, since what Metal's allocator keeps beside tensors is not modelled."""
 CALLED = ("nvidia", "geforce", "tesla", "quadro")
 """Words before a GPU's name that change nothing."""
 
@@ -176,7 +178,7 @@ def device_named(text: str) -> Device:
 
     Args:
         text: `cpu` or `cuda` for those at hand, or a name of `DEVICES`, of which words may be left out where it is
-            unambiguous ("L4", "h200", "4090", "A6000", "NVIDIA RTX 4090"); "H100" is the H100-80GB.
+            unambiguous ("L4", "h200", "4090", "A6000", "NVIDIA RTX 4090", "a100 40"); "H100" is the H100-80GB.
 
     Raises:
         ValueError: nobody knows the name; several devices are meant; there is no GPU here.
@@ -211,7 +213,9 @@ def _names(device: Device) -> list[list[str]]:
 
 
 def _within(words: list[str], name: list[str]) -> bool:
-    """Whether some words are all of a name, or neighbours in it."""
+    """Whether some words are all of a name, or neighbours in it; a number behind another word may be of gigabytes."""
+    if len(words) > 1 and words[-1].isdecimal() and _within([*words[:-1], f"{words[-1]}gb"], name):
+        return True
     return bool(words) and any(name[start : start + len(words)] == words for start in range(len(name)))
 
 

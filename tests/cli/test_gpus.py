@@ -71,6 +71,8 @@ def test_the_command_has_the_users_own_options_and_those_of_the_lengths(describe
         (("--lengths", "much"), "write '1024x8'"),
         (("--dataset", "rows.jsonl"), "reads no dataset"),
         (("--lenghts", "8x8"), "--lengths"),
+        (("--device", "4090"), "asks all devices: lowtide plan and lowtide estimate take one"),
+        (("--devices", "8xH100"), "lowtide plan takes several"),
     ],
 )
 def test_what_a_user_can_mend_is_one_message(described, capsys, words, says):

@@ -21,6 +21,12 @@ from lowtide.methods import METHODS
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 
+OF_OTHER_COMMANDS = {
+    "--device": "gpus takes no --device, since it asks all devices: lowtide plan and lowtide estimate take one",
+    "--devices": "gpus takes no --devices, since it asks each device by itself: lowtide plan takes several",
+}
+"""What `gpus` says of an option that it has not and a similar command has."""
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of exiting, and takes no abbreviations."""
@@ -133,6 +139,8 @@ def _refuse_unknown(words: Sequence[str], command: str | None, *parsers: argpars
     known = {option for parser in parsers for option in options_of(parser)}
     for option in (word.split("=")[0] for word in words if word.startswith("--")):
         if option not in known:
+            if command == "gpus" and option in OF_OTHER_COMMANDS:
+                raise UsageError(OF_OTHER_COMMANDS[option])
             trains = command in METHODS or command in OF_A_METHOD
             said = (
                 import_module("lowtide.run.options.training").whose(option[2:]) or replaced(option[2:])

@@ -3,7 +3,7 @@
 Nothing is measured: each number is the predicted peak, in MiB, of some settings at two sizes of a micro-batch, on a
 GPU with bfloat16, its context not counted; speeds are a roofline at the rates of each device's data sheet. Models of
 one shape share their numbers. It takes some 15 minutes on two cores, and what is there already is kept, so that an
-interrupted run goes on.
+interrupted run goes on. Speeds are by the number of a device, so that nothing is kept where the devices are others.
 """
 
 import argparse
@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
 
     path = grid_path()
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() and not options.again else {}
-    grid = {**frame(), "peaks": found.get("peaks", {}), "speeds": found.get("speeds", {})}
+    grid = {**frame(), "peaks": {}, "speeds": {}}
+    if grid["devices"] == found.get("devices"):
+        grid |= {part: found[part] for part in ("peaks", "speeds")}
     failed = False
     for name in options.models or known_models():
         shape = grid["models"][name]

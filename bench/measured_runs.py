@@ -42,11 +42,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def table(runs: "list[SharedRun]") -> list[str]:
     """The lines of the table, in Markdown."""
+    from lowtide.memory.allocators.measure import bytes_text
+
     lines = ["| date | run | device | measured | predicted | error |", "|---|---|---|---:|---:|---:|"]
     for run in runs:
         model = run.model or "{model_type}, {num_hidden_layers} layers of {hidden_size}".format(**run.shape)
         how = f"adapters of rank {run.trained['rank']}" if run.trained["adapters"] else "all weights"
-        sizes = [f"{size / 1e9:.2f} GB" for size in (run.measured_bytes, run.predicted_bytes)]
+        sizes = [bytes_text(size) for size in (run.measured_bytes, run.predicted_bytes)]
         what = f"{run.method}, {model}, {how}, {run.rows['tokens']:,} tokens"
         lines.append(f"| {run.date} | {what} | {run.device} | {' | '.join(sizes)} | {run.error:+.1%} |")
     return lines

@@ -6,12 +6,14 @@ import argparse
 import json
 
 import pytest
+from rich.console import Console
 from transformers import LlamaConfig
 
 from lowtide.cli import gpus
 from lowtide.cli.described_run import described_run
 from lowtide.cli.main import main
-from lowtide.planner.answers.device_table import Fit
+from lowtide.planner.answers.device_table import DeviceRow, DeviceTable, Fit
+from lowtide.planner.devices import DEVICES, GIB
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,34 @@ def test_the_command_has_the_users_own_options_and_those_of_the_lengths(describe
         "--model_init_kwargs '{\"a\": 1}' --per_device_train_batch_size 4 --max_length 2048 "
         "--use_peft --gradient_checkpointing false"
     )
+
+
+def _said_of(peaks: dict[str, float], capsys) -> str:
+    """What is printed of a way that takes so many GiB on each device."""
+    rows = []
+    for name, gib in peaks.items():
+        size = DEVICES[name].memory_bytes
+        fit = Fit("full", {}, int(gib * GIB), int(size / 1.05), 100.0, 2048)
+        rows.append(DeviceRow(name, "cuda", size, {"full": fit}))
+    table = DeviceTable("sft", "m", 10**9, "8 rows", tuple(rows), {"full": None})
+    console = Console(width=80)
+    for part in gpus._way(table, "full", {}):
+        console.print(part)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_sizes_are_in_gib_as_other_commands_have_them(capsys):
+    said = _said_of({"V100-16GB": 15.2, "RTX-4090": 15.4, "B200-180GB": 15.5}, capsys)
+    assert "device peak GiB of GiB" in said
+    assert "RTX-4090 15.40 23.60" in said
+    assert "B200-180GB 15.50 178.30" in said
+
+
+def test_what_does_not_fit_says_what_is_left_free(capsys):
+    left = "5% of a device (on a CPU 6%) is left for what the prediction may miss"
+    said = _said_of({"V100-16GB": 15.2, "RTX-4090": 15.4}, capsys)
+    assert f"Does not fit V100-16GB: it takes 15.20 GiB at least, and {left}." in said
+    assert f"fits none of them; it takes 15.20 GiB at least, and {left}" in _said_of({"V100-16GB": 15.2}, capsys)
 
 
 @pytest.mark.parametrize(

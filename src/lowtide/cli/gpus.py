@@ -103,18 +103,18 @@ def _way(table: DeviceTable, way: str, keys: dict[str, int]) -> list[RenderableT
     shown += [next((row for row in there if row.device.startswith(name)), None) for name in ("CPU", "Apple")]  # type: ignore[list-item]
     if not there:
         needs = min((row.fits[way].peak_bytes for row in table.rows if way in row.fits), default=0)
-        return [Text.assemble((way, "bold"), f": fits none of them; it takes {_gb(needs)}")]
+        return [Text.assemble((way, "bold"), f": fits none of them; {_takes(needs)}")]
     smallest = there[0]
     made = plain_table(f"{way}: from {smallest.device} on")
-    for name in ("device", "peak", "of", "tokens/s", "longest row", "settings"):
+    for name in ("device", "peak GiB", "of GiB", "tokens/s", "longest row", "settings"):
         made.add_column(name, justify="left" if name == "device" else "right", no_wrap=True)
     for row in filter(None, shown):
         made.add_row(*_cells(row, row.fits[way], keys), style="bold green" if row is smallest else None)
     without = [row for row in table.rows if row.kind == "cuda" and row not in there and way in row.fits]
     parts: list[RenderableType] = [made]
     if without:
-        least = _gb(without[-1].fits[way].peak_bytes)
-        parts.append(noted(f"Does not fit {', '.join(row.device for row in without)}: it takes {least} at least."))
+        takes = _takes(without[-1].fits[way].peak_bytes)
+        parts.append(noted(f"Does not fit {', '.join(row.device for row in without)}: {takes}."))
     if table.changes[way]:
         what = "what is trained" if way in ADAPTED else "the numbers"
         parts.append(noted(f"It changes {what}: {table.changes[way]}."))
@@ -133,7 +133,7 @@ def _cells(row: DeviceRow, fit: Fit, keys: dict[str, int]) -> Sequence[str]:
     larger = "" if row.kind == "cuda" else " and larger"
     speed = "-" if fit.tokens_per_second is None else f"{fit.tokens_per_second:,.0f}"
     setting = f"[{number}]" if cut is None else f"{cut:,} [{number}]"
-    return f"{row.device}{larger}", _gb(fit.peak_bytes), _gb(row.memory_bytes), speed, longest, setting
+    return f"{row.device}{larger}", _gib(fit.peak_bytes), _gib(row.memory_bytes), speed, longest, setting
 
 
 def _key_of(settings: Mapping[str, Any], keys: dict[str, int]) -> int:
@@ -160,8 +160,18 @@ def _numbered(number: int, settings: str) -> RenderableType:
     return line
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB"
+def _gib(size: int) -> str:
+    """As many digits as the other commands show, without the unit, which is in the column's head."""
+    return f"{size / (1 << 30):,.2f}"
+
+
+def _takes(least: int) -> str:
+    """What the smallest settings take, and why a device that has as much may still be too small."""
+    from lowtide.memory.allocators.measure import bytes_text
+    from lowtide.planner.estimate import BANDS
+
+    left = f"{BANDS['cuda']:.0%} of a device (on a CPU {BANDS['cpu']:.0%})"
+    return f"it takes {bytes_text(least)} at least, and {left} is left for what the prediction may miss"
 
 
 def _assumptions(table: DeviceTable) -> list[str]:

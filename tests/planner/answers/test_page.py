@@ -52,6 +52,12 @@ def test_it_asks_nothing_of_the_network(tmp_path, capsys):
     assert len(text) < 200_000
 
 
+def test_sizes_are_in_gib_as_commands_have_them():
+    text = html_of(grid())
+    assert '" GiB"' in text
+    assert '" GB"' not in text
+
+
 def test_every_control_has_a_label():
     elements = Elements(html_of(grid())).found
     for number, (tag, _) in enumerate(elements):
@@ -158,3 +164,7 @@ def test_in_a_browser_what_does_not_fit_says_so(tab, written):
     smallest = min(grid()["devices"], key=lambda each: each["memory"])["name"]
     assert best("Qwen/Qwen2.5-0.5B", "H100-80GB") == "full fits"
     assert best("Qwen/Qwen2.5-7B", smallest) != "full fits"
+    found = tab.run("[...document.querySelectorAll('.no h3 span')].map(each => each.textContent)")
+    said = re.compile(r"does not fit: [0-9.]+ GiB of [0-9.]+ GiB, of which 5% are left free")
+    assert found
+    assert all(map(said.fullmatch, found))

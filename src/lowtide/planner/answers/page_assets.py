@@ -29,7 +29,7 @@ code { font-size: .92em; } code span { display: inline-block; max-width: 100%; }
 
 SCRIPT = r"""
 const grid = JSON.parse(document.getElementById("grid").textContent), at = id => document.getElementById(id);
-const MIB = 1048576, MOST = 1024, BAND = 1.05, gb = size => (size / 1e9).toFixed(size < 1e10 ? 1 : 0) + " GB";
+const MIB = 1048576, MOST = 1024, BAND = 1.05, gib = size => (size / 1024 / MIB).toFixed(2) + " GiB";
 const count = number => Math.round(number).toLocaleString("en-US");
 
 /* Bytes at some tokens of a micro-batch: the fullest phase, each a line between two traced sizes. */
@@ -97,9 +97,8 @@ function shown(way, found, device, length) {
   box.setAttribute("role", "listitem");
   const said = document.createElement("span"), bar = document.createElement("div"), part = document.createElement("i");
   title.textContent = way.name + " ";
-  const beyond = found.bytes * BAND - device.memory;
-  said.textContent = found.fits ? "fits: " + gb(found.bytes) + " of " + gb(device.memory)
-    : "does not fit: " + gb(found.bytes) + ", " + gb(Math.max(beyond, 0)) + " too much";
+  said.textContent = (found.fits ? "fits: " : "does not fit: ") + gib(found.bytes) + " of " + gib(device.memory)
+    + (found.fits ? "" : ", of which 5% are left free");
   title.append(said);
   bar.className = "bar"; bar.append(part);
   part.style.width = Math.min(100, 100 * found.bytes / device.memory) + "%";
@@ -128,7 +127,7 @@ function update() {
   at("best_label").textContent = name + " on " + device.name;
   at("best").textContent = first < 0 ? "does not fit" : grid.ways[first].name + " fits";
   const other = grid.devices.find(each => grid.ways.some(way => fit(way, each, asked).fits));
-  at("best_more").textContent = first >= 0 ? gb(found[first].bytes) + " of " + gb(device.memory) + ", rows of up to "
+  at("best_more").textContent = first >= 0 ? gib(found[first].bytes) + " of " + gib(device.memory) + ", rows of up to "
     + count(found[first].longest) + " tokens" : other ? "The smallest device that works is " + other.name
     : "No single device of the table holds it.";
   at("ways_title").textContent = "Ways to train it on " + device.name;
@@ -138,8 +137,8 @@ function update() {
   const body = grid.devices.map(each => {
     const fits = grid.ways.map(way => fit(way, each, asked)), any = fits.some(one => one.fits), mark = any && !marked;
     marked = marked || any;
-    return row([each.name + (mark ? " (smallest)" : ""), gb(each.memory),
-      ...fits.map(one => one.fits ? gb(one.bytes) : "no")], mark ? "first" : "");
+    return row([each.name + (mark ? " (smallest)" : ""), gib(each.memory),
+      ...fits.map(one => one.fits ? gib(one.bytes) : "no")], mark ? "first" : "");
   });
   at("devices").replaceChildren(head, ...body);
 }

@@ -68,7 +68,9 @@ def test_every_control_has_a_label():
 def test_the_grid_has_the_models_and_devices_that_there_are():
     found = grid()
     assert found["models"].keys() == known_models().keys()
-    assert {each["name"] for each in found["devices"]} <= DEVICES.keys()
+    there = [each for each in DEVICES.values() if each.kind == "cuda" and each.capability >= (8, 0)]
+    assert {each["name"] for each in found["devices"]} == {each.name for each in there}
+    assert [each["number"] for each in found["devices"]] == [*range(len(there))]
     assert len(found["peaks"]) >= 10
     for name, shape in found["models"].items():
         if shape not in found["peaks"]:

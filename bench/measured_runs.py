@@ -1,7 +1,8 @@
 """`python -m bench.measured_runs`: checks the lines of docs/measured-runs.jsonl, and prints them as a table.
 
 Each line is a run that somebody measured with `lowtide measure METHOD --share FILE`. A line that has other fields than
-those is refused. `--write` writes the table into docs/measured-runs.md.
+those, or a text in place of a number or a known word, is refused. `--write` writes the table into
+docs/measured-runs.md.
 """
 
 import argparse
@@ -46,7 +47,8 @@ def table(runs: "list[SharedRun]") -> list[str]:
 
     lines = ["| date | run | device | measured | predicted | error |", "|---|---|---|---:|---:|---:|"]
     for run in runs:
-        model = run.model or "{model_type}, {num_hidden_layers} layers of {hidden_size}".format(**run.shape)
+        kind, layers, size = (run.shape.get(name, "?") for name in ("model_type", "num_hidden_layers", "hidden_size"))
+        model = run.model or f"{kind}, {layers} layers of {size}"
         how = f"adapters of rank {run.trained['rank']}" if run.trained["adapters"] else "all weights"
         sizes = [bytes_text(size) for size in (run.measured_bytes, run.predicted_bytes)]
         what = f"{run.method}, {model}, {how}, {run.rows['tokens']:,} tokens"

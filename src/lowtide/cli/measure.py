@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli import train
+from lowtide.cli.endings import UsageError
 from lowtide.cli.profile import WITHOUT
 from lowtide.compat.argparse import Subparsers
 
 if TYPE_CHECKING:
     from lowtide.planner.answers.shared_run import SharedRun
     from lowtide.planner.estimate import Estimate
-
-PACKAGES = ("lowtide", "torch", "transformers", "peft", "bitsandbytes", "torchao")
 
 
 def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentParser:
@@ -58,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: anything that the user can mend; OSError likewise.
     """
+    if arguments.share is not None:
+        check_can_be_added_to(arguments.share)
     with tempfile.TemporaryDirectory() as folder:
         given = train.read_run(arguments, **WITHOUT, max_steps=arguments.steps, output_dir=folder)
         trainer = given.trainer(given.config())
@@ -76,7 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
     said = f"predicted {bytes_text(of)} ({made.error:+.1%})"
     print(f"Measured {bytes_text(measured)}, {said}, in {arguments.steps} steps.")
     if arguments.share is not None:
-        arguments.share.parent.mkdir(parents=True, exist_ok=True)
         with arguments.share.open("a", encoding="utf-8") as file:
             file.write(made.line() + "\n")
         print(f"Added to {arguments.share}; this is all of it:\n{made.line()}")
@@ -84,10 +84,37 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def check_can_be_added_to(file: Path) -> None:
+    """Find out before the run whether a line can be added to a file, which is not made.
+
+    Raises:
+        UsageError: naming the file and the system's reason.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            with file.open("a", encoding="utf-8"):
+                pass
+        else:
+            with tempfile.TemporaryFile(dir=file.parent):
+                pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"--share {str(file)!r} cannot be written: {reason}. Name another file") from error
+
+
 def _described(given: Any, trainer: Any, found: Estimate, of: int, measured: int) -> SharedRun:
     import torch
 
-    from lowtide.planner.answers.shared_run import SharedRun, options_of, published_name, shape_of
+    from lowtide.planner.answers.shared_run import (
+        PACKAGES,
+        SharedRun,
+        options_of,
+        public_device,
+        public_version,
+        published_name,
+        shape_of,
+    )
     from lowtide.planner.devices import system_memory_bytes
     from lowtide.trainers.profiling import heaviest_micro_batch
 
@@ -96,9 +123,12 @@ def _described(given: Any, trainer: Any, found: Estimate, of: int, measured: int
     shape, rows = shape_of(trainer.model.config), heaviest_micro_batch(trainer)
     stored = next((str(p.dtype) for p in trainer.model.parameters() if not p.requires_grad), "")
     stored = stored or str(next(trainer.model.parameters()).dtype)
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    versions = {name: public_version(version) for name, version in versions.items()}
+    name = torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}"
     return SharedRun(
         date=date.today().isoformat(),
-        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES if _version(name)}},
+        versions={name: version for name, version in versions.items() if version},
         method=given.method,
         model=published_name(shape),
         shape=shape,
@@ -108,9 +138,9 @@ def _described(given: Any, trainer: Any, found: Estimate, of: int, measured: int
             "stored": stored.removeprefix("torch."),
             "bits": 4 if adapters.load_in_4bit else 8 if adapters.load_in_8bit else 0,
         },
-        options=options_of(trainer.args),
+        options=options_of(trainer.args, given.method),
         rows={"rows": len(rows), "longest": max(rows, default=0), "tokens": sum(rows)},
-        device=torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}",
+        device=public_device(name),
         device_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else system_memory_bytes(),
         steps=trainer.state.global_step,
         predicted_bytes=of,

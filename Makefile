@@ -41,7 +41,7 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.extras
 	$(PY) -m pytest -m "not slow"
 
-test-slow: $(VENV)/.extras
+test-slow: $(VENV)/.extras $(VENV)/.site
 	$(PY) -m pytest -m slow $(addprefix --ignore=,$(RANKS_APART))
 
 test-all: test test-slow
@@ -109,7 +109,7 @@ $(VENV)/.deepspeed: $(VENV)/.extras
 	$(INSTALL) --editable ".[deepspeed]"
 	@touch $@
 
-# The site's builder imports lowtide, whose docstrings and options are pages.
+# The site's builder imports lowtide, whose docstrings and options are pages. `make test-slow` builds the site too.
 $(VENV)/.site: $(VENV)/.runtime
 	$(INSTALL) --editable ".[site]"
 	@touch $@

@@ -5,6 +5,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from docs_site import devices_page
 from docs_site.api_pages import api_pages
 from docs_site.llms_text import llms_text, pages_of
 from docs_site.navigation import navigation
@@ -27,6 +28,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     """Pages and files that are not in docs/."""
     for page in api_pages():
         files.append(File.generated(config, page.path, content=page.markdown))
+    files.append(File.generated(config, devices_page.PATH, content=devices_page.content()))
     for asset in sorted(ASSETS.iterdir()):
         files.append(File.generated(config, f"assets/{asset.name}", abs_src_path=str(asset)))
     for path in sorted(Path(config.docs_dir).rglob("*.ipynb")):
@@ -38,13 +40,20 @@ def on_files(files: Files, *, config: Any) -> Files:
     return files
 
 
+def on_nav(nav: Any, *, config: Any, files: Files) -> Any:
+    """A link to the page of devices, which is no page of docs/."""
+    found = devices_page.add_to_navigation(nav.items)
+    assert found, f"docs/index.md lists {devices_page.BEHIND}"
+    return nav
+
+
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """Links that only the repository can follow; a notebook's page in place of the notebook."""
     text = without_source_links(markdown, page.file.src_uri, config.repo_url)
     if not page.file.generated_by:
         text = text.replace(".ipynb)", ".md)")
     MARKDOWN[page.file.src_uri] = text
-    return text
+    return devices_page.with_links(text, page.file.src_uri)
 
 
 def on_post_build(*, config: Any) -> None:

@@ -15,6 +15,7 @@ from docs_site.llms_text import first_sentence, llms_text
 from docs_site.navigation import navigation
 from docs_site.notebook_page import notebook_page
 from docs_site.source_links import without_source_links
+from lowtide.planner.answers.page import grid, html_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -97,5 +98,10 @@ def test_the_site_builds_strictly_and_asks_nobody_else(tmp_path):
     for page in tmp_path.rglob("*.html"):
         fetched = re.findall(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(https?:[^"]*)"', page.read_text())
         assert not fetched, f"{page.name} fetches {fetched}"
+    devices = tmp_path / "lowtide-gpus.html"
+    assert devices.read_text(encoding="utf-8") == html_of(grid())
+    for page, links in (("index.html", 2), ("gpus.html", 2), ("memory/adapters.html", 1)):
+        target = "../lowtide-gpus.html" if "/" in page else "lowtide-gpus.html"
+        assert (tmp_path / page).read_text(encoding="utf-8").count(f'href="{target}"') == links, page
     assert "recipes.md" in (tmp_path / "llms.txt").read_text()
     assert (tmp_path / "search" / "search_index.js").is_file()

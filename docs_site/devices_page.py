@@ -1,0 +1,46 @@
+"""The page of `lowtide page` in the site: the same file, and the links to it.
+
+It is no page of docs/, so that neither docs/index.md nor docs/gpus.md can link to it where they are read in the
+repository: the site adds the links.
+"""
+
+from typing import Any
+
+from mkdocs.structure.nav import Link, Section
+
+from lowtide.cli.page import NAME
+from lowtide.planner.answers.page import grid, html_of
+
+PATH = NAME.name
+TITLE = "What do I need to train it?"
+BEHIND = "gpus.md"
+"""The page that explains it, behind which it stands in the navigation and in the list of pages."""
+IN_THE_LIST = f"- [{TITLE}]({PATH}): a model, a method and a device are chosen, and what fits is shown"
+
+
+def content() -> str:
+    """The page, as `lowtide page` writes it."""
+    return html_of(grid())
+
+
+def with_links(markdown: str, path: str) -> str:
+    """A page of docs/ with links to the page of devices: where it is named, and in the list of pages."""
+    if path == "index.md":
+        lines = markdown.split("\n")
+        (after,) = (number for number, line in enumerate(lines) if line.startswith("- [") and f"]({BEHIND})" in line)
+        return "\n".join([*lines[: after + 1], IN_THE_LIST, *lines[after + 1 :]])
+    return markdown.replace(f"`{PATH}`", f"[`{PATH}`]({PATH})") if path == BEHIND else markdown
+
+
+def add_to_navigation(items: list[Any]) -> bool:
+    """Add a link behind the page that explains it; returns whether that page was found."""
+    for item in items:
+        if isinstance(item, Section) and add_to_navigation(item.children):
+            return True
+    for number, item in enumerate(items):
+        if getattr(item, "file", None) is not None and item.file.src_uri == BEHIND:
+            link = Link(TITLE, PATH)
+            link.parent = item.parent
+            items.insert(number + 1, link)
+            return True
+    return False

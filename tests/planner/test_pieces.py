@@ -121,6 +121,14 @@ def test_the_best_is_traced_where_others_are_predicted_to_be_faster(monkeypatch)
     assert [found.candidate for found in searches(Table(), 20_000).best(1)] == [slow, full]
 
 
+def test_where_predictions_are_too_high_the_smallest_that_fits_is_the_plan(monkeypatch):
+    monkeypatch.setattr(Search, "best", lambda *_: [])
+    search, best = searches(Table(), 6000).best()[0]
+    assert best.measured is not None
+    assert best.peak <= search.room
+    assert searches(Table(), 1000).best() == []
+
+
 def test_the_smallest_peak_is_that_of_pieces():
     found = searches(Table(), 1000)
     assert found.best() == []

@@ -214,3 +214,49 @@ def test_gradients_that_wait_shrink_as_those_of_a_step_do():
     (best,) = search(table, 1180, ACTIVATIONS, ADAPTERS).best()
     assert (best.combination, best.tokens) == ((2, 1), 64)
     assert ({"lora": True}, 20) not in table.asked
+
+
+class Moments(Table):
+    """A run whose backward holds most at its beginning, with all activations, or at its end, with all gradients; and
+    whose allocator keeps what it has taken."""
+
+    def phases(self, options: Mapping[str, Any], tokens: int | None) -> dict[str, dict[str, float]]:
+        streamed, holes = options.get("weights") == "streamed", 20.0
+        weights = 100.0 if streamed else self.weights
+        states = {"weights": weights, "optimizer": 0.0 if streamed else 2 * self.weights}
+        gradients, buffers = (10.0, 200.0) if streamed else (self.weights, 0.0)
+        forward = {**states, "activations": KEPT[options.get("checkpointing", "plain")] * 30}
+        begin = {**forward, "activations": forward["activations"] + buffers}
+        end = {**states, "activations": 1.0, "gradients": gradients}
+        backward = max(begin, end, key=lambda each: sum(each.values()))
+        step = {**states, "gradients": gradients}
+        held = {"forward": forward, "backward": backward, "optimizer": step, "saving": states}
+        reserved = max(sum(each.values()) for each in held.values()) + holes
+        return {phase: {**each, "cache": reserved - sum(each.values())} for phase, each in held.items()}
+
+
+STREAMED = Axis("weights", [Choice("resident"), Choice("streamed", {"weights": "streamed"}, 2.0, last_resort=True)])
+
+
+def test_a_phase_that_holds_most_at_another_moment_is_no_reason_to_drop_what_fits():
+    table = Moments()
+    found = search(table, 700, ACTIVATIONS, STREAMED, sizes=Sizes(100, 100))
+    (best,) = found.best()
+    assert found.options(best.combination) == {"checkpointing": "some", "weights": "streamed"}
+    least = search(table, 300, ACTIVATIONS, STREAMED, sizes=Sizes(100, 100))
+    assert least.best() == []
+    assert least.options(least.smallest().combination) == {"checkpointing": "full", "weights": "streamed"}
+
+
+def test_the_smallest_is_that_of_all_that_was_traced():
+    """Combinations take three times the activations that their parts tell of, but for one."""
+
+    class Odd(Table):
+        def phases(self, options, tokens):
+            less = options.get("checkpointing") == "some" and options.get("states") == "away"
+            return Table.phases(Table(wrong=0.01 if less else 3.0), options, tokens)
+
+    found = search(Odd(), 1000, sizes=Sizes(100, 100))
+    least = found.smallest()
+    assert found.options(least.combination) == {"checkpointing": "some", "states": "away"}
+    assert found.fitting() == []

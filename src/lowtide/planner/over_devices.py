@@ -8,6 +8,7 @@ where they cannot be faster than what was found.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -222,6 +223,13 @@ class Ways:
         found = (way.found(search, search.smallest()) for way, search in tried)
         return min(found, key=lambda each: each.candidate.peak), refused
 
+    def least_that_fits(self, cluster: Cluster, shardings: Sequence[Sharding]) -> list[Found]:
+        """What takes least, where predictions were too high for all that fits; empty if it does not fit either."""
+        with contextlib.suppress(Refused):
+            least, _ = self.least(cluster, shardings)
+            return [least] if least.candidate.peak <= self.room else []
+        return []
+
 
 def _states(measured: Measured) -> float:
     return max(sum(phase.get(name, 0) for name in STATES) for phase in measured.phases.values())
@@ -262,7 +270,7 @@ def plan_over(
     offered = _axes(alone, sizes, exact=exact, streamed=streamed)
     ways = Ways(traces, offered, sizes, room / (1 + BANDS[run.device.kind]))
     found, refused = ways.over(cluster, shardings)
-    if not found:
+    if not (found := found or ways.least_that_fits(cluster, shardings)):
         raise _nothing_fits(ways, alone, shardings, room, exact)
     best, *others = found
     estimate, loaded = best.estimate, traces.weights * (1 if best.sharding.cuts_files else cluster.per_node)

@@ -74,9 +74,16 @@ class Searches:
             found += self._in_pieces(runners_up)
         found.sort(key=lambda each: each.rank)
         traced = next((each for each in found if each.candidate.measured is not None), None)
+        traced = traced or self._smallest_that_fit()
         if traced is None:
             return []
         return [traced, *(each for each in found if each is not traced)][: runners_up + 1]  # the others are predicted
+
+    def _smallest_that_fit(self) -> Found | None:
+        """The best of what takes least, where predictions were too high for all that fits."""
+        self.smallest()
+        fitting = [Found(each, first) for each in self._there() for first in each.fitting()[:1]]
+        return min(fitting, key=lambda each: each.rank, default=None)
 
     def _in_pieces(self, runners_up: int, worth: float = float("inf")) -> list[Found]:
         search = self.pieces()
@@ -100,9 +107,12 @@ class Searches:
         Raises:
             Refused: nothing can be traced.
         """
-        searches: Sequence[Search | None] = (self.whole, self.pieces())
-        found = [Found(each, each.smallest()) for each in searches if each is not None]
+        found = [Found(each, each.smallest()) for each in self._there()]
         return min(found, key=lambda each: each.candidate.peak)
+
+    def _there(self) -> Sequence[Search]:
+        pieces = self.pieces()
+        return [self.whole] if pieces is None else [self.whole, pieces]
 
 
 def sizes_in_pieces(sizes: Sizes) -> Sizes | None:

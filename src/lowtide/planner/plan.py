@@ -22,7 +22,7 @@ from lowtide.planner.cluster import Cluster
 from lowtide.planner.estimate import BANDS
 from lowtide.planner.parallel import processes_at_once
 from lowtide.planner.pieces import Searches, sizes_in_pieces
-from lowtide.planner.search import Candidate, Measured, Refused, Search, Sizes
+from lowtide.planner.search import HOLES, Candidate, Measured, Refused, Search, Sizes
 from lowtide.ranks.sharding import Sharding
 from lowtide.run.engine import computed_in
 from lowtide.run.options.configs import config_class
@@ -406,7 +406,7 @@ def _nothing_fits(searches: Searches, room: int, run: PlannedRun, exact: bool) -
         return PlanError(str(reason), 0, {}, room=room)
     assert least.measured is not None
     option = _option(search, least, least)
-    phase = max(least.measured.phases.values(), key=lambda each: sum(each.values()))
+    phase = max(least.measured.phases.values(), key=lambda each: sum(each.values()) - each.get(HOLES, 0))
     inside = {name: size for name, size in phase.items() if name != "runtime" or size > room}
     (name, size), *_ = Counter(inside).most_common()
     whole = "" if searches.why_whole is None else f" {IN_PIECES.capitalize()} cannot work here: {searches.why_whole}."

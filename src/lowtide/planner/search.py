@@ -2,7 +2,8 @@
 
 A trace of a run takes a second, and there are thousands of combinations. So each choice is traced by itself in one
 micro-batch, when a combination with it comes up: what it does to each category of each phase is a factor, and the
-factors of several choices multiply. In between two sizes of a micro-batch bytes are linear in its tokens. What the
+factors of several choices multiply. What an allocator holds beside tensors is no part of that (`_changed`). In between
+two sizes of a micro-batch bytes are linear in its tokens. What the
 smaller size does is first taken from the plain settings, which is rough; it is traced for what may be chosen. What is
 chosen so is traced itself before it is believed; what turns out not to fit goes back with fewer tokens, or is dropped.
 """
@@ -35,6 +36,9 @@ ROUND = 16
 
 STATES = ("weights", "gradients", "optimizer", "reference", "keys", "runtime")
 """Categories that do not depend on what becomes of activations, nor, but for keys, on the tokens of a micro-batch."""
+
+HOLES = "cache"
+"""The category of what an allocator holds and no tensor has."""
 
 Combination = tuple[int, ...]
 """For each axis the number of a choice."""
@@ -205,11 +209,19 @@ class Search:
                 except Refused:
                     continue
                 predicted.append(Candidate(combination, tokens, peak, self.cost(combination, tokens), None))
-        for candidate in sorted(predicted, key=lambda each: (each.peak, self.rank(each))):
-            traced = self._proved(candidate)
-            if traced is not None:
-                return traced
+        order = sorted(predicted, key=lambda each: (each.peak, self.rank(each)))
+        proved = (each for each in map(self._proved, order) if each is not None)
+        if list(itertools.islice(proved, TRIES)):  # the first may take more than predicted, and those behind it less
+            return min(self._all_traced(), key=lambda each: (each.peak, self.rank(each)))
         raise Refused(next(iter(self.refused.values()), "there are no settings to choose from"))
+
+    def fitting(self) -> list[Candidate]:
+        """All that was traced and fits, best first."""
+        return sorted((each for each in self._all_traced() if each.peak <= self.room), key=self.rank)
+
+    def _all_traced(self) -> list[Candidate]:
+        traced = (Candidate(*key, each.peak, self.cost(*key), each) for key, each in self._known.items())
+        return [self._with_rate(each) for each in traced]
 
     def options(self, combination: Combination) -> dict[str, Any]:
         """What a user would write."""
@@ -406,10 +418,13 @@ class Search:
             measured = self.traced(candidate.combination, candidate.tokens)
         except Refused:
             return None
-        rate = measured.tokens_per_second
+        return self._with_rate(candidate._replace(peak=measured.peak, measured=measured))
+
+    def _with_rate(self, candidate: Candidate) -> Candidate:
+        """What is traced, with the cost that its trace says."""
+        rate = None if candidate.measured is None else candidate.measured.tokens_per_second
         timed = all(choice.timed for choice in self.choices(candidate.combination))
-        cost = candidate.cost if rate is None or not timed else 1 / rate
-        return candidate._replace(peak=measured.peak, cost=cost, measured=measured)
+        return candidate if rate is None or not timed else candidate._replace(cost=1 / rate)
 
     def _bytes(self, combination: Combination, tokens: int | None) -> Bytes:
         """The line of what scales with the tokens, times what the other choices do in one micro-batch."""
@@ -512,13 +527,28 @@ def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
     """What was found, times what one choice by itself did to plain settings; added where there was nothing.
 
     What gradients and states become in a phase without any is what the most of them become.
+
+    A choice may move the moment at which a phase holds most: that of a backward from its end, with all gradients, to
+    its beginning, with all activations. The factor of a category in that phase then says nothing; that of the most of
+    it, in all phases, does (`_beside_most`).
+
+    Nor do holes multiply: an allocator that keeps what it has taken holds them in all phases after the fullest. There
+    are as many as where tensors peak, of the two that have fewer.
     """
+    holes = min(_holes(found), _holes(alone))
+    most_found, most_plain, most_alone = map(_most, (found, plain, alone))
 
     def one(phase: str, name: str, size: float) -> float:
+        if name == HOLES:
+            return holes
         before, after = plain.get(phase, {}).get(name, 0), alone.get(phase, {}).get(name, 0)
         if not before and not after and name in STATES:
-            before, after = _most(plain, name), _most(alone, name)
-        return size * after / before if before else size + after
+            before, after = most_plain.get(name, 0), most_alone.get(name, 0)
+        changed = size * after / before if before else size + after
+        if not most_plain.get(name):
+            return changed
+        least = _beside_most(after, most_found.get(name, 0), most_plain[name])
+        return min(changed, least) if name in STATES and after else max(min(changed, size), least)
 
     return {
         phase: {
@@ -529,9 +559,23 @@ def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
     }
 
 
-def _most(phases: Bytes, name: str) -> float:
-    """The most bytes of a category."""
-    return max((sizes.get(name, 0) for sizes in phases.values()), default=0)
+def _beside_most(alone: float, found: float, plain: float) -> float:
+    """What a choice by itself has in a phase, of which that part shrinks that plain settings have too, from the most of
+    these to the most of what was found. What it has beyond that, such as buffers, stays."""
+    return min(alone, plain) * found / plain + max(alone - plain, 0)
+
+
+def _holes(phases: Bytes) -> float:
+    """Bytes that an allocator holds beside tensors when these peak."""
+    return _peak(phases) - max((sum(each.values()) - each.get(HOLES, 0) for each in phases.values()), default=0)
+
+
+def _most(phases: Bytes) -> dict[str, float]:
+    """The most bytes of each category."""
+    most: dict[str, float] = {}
+    for sizes in phases.values():
+        most |= {name: size for name, size in sizes.items() if size > most.get(name, 0)}
+    return most
 
 
 def _last(steps: range, holds: Callable[[int], bool]) -> int | None:

@@ -174,7 +174,16 @@ def test_what_a_user_can_mend_is_one_message(plan, words, says):
 @pytest.mark.parametrize(
     ("words", "ways"),
     [
-        ((), ("--lossy", "--optim adamw_compressed", "--use_peft --dtype bfloat16", "--use_peft --load_in_4bit")),
+        (
+            (),
+            (
+                "--lossy",
+                "--trained_weights stream",
+                "--optim adamw_compressed",
+                "--use_peft --dtype bfloat16",
+                "--use_peft --load_in_4bit",
+            ),
+        ),
         (("--use_peft",), ("--lossy", "--dtype bfloat16", "--load_in_4bit")),
     ],
 )

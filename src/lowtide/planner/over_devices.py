@@ -374,6 +374,6 @@ def _nothing_fits(ways: Ways, run: PlannedRun, shardings: Sequence[Sharding], ro
         "them.",
         int(least.candidate.peak),
         least.settings,
-        ways_out(run, int(held.get("weights", 0)), exact=exact),
+        ways_out(run, exact=exact),
         room,
     )

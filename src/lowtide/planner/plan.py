@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 import yaml
 from datasets import Dataset
 
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16, stored_dtype
+from lowtide.planner.answers.assumptions import assumptions_of, files_dtype, in_bfloat16, stored_dtype
 from lowtide.planner.answers.ways_out import ways_out
 from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
@@ -250,10 +249,10 @@ def make_plan(
 
     searches = Searches(search_of, sizes, None if run.whole_rows else sizes_in_pieces(sizes))
     if exact:
-        _check_weights(searches.whole, room, run)
+        _check_weights(searches.whole, room, run, streamed)
     found = searches.best(RUNNERS_UP if explain else 0)
     if not found:
-        raise _nothing_fits(searches, room, run, exact)
+        raise _nothing_fits(searches, room, run, exact, streamed)
     search, best = found[0]
     chosen, *others = (_option(each.search, each.candidate, best) for each in found)
     assert best.measured is not None
@@ -290,18 +289,8 @@ def setting_of(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
         adapters=run.peft_config is not None,
         streamed=streamed,
         dtype=str(stored_dtype(run)).removeprefix("torch."),
-        files_dtype=_files_dtype(run, computed_in(plain)),
+        files_dtype=files_dtype(run, computed_in(plain)) if run.peft_config is not None else "",
     )
-
-
-def _files_dtype(run: PlannedRun, computed: torch.dtype | None) -> str:
-    """The dtype of the model's files, as its config says it, if frozen weights can be used as they are there."""
-    if run.peft_config is None or not run.from_files:
-        return ""
-    if run.quantization_config is not None:  # quantized weights are made as they are loaded, of files in any dtype
-        return str(stored_dtype(run)).removeprefix("torch.") if run.device.kind == "cpu" else ""
-    dtype = str(getattr(run.described, "dtype", None) or "").removeprefix("torch.")
-    return dtype if computed is None or str(computed).removeprefix("torch.") == dtype else ""
 
 
 def _option(search: Search, candidate: Candidate, best: Candidate) -> Alternative:
@@ -380,7 +369,7 @@ COMPUTING = ("forward", "backward")
 """The phases in which layers are computed, and hold at least a layer of streamed weights."""
 
 
-def _check_weights(search: Search, room: int, run: PlannedRun) -> None:
+def _check_weights(search: Search, room: int, run: PlannedRun, streamed: bool) -> None:
     """Exact settings leave the weights as large as they are, but for those that stream them, so there is no need to
     look at all of them."""
     weights = _weights(search.traced(search.plain, None))
@@ -389,7 +378,7 @@ def _check_weights(search: Search, room: int, run: PlannedRun) -> None:
             f"the budget of {bytes_text(room)} is below the weights, which take {bytes_text(weights)} by themselves.",
             weights,
             {},
-            ways_out(run, weights, exact=True),
+            ways_out(run, exact=True, streamed=streamed),
             room,
         )
 
@@ -399,7 +388,7 @@ def _weights(measured: Measured) -> int:
     return int(min(phase.get("weights", 0) for name, phase in measured.phases.items() if name in COMPUTING))
 
 
-def _nothing_fits(searches: Searches, room: int, run: PlannedRun, exact: bool) -> PlanError:
+def _nothing_fits(searches: Searches, room: int, run: PlannedRun, exact: bool, streamed: bool) -> PlanError:
     try:
         search, least = searches.smallest()
     except Refused as reason:
@@ -417,7 +406,7 @@ def _nothing_fits(searches: Searches, room: int, run: PlannedRun, exact: bool) -
         f"{ADVICE.get(name, ADVICE['weights'])}.{whole}",
         option.peak_bytes,
         option.settings,
-        ways_out(run, int(phase.get("weights", 0)), exact=exact),
+        ways_out(run, exact=exact, streamed=streamed),
         room,
     )
 

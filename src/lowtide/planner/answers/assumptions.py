@@ -45,6 +45,17 @@ def stored_dtype(run: PlannedRun, settings: Mapping[str, Any] | None = None) -> 
     return getattr(torch, str(name).removeprefix("torch."))
 
 
+def files_dtype(run: PlannedRun, computed: torch.dtype | None) -> str:
+    """The dtype of the model's files, as its config says it, if frozen weights can be used as they are there; else
+    empty."""
+    if not run.from_files:
+        return ""
+    if run.quantization_config is not None:  # quantized weights are made as they are loaded, of files in any dtype
+        return str(stored_dtype(run)).removeprefix("torch.") if run.device.kind == "cpu" else ""
+    dtype = str(getattr(run.described, "dtype", None) or "").removeprefix("torch.")
+    return dtype if computed is None or str(computed).removeprefix("torch.") == dtype else ""
+
+
 def in_bfloat16(run: PlannedRun, settings: Mapping[str, Any]) -> str | None:
     """What there is to say of frozen weights that are float32; None where there are none."""
     frozen = run.adapters(settings) is not None and run.quantization_config is None

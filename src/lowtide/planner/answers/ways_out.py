@@ -1,54 +1,137 @@
-"""What to do where a run does not fit: every way out that the command line has, with what it would leave of the
+"""What to do where a run does not fit: every way out that the command line has for it, with what it would leave of the
 weights.
 
-The bytes are arithmetic on those of the weights, and no trace: 16 bits in place of 32 are half, 4 bits with their
+The bytes are arithmetic on those of the whole weights, and no trace: 16 bits in place of 32 are half, 4 bits with their
 scales (QLoRA, arXiv 2305.14314: a float32 scale for each 64 weights) 4.5 of 32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.planner.answers.assumptions import stored_dtype
+from lowtide.memory.options import TWO_PASS
+from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
 from lowtide.planner.candidate import PlannedRun
+from lowtide.planner.tracing.described_model import DescribedModel
+from lowtide.run.engine import computed_in
+from lowtide.run.optimizers import OPTIMIZERS
 
 FOUR_BITS = 4.5
 """Of a weight, its share of a scale included."""
+PRECOMPUTED = "precompute_ref_log_probs"
+REFERENCE = "ref_model_storage"
 
 
-def ways_out(run: PlannedRun, weights: int, *, exact: bool) -> tuple[str, ...]:
+def ways_out(run: PlannedRun, *, exact: bool, streamed: bool = False) -> tuple[str, ...]:
     """What a user may write, each with what it does; those that train the same model first.
 
     Args:
         run: that does not fit.
-        weights: bytes of its weights.
         exact: whether settings that change the numbers were left out.
+        streamed: whether the run reads its rows while it trains.
     """
-    found, names = [], vars(run.config({}))
-    bits = 8 * stored_dtype(run).itemsize
-    half, four = bytes_text(weights * 16 // bits), bytes_text(int(weights * FOUR_BITS / bits))
-    adapters, quantized = run.peft_config is not None, run.quantization_config is not None
+    found = []
     if exact:
         found.append("--lossy lets the plan choose among settings that change the numbers, and names what they change")
-    if bits > 16 and adapters and not quantized:
-        found.append(f"--dtype bfloat16 stores the frozen weights in 16 bits ({half})")
-    if adapters and not quantized:
-        found.append(f"--load_in_4bit stores them in 4 bits (QLoRA, some {four})")
-    if adapters and run.cluster is None and not run.requested.get("base_weights"):
-        if not quantized:
-            found.append("--base_weights stream brings in a layer of them at a time, in the dtype of the model's files")
-        elif run.device.kind == "cpu":
-            found.append("--base_weights stream brings in a layer of them at a time, from a temporary file")
-    if not adapters:
-        if bits > 16:
-            found.append(f"--optim adamw_compressed or adamw_stochastic trains weights in 16 bits ({half})")
-            found.append("--optim adamw_stochastic_8bit, its moments in 8 bits too")
-            found.append("--dtype bfloat16 alone, in which small updates are lost")
-        found.append(f"--use_peft --dtype bfloat16 trains a LoRA adapter on frozen weights in 16 bits ({half})")
-        found.append(f"--use_peft --load_in_4bit trains one on weights in 4 bits (QLoRA, some {four})")
+    if run.cluster is None and (run.peft_config is None or run.teacher is not None):
+        found += _of_references(run, streamed=streamed)
+    found += _of_adapters(run) if run.peft_config is not None else _of_all_weights(run, streamed=streamed)
     if run.device.kind == "cuda" and run.cluster is None:
         name = run.device.name if run.device.listed else "NAME"
         found.append(f"--devices 2x{name} shares it between GPUs, or between GPUs and their host's memory")
-    if "max_length" in names:
+    if "max_length" in vars(run.config({})):
         found.append("--max_length or fewer tokens in a row, where activations are most")
     found.append(f"lowtide gpus {run.method.name} --model ... shows which devices this run fits")
     return tuple(found)
+
+
+def _in_bits(run: PlannedRun, bits: float) -> str:
+    """What the whole weights take with so many bits each."""
+    made = DescribedModel(run.described, stored_dtype(run), run.method.head)
+    return bytes_text(int(sum(each.numel() for each in made.on_meta(made.layers).parameters()) * bits / 8))
+
+
+def _of_adapters(run: PlannedRun) -> Iterator[str]:
+    """Where the weights are frozen."""
+    quantized, fp16 = run.quantization_config is not None, run.requested.get("fp16")
+    if stored_dtype(run).itemsize > 2 and not quantized and not fp16:
+        yield f"--dtype bfloat16 stores the frozen weights in 16 bits ({_in_bits(run, 16)})"
+    if not quantized:
+        yield f"--load_in_4bit stores them in 4 bits (QLoRA, some {_in_bits(run, FOUR_BITS)})"
+    if run.cluster is not None or run.requested.get("base_weights"):
+        return
+    if quantized and run.device.kind == "cpu":
+        yield "--base_weights stream brings in a layer of them at a time, from a temporary file"
+    elif not quantized and (dtype := _streamed_in(run)) is not None:
+        yield f"--base_weights stream{dtype} brings in a layer of them at a time, in the dtype of the model's files"
+
+
+def _streamed_in(run: PlannedRun) -> str | None:
+    """What says the dtype in which weights can be streamed from their files; None where they cannot be."""
+    files = files_dtype(run, computed_in(run.config({})))
+    if files == str(stored_dtype(run)).removeprefix("torch."):
+        return ""
+    return " --dtype bfloat16" if files == "bfloat16" else None
+
+
+def _of_all_weights(run: PlannedRun, *, streamed: bool) -> Iterator[str]:
+    """Where all weights are trained."""
+    half, four = _in_bits(run, 16), _in_bits(run, FOUR_BITS)
+    if run.cluster is None:
+        yield from _in_backward(run, streamed=streamed)
+    resident = "--trained_weights resident " if run.requested.get("trained_weights") == "stream" else ""
+    if stored_dtype(run).itemsize > 2 and not run.requested.get("fp16"):
+        if not resident:  # streamed ones are stepped in the dtype in which they were loaded
+            yield f"--optim adamw_compressed or adamw_stochastic trains weights in 16 bits ({half})"
+            yield "--optim adamw_stochastic_8bit, its moments in 8 bits too"
+        yield "--dtype bfloat16 alone, in which small updates are lost"
+    if not run.requested.get("fp16"):
+        yield f"{resident}--use_peft --dtype bfloat16 trains a LoRA adapter on frozen weights in 16 bits ({half})"
+    yield f"{resident}--use_peft --load_in_4bit trains one on weights in 4 bits (QLoRA, some {four})"
+
+
+def _of_references(run: PlannedRun, *, streamed: bool) -> Iterator[str]:
+    """Of a method that keeps a frozen copy of the model, or a teacher."""
+    config = run.config({})
+    if not getattr(config, "compares", False) or config.follows or getattr(config, PRECOMPUTED, False):
+        return
+    if _precomputes(config, streamed=streamed):
+        yield f"--{PRECOMPUTED} true computes what the reference says before training, and keeps no reference"
+    if REFERENCE in run.requested or run.requested.get("base_weights") == "stream":
+        return
+    if run.device.kind == "cuda":
+        yield f"--{REFERENCE} cpu keeps the reference in host memory"
+    bits = {8: "torchao", 4: "bitsandbytes"}
+    stored = [f"{each}bit" for each, package in bits.items() if find_spec(package)]
+    if stored:
+        yield f"--{REFERENCE} {' or '.join(stored)} rounds the reference's weights to so many bits"
+    if run.peft_config is None and config.optim not in OPTIMIZERS and _streamed_in(run) == "":
+        yield "--base_weights stream brings in a layer of the reference at a time, from its files"
+
+
+def _precomputes(config: Any, *, streamed: bool) -> bool:
+    """Whether what a reference says can be computed before training."""
+    return hasattr(config, PRECOMPUTED) and not streamed and config.optim not in OPTIMIZERS
+
+
+def _in_backward(run: PlannedRun, *, streamed: bool) -> Iterator[str]:
+    """What steps each weight as its gradient arrives."""
+    config = run.config({})
+    if config.fp16 or config.gradient_accumulation_steps > 1:
+        return
+    clips = config.max_grad_norm
+    option = f"--optimizer_in_backward {TWO_PASS if clips else 'true'}"
+    if not config.optimizer_in_backward:
+        yield f"{option} frees each gradient as it arrives{', at twice the time' if clips else ''}"
+    if config.trained_weights == "stream" or config.optim == "adamw_compressed":
+        return
+    beside = "" if config.optimizer_in_backward else f" {option}"
+    if getattr(config, "compares", False) and not getattr(config, PRECOMPUTED, False):
+        if config.follows or REFERENCE in run.requested or not _precomputes(config, streamed=streamed):
+            return  # a reference would be a resident copy
+        beside += f" --{PRECOMPUTED} true"
+    where = "a file" if run.device.kind == "cpu" else "host memory"
+    yield f"--trained_weights stream{beside} keeps weights and states in {where}, and brings in a layer at a time"

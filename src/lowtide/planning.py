@@ -259,7 +259,7 @@ def estimate_method(
 
 
 def _estimated_as_planned(run: PlannedRun, rows: Dataset) -> Estimate:
-    prepared, sizes, of_rows = prepared_rows(run, rows)
+    prepared, _, of_rows = prepared_rows(run, rows)
     found = measured(run, prepared, {}, None).estimate
     proposed = in_bfloat16(run, {})
     if proposed is not None:
@@ -269,7 +269,7 @@ def _estimated_as_planned(run: PlannedRun, rows: Dataset) -> Estimate:
                 f" With it the peak is {bytes_text(other.peak_bytes)} in place of {bytes_text(found.peak_bytes)}."
             )
     notes = (*of_rows, *found.notes, *([proposed] if proposed else []))
-    return replace(found, notes=notes, assumptions=assumptions_of(run, {}, sizes.whole))
+    return replace(found, notes=notes, assumptions=assumptions_of(run, {}, found))
 
 
 def gpus(

@@ -318,6 +318,21 @@ def test_frozen_weights_in_float32_are_proposed_in_bfloat16(capsys, model):
     assert "stores them in half" not in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("lengths", "budget", "says"),
+    [
+        ("64x4", (), "256 tokens in the heaviest micro-batch;"),
+        ("64x4", ("--tokens_per_microbatch", "128"), "128 tokens in the heaviest micro-batch;"),
+        ("64x4", ("--tokens_per_microbatch", "100"), "64 tokens in the heaviest micro-batch;"),
+        ("256x2", ("--tokens_per_microbatch", "64"), "256 tokens in the heaviest micro-batch, run in pieces of"),
+    ],
+)
+def test_the_tokens_that_are_assumed_are_those_of_the_heaviest_micro_batch(capsys, model, lengths, budget, says):
+    words = ["estimate", "sft", "--model", str(model), "--lengths", lengths, "--device", "4090", *budget]
+    assert main(words) == 0
+    assert f"Assumed: {says}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_rows_beyond_the_models_positions_are_refused(plan, model, tmp_path):
     short = tmp_path / "short"
     config = AutoConfig.from_pretrained(model)

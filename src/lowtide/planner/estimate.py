@@ -64,6 +64,8 @@ class Estimate:
     """What the run may take of each device; None where nobody asked whether it fits."""
     assumptions: tuple[str, ...] = ()
     """What was taken for granted."""
+    heaviest_tokens: int | None = None
+    """Of the heaviest micro-batch, a long row that is run in pieces whole; None where nobody counted them."""
 
     @property
     def fits(self) -> bool | None:
@@ -149,7 +151,7 @@ def estimate_run(
         allocator.born(("workspace", number), size)
     events = list(run_of(traced.events, rehearsal=run.rehearsal))
     found = _estimate(peaks(events, allocator), device, traced.tokens_per_second(device), beside, traced.notes)
-    return replace(found, host_bytes=host_bytes(events))
+    return replace(found, host_bytes=host_bytes(events), heaviest_tokens=traced.tokens)
 
 
 def heap_of(run: FakeRun) -> GlibcHeap:

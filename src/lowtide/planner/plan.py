@@ -265,7 +265,7 @@ def make_plan(
         estimate=replace(
             best.measured.estimate,
             room_bytes=room,
-            assumptions=assumptions_of(run, search.settings(best), best.tokens or search.sizes.whole),
+            assumptions=assumptions_of(run, search.settings(best), best.measured.estimate),
         ),
         runners_up=tuple(others),
         techniques=tuple(_effects(searches.whole, sizes)) if explain else (),

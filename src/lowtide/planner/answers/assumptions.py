@@ -10,15 +10,16 @@ import torch
 from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.planner.candidate import PlannedRun
+from lowtide.planner.estimate import Estimate
 
 
-def assumptions_of(run: PlannedRun, settings: Mapping[str, Any], tokens: int) -> tuple[str, ...]:
+def assumptions_of(run: PlannedRun, settings: Mapping[str, Any], found: Estimate) -> tuple[str, ...]:
     """In a line each.
 
     Args:
         run: that is predicted.
         settings: that a plan chose beyond the user's own.
-        tokens: of the heaviest micro-batch.
+        found: what is predicted of it.
     """
     config = run.config(settings)
     computes = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
@@ -31,10 +32,18 @@ def assumptions_of(run: PlannedRun, settings: Mapping[str, Any], tokens: int) ->
         trained = f"adapters of rank {rank}"
     checkpointing = "with" if config.gradient_checkpointing else "without"
     return (
-        f"Assumed: {tokens:,} tokens in the heaviest micro-batch; {trained} trained by {optimizer_name(config)}; "
-        f"weights stored in {stored}, computed in {computes}; {checkpointing} gradient checkpointing; nothing else "
-        f"runs on the device.",
+        f"Assumed: {_heaviest(found.heaviest_tokens, config.tokens_per_microbatch)}{trained} trained by "
+        f"{optimizer_name(config)}; weights stored in {stored}, computed in {computes}; {checkpointing} gradient "
+        "checkpointing; nothing else runs on the device.",
     )
+
+
+def _heaviest(tokens: int | None, budget: int | None) -> str:
+    """What there is to say of the heaviest micro-batch, of which one row may be longer than the budget."""
+    if tokens is None:
+        return ""
+    pieces = f", run in pieces of at most {budget:,}" if budget is not None and tokens > budget else ""
+    return f"{tokens:,} tokens in the heaviest micro-batch{pieces}; "
 
 
 def stored_dtype(run: PlannedRun, settings: Mapping[str, Any] | None = None) -> torch.dtype:

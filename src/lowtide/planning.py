@@ -17,8 +17,7 @@ from transformers import PretrainedConfig
 from lowtide.data.sources.load import Source, load_rows
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
-from lowtide.memory.allocators.measure import bytes_text
-from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16
+from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16, with_it
 from lowtide.planner.answers.device_table import DeviceTable, device_table
 from lowtide.planner.answers.known_models import known_config
 from lowtide.planner.answers.row_lengths import DEFAULT, Lengths, RowLengths, options_of_lengths, row_lengths
@@ -261,14 +260,11 @@ def estimate_method(
 def _estimated_as_planned(run: PlannedRun, rows: Dataset) -> Estimate:
     prepared, _, of_rows = prepared_rows(run, rows)
     found = measured(run, prepared, {}, None).estimate
-    proposed = in_bfloat16(run, {})
-    if proposed is not None:
+    proposed = ()
+    if (said := in_bfloat16(run, {})) is not None:
         with contextlib.suppress(Refused):
-            other = measured(run, prepared, {"dtype": "bfloat16"}, None).estimate
-            proposed += (
-                f" With it the peak is {bytes_text(other.peak_bytes)} in place of {bytes_text(found.peak_bytes)}."
-            )
-    notes = (*of_rows, *found.notes, *([proposed] if proposed else []))
+            proposed = with_it(said, measured(run, prepared, {"dtype": "bfloat16"}, None).peak, found.peak_bytes)
+    notes = (*of_rows, *found.notes, *proposed)
     return replace(found, notes=notes, assumptions=assumptions_of(run, {}, found))
 
 

@@ -13,7 +13,7 @@ import yaml
 from datasets import Dataset
 
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.planner.answers.assumptions import assumptions_of, files_dtype, in_bfloat16, stored_dtype
+from lowtide.planner.answers.assumptions import assumptions_of, files_dtype, in_bfloat16, stored_dtype, with_it
 from lowtide.planner.answers.ways_out import ways_out
 from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
@@ -361,8 +361,7 @@ def _proposed(run: PlannedRun, search: Search, prepared: Dataset, best: Candidat
         other = measured(run, prepared, {**settings, "dtype": "bfloat16"}, best.tokens)
     except Refused:
         return on_host
-    peaks = [bytes_text(int(each)) for each in (other.peak, best.peak)]
-    return (*on_host, f"{there} With it the peak is {peaks[0]} in place of {peaks[1]}.")
+    return (*on_host, *with_it(there, other.peak, best.peak))
 
 
 COMPUTING = ("forward", "backward")

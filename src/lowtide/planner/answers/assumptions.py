@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lowtide.engine.weights.model_init import model_init
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.estimate import Estimate
@@ -70,9 +71,25 @@ def in_bfloat16(run: PlannedRun, settings: Mapping[str, Any]) -> str | None:
     frozen = run.adapters(settings) is not None and run.quantization_config is None
     if not frozen or stored_dtype(run, settings) != torch.float32:
         return None
-    published = getattr(run.described, "dtype", None)
-    rounds = "rounds none of them, as the model was published in it" if published == torch.bfloat16 else "rounds them"
+    published = str(getattr(run.described, "dtype", None)).removeprefix("torch.")  # a config may have it in words
+    rounds = "rounds none of them, as the model was published in it" if published == "bfloat16" else "rounds them"
     return (
         "The frozen weights are stored in float32. --dtype bfloat16 stores them in half the memory, which "
         f"{rounds}; layers then pass bfloat16 on."
+    )
+
+
+def with_it(proposed: str, peak: float, now: float) -> tuple[str, ...]:
+    """A proposal with the peak that it would have; empty where that is no smaller.
+
+    Args:
+        proposed: in a sentence.
+        peak: bytes with it.
+        now: bytes without.
+    """
+    peaks = [bytes_text(int(each)) for each in (peak, now)]
+    return (
+        ()
+        if peak >= now or peaks[0] == peaks[1]
+        else (f"{proposed} With it the peak is {' in place of '.join(peaks)}.",)
     )

@@ -5,12 +5,15 @@ import copy
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+from lowtide.ranks.group import RankGroup
 from lowtide.rollout.conversations import ToolUse
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.turns import Turns
 from tests.rollout.chat_templates import CALLS, TEMPLATES, add, call, trl_template
 from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.processes import run_ranks
 
 
 async def look_up(word: str) -> str:
@@ -157,3 +160,29 @@ def test_every_form_of_calls_is_read_and_answered(template):
     assert rest.count(end) >= 2
     assert rest.startswith(end)
     assert rest.endswith(f"It is 4.{end}")
+
+
+def whoever(word: str) -> str:
+    """Says which rank is asked.
+
+    Args:
+        word: anything.
+    """
+    return f"{word} of rank {dist.get_rank()}"
+
+
+def ask_on_ranks(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    tokenizer = byte_tokenizer(trl_template("qwen2_5"), eos="<|im_end|>")
+    use = ToolUse(Turns(tokenizer), tools=[whoever], ranks=RankGroup())
+    rows = [{"prompt": [{"role": "user", "content": "Who?"}]}]
+    ours, _, _ = play(tokenizer, [[call("whoever", word="tool"), "I see."]], use, rows)
+    _, answer, said = ours.all[0].messages
+    assert answer["content"] == "tool of rank 0"
+    assert said["content"] == "I see."
+    dist.destroy_process_group()
+
+
+def test_ranks_that_write_together_read_what_the_first_was_answered(tmp_path):
+    pytest.importorskip("trl")
+    run_ranks(ask_on_ranks, str(tmp_path))

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import ParallelismConfig
+from datasets import Dataset
 from peft import IA3Config, LoraConfig
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowtide.engine.forward import tensor_parallel_of
+from lowtide.ranks.shards import whole_of
 from lowtide.trainers.reports.start import StartReport
 from tests.support import matrix, sharded_training
 from tests.support.online_runs import online
@@ -107,6 +110,40 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("name", "place"), cells())
 def test_four_ranks_learn_what_one_does(name, place, four_ranks):
     assert_as_on_one_rank(four_ranks, f"{name}, {place}", CASES[name])
+
+
+# -- environments --------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """An environment that tells each rank something else."""
+
+    def reset(self, **row: Any) -> str:
+        return f" {os.environ.get('RANK', 0)}"
+
+    def get_reward(self) -> float:
+        return float(os.environ.get("RANK", 0))
+
+
+def told(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{n}"}]} for n in range(12)])
+    given = {"environment_factory": Told, "train_dataset": rows}
+    trainer = online(folder, arguments=given, num_generations=2, **options)
+    trainer.train()
+    return {name: whole_of(p).clone() for name, p in trainer.model.named_parameters()}
+
+
+def tell_ranks(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        torch.save(told(Path(folder, str(rank)), parallelism_config={"tp_size": 2}), Path(folder, f"{rank}.pt"))
+
+
+@pytest.mark.slow
+def test_ranks_go_on_with_what_the_first_was_told(tmp_path):
+    run_ranks(tell_ranks, str(meeting_place(tmp_path)))
+    expected = told(tmp_path / "one")
+    for rank in range(2):
+        assert_near(torch.load(tmp_path / f"{rank}.pt"), expected, 1e-5)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -208,8 +245,6 @@ def refuse(rank: int, folder: str) -> None:
                 given["model"] = str(Path(folder, "model"))
             with pytest.raises(ValueError, match=said):
                 matrix.make(**given)
-        with pytest.raises(ValueError, match="tools and environments may answer each of the ranks"):
-            online(Path(folder), parallelism_config={"tp_size": 2}, arguments={"tools": [len]})
 
 
 def test_what_cannot_be_split_is_refused(tmp_path):

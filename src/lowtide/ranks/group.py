@@ -63,6 +63,12 @@ class RankGroup:
         dist.all_gather_object(found, own, group=self.group)
         return found
 
+    def of_first(self, own: T) -> T:
+        """What the first rank has."""
+        found = [own]
+        dist.broadcast_object_list(found, src=self.leader, group=self.group)
+        return found[0]
+
     @contextlib.contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
         """While it lasts, this rank draws other random numbers than the rest of its group: dropout of its part.

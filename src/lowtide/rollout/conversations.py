@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lowtide.data.encode.chat import TEMPLATE_FAILURES
 from lowtide.data.formats.conversation import Message
+from lowtide.ranks.group import RankGroup
 from lowtide.rollout.calls import Caller, EventLoop
 from lowtide.rollout.environments import Environments
 from lowtide.rollout.generators.generator import Completion, Request
 from lowtide.rollout.tools import Schema, Tool, answer_calls, tool_schemas, tools_by_name
 from lowtide.rollout.turns import Turns
 
+T = TypeVar("T")
 NO_PROMPT: list[Message] = [{"role": "user", "content": ""}]
 """The prompt of a row without one, which its environment writes."""
 
@@ -56,6 +58,8 @@ class ToolUse:
         max_tool_calling_iterations: turns of a completion whose calls are answered; None for no limit.
         timeout: seconds that a tool may take before the policy reads that it took too long; None for no limit.
         loop: what async tools run on, where rewards share it.
+        ranks: those that write the same tokens together. All of them call tools and environments, which may answer each
+            otherwise: what the first was answered is what all go on with.
 
     Raises:
         ValueError: a tool cannot be described, an environment has no `reset`, or the chat template has no tools.
@@ -70,11 +74,12 @@ class ToolUse:
         max_tool_calling_iterations: int | None = None,
         timeout: float | None = None,
         loop: EventLoop | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         if max_tool_calling_iterations is not None and max_tool_calling_iterations < 0:
             raise ValueError(f"max_tool_calling_iterations={max_tool_calling_iterations} must be at least 0, or None")
         self.turns, self.caller = turns, Caller(timeout, loop)
-        self.most_rounds = max_tool_calling_iterations
+        self.most_rounds, self.ranks = max_tool_calling_iterations, ranks
         self.tools = tools_by_name(tools or ())
         self.schemas = tool_schemas(list(self.tools.values()))
         self.environments: Environments | None = None
@@ -82,6 +87,10 @@ class ToolUse:
             self.environments = Environments(environment_factory, list(self.tools.values()))
         if self.tools or (self.environments is not None and self.environments.has_tools):
             turns.try_tools()
+
+    def agreed(self, own: T) -> T:
+        """What ranks that write together go on with."""
+        return own if self.ranks is None else self.ranks.of_first(own)
 
     def rewards(self) -> dict[str, Callable[..., Any]]:
         """The rewards that environments give themselves, by name: columns for `Rewards.add`."""
@@ -123,7 +132,7 @@ class ToolUse:
         tools, schemas = self.tools, self.schemas
         if self.environments is not None:
             tools, schemas = self.environments.tools_of(environment), self.environments.schemas(row)
-            prompt = self.environments.reset(environment, row, list(prompt))
+            prompt = self.agreed(self.environments.reset(environment, row, list(prompt)))
         last = begun[-1] if begun else None
         if last is not None and last.prompt == prompt and last.schemas is schemas:
             ids = last.prompt_ids
@@ -174,7 +183,7 @@ class Conversations:
         calls = turn.get("tool_calls") if turn is not None else None
         if not calls or one.rounds == self.use.most_rounds:
             return None
-        answers = answer_calls(calls, one.tools, self.use.caller)
+        answers = self.use.agreed(answer_calls(calls, one.tools, self.use.caller))
         one.rounds += 1
         one.calls += len(answers)
         one.failures += sum(answer.failed for answer in answers)

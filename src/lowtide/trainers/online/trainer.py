@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lowtide.engine.forward import tensor_parallel_of
 from lowtide.methods.learning import Learning
 from lowtide.methods.rollouts import RolloutOptions
 from lowtide.ragged import RaggedBatch
@@ -109,11 +110,6 @@ class OnlineTrainer(ReferenceTrainer):
             text = "the rollout_func that was passed"
         tools = None
         if given["tools"] or given["environment_factory"] is not None:
-            if self.args.sharding.tensor_parallel > 1:
-                raise ValueError(
-                    f"{type(self).__name__}: tools and environments may answer each of the ranks that split layers "
-                    "otherwise, which have to write the same tokens: shard by fsdp=True in place of tp_size"
-                )
             tools = ToolUse(
                 Turns(
                     cast(Any, self.tokenizer),
@@ -123,6 +119,7 @@ class OnlineTrainer(ReferenceTrainer):
                 environment_factory=given["environment_factory"],
                 max_tool_calling_iterations=args.max_tool_calling_iterations,
                 timeout=args.tool_timeout,
+                ranks=tensor_parallel_of(self.training_run.model),
             )
         stale = self.args.gradient_accumulation_steps % self.windows.repeats != 0
         maker = RolloutMaker(

@@ -11,12 +11,17 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 
 import lowtide
+from lowtide.cli.endings import NOT_READY
 from lowtide.compat.argparse import Subparsers
 
+WITHOUT_BF16 = "float32, or --fp16 true, with what is trained stored in float32 (as it is by default)"
+"""How to compute on a GPU that has no bfloat16: all weights or an adapter."""
 HUB_SWITCHES = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT")
 
 
@@ -30,7 +35,7 @@ class Finding:
     remark: str = ""
     """What a missing thing would be good for and how to get it, or what is wrong with one that is there."""
     wrong: bool = False
-    """Whether something that lowtide requires is missing, or is of a version that no test has seen."""
+    """Whether something that lowtide requires is missing or broken, or is of a version that no test has seen."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,17 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, and show what was found; the exit status, which is 0."""
+    """Look, and show what was found; the exit status, which is 1 where something that training needs is wrong."""
     report = examined()
+    wrong = [each.name for findings in report.values() for each in findings if each.wrong]
     if arguments.json:
         print(json.dumps({group: [vars(each) for each in found] for group, found in report.items()}, indent=2))
-        return 0
+    else:
+        _show(report, wrong)
+    return NOT_READY if wrong else 0
+
+
+def _show(report: Mapping[str, Sequence[Finding]], wrong: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -96,18 +107,15 @@ def run(arguments: argparse.Namespace) -> int:
             table.add_row(each.name, Text(": ".join(filter(None, (each.found or "missing", each.remark))), style))
         console.print(table)
         console.print()
-    wrong = [each.name for findings in report.values() for each in findings if each.wrong]
     console.print(f"To mend: {', '.join(wrong)}." if wrong else "Nothing that lowtide requires is missing.")
-    return 0
 
 
 def examined() -> dict[str, list[Finding]]:
-    """What was found, in groups."""
+    """What was found, in groups; without those that torch tells where it cannot be imported."""
+    by_torch = {} if _import_error("torch") else {"machine": machine(), "devices": devices(), "attention": attention()}
     return {
         "versions": versions(),
-        "machine": machine(),
-        "devices": devices(),
-        "attention": attention(),
+        **by_torch,
         "optional": [optional(each) for each in OPTIONAL],
         "hub": [Finding(name, os.environ.get(name, "not set")) for name in HUB_SWITCHES],
     }
@@ -134,9 +142,20 @@ def _required(line: str) -> Finding:
     version = _version(asked.name)
     if version is None:
         return Finding(asked.name, None, f'pip install "{asked}"', wrong=True)
+    if asked.name == "torch" and (reason := _import_error(asked.name)):
+        return Finding(asked.name, version, f"it cannot be imported ({reason}): install it again", wrong=True)
     if asked.specifier.contains(version, prereleases=True):
         return Finding(asked.name, version)
     return Finding(asked.name, version, f'lowtide requires {asked.specifier}: pip install "{asked}"', wrong=True)
+
+
+def _import_error(module: str) -> str:
+    """Why a module cannot be imported; empty where it can."""
+    try:
+        import_module(module)
+    except (ImportError, OSError) as error:  # OSError: of a shared library
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _version(package: str) -> str | None:
@@ -187,7 +206,7 @@ def _gpu(index: int) -> Finding:
     from lowtide.memory.allocators.measure import bytes_text
 
     found = torch.cuda.get_device_properties(index)
-    bf16 = "" if found.major >= 8 else ", no bfloat16: --fp16 true with an adapter, or float32"
+    bf16 = "" if found.major >= 8 else f", no bfloat16: {WITHOUT_BF16}"
     size = bytes_text(found.total_memory)
     return Finding(f"cuda:{index}", f"{found.name}, {size}, compute capability {found.major}.{found.minor}{bf16}")
 

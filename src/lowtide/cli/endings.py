@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 DOES_NOT_FIT = 1
+NOT_READY = 1
 USER_ERROR = 2
 RANK_FAILED = 3
 INTERRUPTED = 130

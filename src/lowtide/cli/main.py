@@ -39,8 +39,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; gives its exit status: 0, 1 where a plan or an estimate says that a run does not fit, 2 for
-    what the user can mend, 3 where another rank stopped the run, 130 if interrupted, 143 after SIGTERM."""
+    """Run a command line; gives its exit status: 0, 1 where a plan or an estimate says that a run does not fit, or
+    where doctor finds that training cannot work, 2 for what the user can mend, 3 where another rank stopped the run,
+    130 if interrupted, 143 after SIGTERM."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and words and trains(words[0]):
         without_thread_cache()

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from lowtide.data.sources.load import Source, load_rows
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.methods.method import Method
 from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16, with_it
 from lowtide.planner.answers.device_table import DeviceTable, device_table
 from lowtide.planner.answers.known_models import known_config
@@ -33,6 +34,7 @@ from lowtide.planner.process import known_process_bytes
 from lowtide.planner.search import Refused
 from lowtide.planner.tracing.described_model import config_of_model
 from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs, RunInputs
+from lowtide.planner.tracing.positions import check_lengths
 from lowtide.planner.tracing.reward_models import DescribedRewards
 from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing_process import in_tracing_process
@@ -140,16 +142,21 @@ def _estimate_config(
         trust_remote_code=config.trust_remote_code,
         quantization_config=inputs.pop("quantization_config", None),
     )
-    return in_tracing_process(
+    described, notes = config_of_model(model, **config_init(init)), ()
+    if not isinstance(rows, Dataset):
+        declared = method_of(config)
+        notes = check_lengths(RowLengths(tuple(rows), declared), described, _written(declared, vars(config)))
+    found = in_tracing_process(
         _estimated,
         ConfigState.of(config),
-        config_of_model(model, **config_init(init)),
+        described,
         rows,
         device,
         sharding,
         rewards,
         {**cast(ModelInputs, inputs), "quantization_config": init.get("quantization_config")},
     )
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def _spread(config: TrainingConfig, sharding: Any, world_size: int) -> Sharding | None:
@@ -296,12 +303,10 @@ def gpus(
     runs, asked = {}, {**inputs, "lengths": lengths, "config": _requested(inputs)}
     for kind, device in KINDS.items():
         runs[kind], _ = _run(method, model, None, device, cast(PlanInputs, asked), timed=False)
-    return device_table(
-        runs,
-        row_lengths(lengths, runs["cuda"].method),
-        model=called,
-        beside=known_process_bytes(adapters=inputs.get("peft_config") is not None),
-    )
+    first, beside = runs["cuda"], known_process_bytes(adapters=inputs.get("peft_config") is not None)
+    rows = row_lengths(lengths, first.method)
+    table = device_table(runs, rows, model=called, beside=beside)
+    return replace(table, notes=(*check_lengths(rows, model, _written(first.method, first.requested)), *table.notes))
 
 
 def _requested(inputs: PlanInputs) -> dict[str, Any]:
@@ -336,6 +341,8 @@ def _run(
     if known is not None:
         named, inputs = _known(model), cast(PlanInputs, _beside_known(inputs, given))
     described = config_of_model(named, **config_init(init))
+    if known is not None:
+        check_lengths(known, described, _written(declared, given))
     processing_class = inputs.get("processing_class")
     as_they_are = known is not None or (given.get("dataset_kwargs") or {}).get("skip_prepare_dataset")
     if processing_class is None and isinstance(model, str) and not as_they_are:
@@ -348,6 +355,13 @@ def _run(
     place = place.with_rates() if timed else place
     run = PlannedRun(declared, described, given, place, processing_class, adapters, quantized, **beside)
     return run, load_rows(cast(Source, dataset)) if known is None else known.rows()
+
+
+def _written(method: Method, given: Mapping[str, Any]) -> int:
+    """Tokens that a policy writes after a row."""
+    if method.writes is None:
+        return 0
+    return given.get("max_completion_length") or method.options.max_completion_length
 
 
 def _known(model: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, GPT2Config
 
 from lowtide.cli.main import main
 from lowtide.memory.allocators.measure import resident_bytes
+from lowtide.planner.tracing.fake_run import FakeRun
 
 MIB = 1 << 20
 FEW = (
@@ -338,16 +340,52 @@ def test_the_tokens_that_are_assumed_are_those_of_the_heaviest_micro_batch(capsy
     assert f"Assumed: {says}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_rows_beyond_the_models_positions_are_refused(plan, model, tmp_path):
+@pytest.fixture
+def with_table(model, tmp_path) -> Path:
+    """A model with a table of 8 positions, and the tokenizer of the tiny one."""
+    folder = tmp_path / "table"
+    tiny = AutoConfig.from_pretrained(model)
+    GPT2Config(vocab_size=tiny.vocab_size, n_positions=8, n_embd=16, n_layer=2, n_head=2).save_pretrained(folder)
+    for path in Path(model).iterdir():
+        if path.name != "config.json" and path.suffix in (".json", ".jinja"):
+            (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_rows_beyond_the_models_positions_are_refused_as_a_training_does(plan, with_table):
+    status, _, err = plan("--budget", "8GiB", "--model", str(with_table))
+    assert (status, "8 positions" in err, "max_length=8" in err) == (2, True, True), err
+
+
+def test_lengths_beyond_a_table_of_positions_are_refused_before_anything_is_traced(with_table, capsys, monkeypatch):
+    monkeypatch.setattr(FakeRun, "traced", None)
+    words = ["--model", str(with_table), "--lengths", "9x2"]
+    for command in ("estimate", "plan", "gpus"):
+        assert main([command, "sft", *words]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "9 tokens, and the model 8 positions" in said
+        assert "give --lengths of at most 8 tokens" in said
+    assert main(["estimate", "sft", "--model", str(with_table), "--lengths", "99999999x1"]) == 2
+    assert "give shorter or fewer --lengths" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.undo()
+    assert main(["estimate", "sft", "--model", str(with_table), "--lengths", "8x2", "--device", "4090"]) == 0
+
+
+def test_lengths_beyond_computed_positions_are_taken_as_a_training_takes_them(plan, sft, model, tmp_path, capsys):
     short = tmp_path / "short"
+    shutil.copytree(model, short)
     config = AutoConfig.from_pretrained(model)
     config.max_position_embeddings = 8
     config.save_pretrained(short)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (Path(model) / name).exists():
-            (short / name).write_bytes((Path(model) / name).read_bytes())
-    status, _, err = plan("--budget", "8GiB", "--model", str(short))
-    assert (status, "8 positions" in err, "max_length=8" in err) == (2, True, True), err
+    status, _, err = sft("--model", str(short), steps=1)
+    assert status == 0, err
+    said = "go past the 8 positions that the model was made for"
+    status, out, err = plan("--model", str(short), command="estimate")
+    assert (status, said in " ".join(out.split())) == (0, True), err
+    words = ["--model", str(short), "--lengths", "64x2"]
+    for command in (["estimate", "--device", "4090"], ["gpus"]):
+        assert main([command[0], "sft", *words, *command[1:]]) == 0
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_with_a_budget_writes_what_it_chose(sft, tmp_path):

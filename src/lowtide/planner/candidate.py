@@ -16,11 +16,12 @@ from lowtide.planner.devices import Device
 from lowtide.planner.estimate import estimate_run
 from lowtide.planner.search import Measured, Refused, Sizes
 from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.planner.tracing.positions import beyond, made_for, positions_of
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards
 from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.run.options.configs import config_class
 from lowtide.run.training_run import TrainingRun
-from lowtide.step.heaviest import check_positions, heaviest_rows
+from lowtide.step.heaviest import check_positions, heaviest_rows, longest_row
 
 RUN_OPTIONS = ("dtype", "use_peft")
 """Settings of a plan that are of the model, and not of the method's config."""
@@ -124,21 +125,39 @@ def prepared_rows(run: PlannedRun, rows: Dataset) -> tuple[Dataset, Sizes, tuple
         samples=run.samples,
     )
     assembled = fake.assembled(run.device)
-    return fake.dataset, _sizes_of(run, assembled, fake.dataset), fake.notes
+    of_positions = _check_positions(run, fake.dataset, assembled)
+    return fake.dataset, _sizes_of(run, assembled, fake.dataset), (*fake.notes, *of_positions)
+
+
+def _check_positions(run: PlannedRun, rows: Dataset, assembled: TrainingRun) -> tuple[str, ...]:
+    """What there is to say of prepared rows with more positions than the model was made for.
+
+    Raises:
+        ValueError: the model has none for them, as a training would refuse them.
+    """
+    if (most := made_for(run.described)) is None:
+        return ()
+    config = run.config({})
+    written = config.max_completion_length if run.method.writes else 0
+    counted = assembled.row_lengths(rows) if getattr(config, "writes", False) else None
+    longest = longest_row(rows, counted) + written
+    if longest <= most:
+        return ()
+    if (table := positions_of(run.described, run.method.head)) is None:
+        return beyond(run.described, longest)
+    check_positions(rows, table, "train", written, counted)
+    return ()
 
 
 def _sizes_of(run: PlannedRun, assembled: TrainingRun, rows: Dataset) -> Sizes:
     """The tokens of a micro-batch of prepared rows.
 
     Raises:
-        ValueError: there are none; one is longer than the model has positions.
+        ValueError: there are none.
     """
     lengths, bin_tokens = assembled.row_lengths(rows), run.method.rows.bin_tokens(assembled.args)
     if lengths is None or not len(lengths):
         raise ValueError("the dataset has no rows to plan for: give rows of text, or their lengths")
-    most = getattr(run.described.get_text_config(), "max_position_embeddings", None)
-    if most is not None:
-        check_positions(rows, most, "train")
     config = run.config({})
     (whole,) = heaviest_rows(lengths, -(-config.per_device_train_batch_size // run.method.rows.together(config)), None)
     together = int(lengths[whole].sum())

@@ -37,6 +37,16 @@ def row_lengths(dataset: Any, collator: Any = None, *, trained: bool = False) ->
     return sum(each * (prompts if name == "prompt_ids" else 1) for name, each in counted.items())  # type: ignore[return-value]
 
 
+def longest_row(dataset: Any, lengths: np.ndarray | None = None) -> int:
+    """The most positions that a row takes; 0 where nothing is known of them.
+
+    Args:
+        lengths: [rows], the positions that each row takes, where these are not read off the rows.
+    """
+    positions = _positions(dataset) if lengths is None and isinstance(dataset, Dataset) and len(dataset) else lengths
+    return 0 if positions is None else int(positions.max())
+
+
 def check_positions(dataset: Any, most: int, name: str, written: int = 0, lengths: np.ndarray | None = None) -> None:
     """Refuses rows that a model has not the positions for; nothing is known of streams and data of other kinds.
 

@@ -112,7 +112,7 @@ def device_table(
     asked = [(device, kind_of(device)) for device in sorted(devices, key=as_bought)]
     first = runs["cuda"]
     positions = getattr(first.described.get_text_config(), "max_position_embeddings", None) or LONG
-    positions = positions * lengths.longest // lengths.sequence
+    positions = max(positions * lengths.longest // lengths.sequence, lengths.longest)
     kinds = {kind: [each for each, of in asked if of == kind] for kind in dict.fromkeys(kind for _, kind in asked)}
     parameters = _parameters(first, model)
     traced = traces_of(runs, lengths, kinds, positions, parameters)

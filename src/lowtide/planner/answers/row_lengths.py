@@ -18,6 +18,8 @@ Lengths = str | Sequence[Length]
 """Of each row, its tokens or those of its parts; or the same in words."""
 DEFAULT = "1024x8"
 BATCH = "per_device_train_batch_size"
+MOST_TOKENS = 1 << 24
+"""Of all rows together: they are made, so that a trace can run them, which takes a second for every few millions."""
 COLUMNS = {
     1: ("input_ids",),
     2: ("prompt_ids", "completion_ids"),
@@ -45,8 +47,11 @@ class RowLengths:
 
     @property
     def sequence(self) -> int:
-        """Tokens of the longest sequence, of which a pair has two."""
-        return max(each if isinstance(each, int) else each[0] + max(each[1:]) for each in self.lengths)
+        """Tokens of the longest sequence, of which a pair has two, as a source and its target are."""
+        apart = bool(self.parts)
+        return max(
+            each if isinstance(each, int) else max(each) if apart else each[0] + max(each[1:]) for each in self.lengths
+        )
 
     def rows(self) -> Dataset:
         """Prepared rows; of prompts alone, where the policy writes what follows."""
@@ -84,10 +89,20 @@ def row_lengths(lengths: Lengths, method: Method) -> RowLengths:
         method: whose rows they are.
 
     Raises:
-        ValueError: they are none, or have another number of parts than the method's rows.
+        ValueError: they are none, have another number of parts than the method's rows, or too many tokens.
     """
-    if not isinstance(lengths, str):
-        return RowLengths(tuple(lengths), method)
+    found = RowLengths(tuple(_read(lengths, method) if isinstance(lengths, str) else lengths), method)
+    tokens = sum(each if isinstance(each, int) else sum(each) for each in found.lengths)
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"lengths: {tokens:,} tokens in all are more than the {MOST_TOKENS:,} that can be traced: give shorter or "
+            "fewer --lengths"
+        )
+    return found
+
+
+def _read(lengths: str, method: Method) -> list[Length]:
+    """Lengths in words."""
     found: list[Length] = []
     for word in lengths.replace(",", " ").split():
         match = re.fullmatch(r"([0-9_]+(?:\+[0-9_]+)*)(?:x([0-9]+))?", word.lower())
@@ -97,10 +112,10 @@ def row_lengths(lengths: Lengths, method: Method) -> RowLengths:
                 f"lengths {lengths!r} are none: write '1024x8' (8 rows of 1,024 tokens), '512+256+256x8' (the parts of "
                 "each), or several with commas between"
             )
-        found += [_parts(sizes, method)] * int(match[2] or 1)
+        found += [_parts(sizes, method)] * min(int(match[2] or 1), MOST_TOKENS + 1)
     if not found:
         raise ValueError("there are no lengths: write '1024x8', 8 rows of 1,024 tokens")
-    return RowLengths(tuple(found), method)
+    return found
 
 
 def options_of_lengths(lengths: RowLengths, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,12 @@ import copy
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
@@ -28,6 +31,8 @@ from lowtide.planner.tracing.following import stack_of
 from lowtide.planner.tracing.four_bit import materialized, store_in_four_bits
 from lowtide.planner.tracing.unroll import MIDDLE, TRACED_LAYERS
 
+PATHS = ("./", "../", "/", "~")
+"""How names of models begin that are no names on the hub."""
 Form = list[tuple[str, torch.Size, torch.dtype, bool]]
 """Of each parameter of a layer: its name there, its shape and dtype, and whether it is trained."""
 _known: dict[str, bool] = {}
@@ -42,11 +47,31 @@ def config_of_model(model: str | PretrainedConfig, **options: Any) -> Pretrained
     """
     if not isinstance(model, str):
         return model
+    there = Path(model).exists()
+    if not there and model.startswith(PATHS):
+        raise ValueError(
+            f"model {model!r} is a path, and there is no such folder: {Path(model).expanduser().absolute()}"
+        )
+    unreached = "" if there else _why_unreached(model, options.get("revision"))
     try:
-        return AutoConfig.from_pretrained(model, **options)
+        return AutoConfig.from_pretrained(model, **options, **({"local_files_only": True} if unreached else {}))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
+        if unreached:
+            reason = f"it is not in the cache, and the hub cannot be reached ({unreached})"
         raise ValueError(f"model {model!r} has no config that can be read: {reason}") from error
+
+
+def _why_unreached(name: str, revision: str | None) -> str:
+    """Why the hub does not answer, which is asked once: transformers itself asks for half a minute before it looks into
+    the cache. Empty where it answers; a name that it refuses is transformers' to explain."""
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+    except (HfHubHTTPError, HFValidationError):
+        return ""
+    except Exception as error:  # what the hub's client raises is of one HTTP library or another
+        return str(error).strip().split("\n")[0] or type(error).__name__
+    return ""
 
 
 @dataclass(frozen=True)

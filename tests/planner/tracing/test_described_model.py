@@ -1,0 +1,47 @@
+"""A model's config by its name: what is said at once where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, LlamaConfig
+
+from lowtide.planner.tracing import described_model
+from lowtide.planner.tracing.described_model import config_of_model
+
+
+@pytest.mark.parametrize("name", ["./nothere", "../nothere", "/nothere/at/all", "~/nothere"])
+def test_a_path_without_a_folder_is_said_to_be_one(name, monkeypatch):
+    monkeypatch.setattr(described_model, "get_hf_file_metadata", None)  # nobody asks the hub
+    with pytest.raises(ValueError, match=r"is a path, and there is no such folder: /.*nothere"):
+        config_of_model(name)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_then_the_cache(monkeypatch):
+    asked: list[Any] = []
+
+    def unreachable(url: str) -> None:
+        asked.append(url)
+        raise ConnectionError("no route to the hub")
+
+    def cached(name: str, **options: Any) -> LlamaConfig:
+        asked.append((name, options))
+        if name == "some/model":
+            return LlamaConfig()
+        raise OSError("couldn't find it in the cached files")
+
+    monkeypatch.setattr(described_model, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", cached)
+    assert isinstance(config_of_model("some/model", revision="old"), LlamaConfig)
+    url, read = asked
+    assert url.endswith("some/model/resolve/old/config.json")
+    assert read == ("some/model", {"revision": "old", "local_files_only": True})
+    with pytest.raises(ValueError, match=r"not in the cache, and the hub cannot be reached \(no route to the hub\)"):
+        config_of_model("some/other")
+
+
+def test_a_folder_is_read_without_asking_the_hub(tmp_path, monkeypatch):
+    LlamaConfig(hidden_size=64).save_pretrained(tmp_path)
+    monkeypatch.setattr(described_model, "get_hf_file_metadata", None)
+    assert config_of_model(str(tmp_path)).hidden_size == 64

@@ -104,7 +104,7 @@ function shown(way, found, device, length) {
   part.style.width = Math.min(100, 100 * found.bytes / device.memory) + "%";
   const more = document.createElement("p");
   more.textContent = (found.longest ? "Longest row " + count(found.longest) + " tokens. " : "No row fits. ")
-    + (found.speed ? "Some " + count(found.speed) + " tokens/s. " : "");
+    + (found.speed ? "Some " + count(found.speed) + " tokens/s where rows have 1,024 tokens. " : "");
   box.append(title, bar, more);
   if (found.settings) {
     box.append(command(found.settings, length));

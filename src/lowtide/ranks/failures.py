@@ -256,6 +256,10 @@ def _within_patience(ask: Callable[[], T]) -> T | None:
             found.append(ask())
 
     thread = threading.Thread(target=asked, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
+    try:
+        thread.start()
+    except RuntimeError:  # from Python 3.12 on none is started at the interpreter's end
+        asked()
+    else:
+        thread.join(PATIENCE)
     return found[0] if found else None

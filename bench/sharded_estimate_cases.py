@@ -50,6 +50,7 @@ CASES: dict[str, EstimateCase] = {
     "split sequences, FSDP2, 4 ranks": _over(4, split(sp=2) | FSDP2),
     "split sequences, GRPO": _over(2, split(sp=2), method="grpo", rows=8, max_length=128, beta=0.04),
     "split layers": _over(2, split(tp=2)),
+    "split layers, DPO": _over(2, split(tp=2), method="dpo"),
     "split layers, GRPO": _over(2, split(tp=2), method="grpo", rows=8, max_length=128, beta=0.04),
     "FSDP2, GRPO": _over(2, FSDP2, method="grpo", rows=8, max_length=128, beta=0.04),
     "ZeRO-1": _over(2, zero(1)),

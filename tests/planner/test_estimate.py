@@ -250,6 +250,20 @@ def test_shards_are_smaller_than_the_whole(tmp_path):
     assert split.phases["optimizer"]["optimizer"] < 0.5 * whole.phases["optimizer"]["optimizer"]
 
 
+@pytest.mark.parametrize("name", ["DPOConfig", "GKDConfig"])
+def test_a_rank_has_its_part_of_a_reference_whose_layers_are_split(name, tmp_path):
+    """But for its norms, which every rank has."""
+    config = config_of(name, {"bf16": True, **({"lmbda": 0.0} if name == "GKDConfig" else {})}, str(tmp_path))
+    more = {"teacher_model": TEACHER} if name == "GKDConfig" else {}
+    lengths = TEXTS if name == "GKDConfig" else [(60, 120, 200)] * 4
+    whole, split = (
+        estimate(config, LlamaConfig(**SIZES), lengths=lengths, device="H100", sharding=sharding, **more, **ranks)
+        for sharding, ranks in ((None, {}), ("tp2", {"world_size": 2}))
+    )
+    held = [each.phases["forward"]["reference"] for each in (whole, split)]
+    assert held[1] == pytest.approx(held[0] / 2, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

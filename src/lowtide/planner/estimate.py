@@ -20,11 +20,11 @@ from lowtide.planner.allocators.replay import Allocator, peaks, run_of
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device
 from lowtide.planner.process import process_bytes
-from lowtide.planner.sharding.layout import Layout
+from lowtide.planner.sharding.layout import Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.sharded import shard
 from lowtide.planner.sharding.step_time import StepTime, step_time
-from lowtide.planner.sharding.tensor_parallel import one_rank
+from lowtide.planner.sharding.tensor_parallel import local_layout, one_rank
 from lowtide.planner.sharding.traced_step import one_device
 from lowtide.planner.tracing.fake_run import FakeRun, TracedRun
 from lowtide.planner.tracing.host_memory import host_bytes
@@ -182,13 +182,16 @@ class RankTrace:
         Raises:
             ValueError: they cannot be split so, or the step cannot be traced.
         """
-        split = sharding.tensor_parallel
-        part = run if split == 1 else run.of(one_rank(run.described, split))
+        part = run if sharding.tensor_parallel == 1 else _of_split_layers(run, sharding.tensor_parallel)
         part = part.split(sharding.sequence_parallel).gathering(sharding.cuts_weights or sharding.by_deepspeed)
         traced, heap = part.traced(device), heap_of(run) if device.kind == "cpu" else None
         events = list(run_of(traced.events, rehearsal=run.rehearsal and not sharding.by_deepspeed))
         found = one_device(events, heap, tokens=traced.tokens, micro_batches=traced.micro_batches)
         found = replace(found, sent=traced.sent_bytes, on_host=host_bytes(events))
+        if sharding.tensor_parallel > 1 and any("reference" in held for held in found.phases.values()):
+            local = local_layout(run.reference_layout(), sharding.tensor_parallel)
+            share = byte_sum(local.parameters) / byte_sum(part.reference_layout().parameters)
+            found = replace(found, reference_share=share)
         return cls(replace(traced, events=()), found, run.layout())  # many are kept, and events are large
 
     def repeated(self, times: float) -> RankTrace:
@@ -215,6 +218,14 @@ class RankTrace:
         speed = tokens / time.seconds / sharding.devices
         notes = (*self.traced.notes, *found.notes)
         return replace(_estimate(found.phases, device, speed, beside, notes), host_bytes=found.host_bytes, time=time)
+
+
+def _of_split_layers(run: FakeRun, ranks: int) -> FakeRun:
+    """A run of models that compute what a rank does of layers that so many split."""
+    teacher = run.teacher
+    if teacher is not None:
+        teacher = replace(teacher, config=one_rank(teacher.config, ranks))
+    return run.of(one_rank(run.described, ranks), teacher)
 
 
 def _over_gloo(sharding: Sharding) -> Sharding:

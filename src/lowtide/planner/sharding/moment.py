@@ -58,6 +58,8 @@ class OneDevice:
     """Bytes of a micro-batch that a rank sends to those that split its tokens."""
     on_host: int = 0
     """Bytes in the host's memory at most, of offloaded activations say."""
+    reference_share: float = 1.0
+    """What a rank that splits layers has of a reference that was traced: the trace has all of its vocabulary."""
     largest: int = 0
     """Bytes of the largest tensor that was stepped; set by `on`."""
     together: int = 0

@@ -63,6 +63,9 @@ def shard(layout: Layout, traced: OneDevice, sharding: Sharding, machines: int |
     local, traced = traced.with_states(local), traced.on(layout)
     moments, host = SCHEMES[sharding.kind](local, traced, sharding)
     phases = {phase: _most(moments[phase], sharding, layout.buffers) for phase in traced.phases}
+    for held in phases.values():
+        if "reference" in held:
+            held["reference"] = int(held["reference"] * traced.reference_share)
     return Sharded(phases, host + traced.on_host, traffic_of(local, traced, sharding, machines), _notes(sharding))
 
 

@@ -185,10 +185,10 @@ class FakeRun:
         self.config.use_cpu = True  # where fake tensors lie, on a machine with a GPU too
         place_on(self.config, torch.device("cpu"))
 
-    def of(self, described: PretrainedConfig) -> FakeRun:
-        """The same run of another model."""
+    def of(self, described: PretrainedConfig, teacher: DescribedTeacher | None = None) -> FakeRun:
+        """The same run of another model, with another teacher."""
         other = copy.copy(self)
-        other.described = described
+        other.described, other.teacher = described, teacher
         return other
 
     def gathering(self, gathers: bool) -> FakeRun:
@@ -221,7 +221,14 @@ class FakeRun:
 
     def layout(self) -> Layout:
         """The parameters of the whole model, adapters included."""
-        model = self.model
+        return self._layout(self.model)
+
+    def reference_layout(self) -> Layout:
+        """The parameters of a whole reference: a teacher's, or those of a copy of the model."""
+        described = replace(self.model, peft_config=None, beside=None)
+        return self._layout(described if self.teacher is None else self.teacher.model(self._dtype))
+
+    def _layout(self, model: DescribedModel) -> Layout:
         return Layout.of(model.on_meta(model.layers), optimizer_name(self.config))
 
     def traced(self, device: Device) -> TracedRun:

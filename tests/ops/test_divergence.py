@@ -1,10 +1,12 @@
 """The fused head beside a teacher against dense logits: the generalized Jensen-Shannon divergence and its gradients."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lowtide.ops.linear_logprobs import Projection, Teacher, Term, Want, linear_loss
+from lowtide.ops.linear_logprobs import ChunkedHead, Projection, Teacher, Term, Want, linear_loss
 from tests.support.live_bytes import LivingBytes
 
 BETAS = [0.0, 0.1, 0.5, 1.0]
@@ -216,3 +218,16 @@ def test_memory_holds_a_chunk_of_each_models_logits(beta):
     gradients = 4 * (student.x.numel() + student.weight.numel())
     blocks = 8 << 20  # of 1 MiB each, for what is between
     assert seen.peaks["head"] - before - gradients < 2 * 4 * chunk * vocab + blocks < 4 * scores * vocab * 2
+
+
+def test_nothing_waits_for_the_collector():
+    """A head and its chunks of logits are freed where they are let go, and not where cycles are looked for."""
+    gc.collect()
+    gc.disable()
+    try:
+        total, _ = Problem().run(0.5)
+        total.backward()
+        del total
+        assert not [each for each in gc.get_objects() if isinstance(each, ChunkedHead)]
+    finally:
+        gc.enable()

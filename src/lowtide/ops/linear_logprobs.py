@@ -406,13 +406,8 @@ class ChunkedHead:
         order = torch.arange(len(self.scores.index), device=self.scores.index.device)
         scores = OwnScores(order, self.scores.target, self.scores.rows, None)
         head = ChunkedHead(_Spec(teacher.projection), scores, teacher.bias, teacher.terms)
-        return (self._columns(logits, teacher.split) for _, _, logits in head.chunks())
-
-    def _columns(self, logits: Tensor, split: SplitVocabulary | None) -> Tensor:
-        """A teacher's logits of the tokens whose logits of the student lie here."""
-        if split is not None and (self.split is None or self.split.vocab != split.vocab):
-            logits, split = split.all_columns(logits), None
-        return logits if self.split is None or split is not None else self.split.own_columns(logits)
+        ours, theirs = self.split, teacher.split  # without `self`, which holds what is made here
+        return (_columns(logits, ours, theirs) for _, _, logits in head.chunks())
 
     def workspace(self) -> Float[Tensor, "rows vocab"]:
         """For the logits of a chunk."""
@@ -479,6 +474,15 @@ class ChunkedHead:
             beta=self.teacher.beta,
             vocab=vocab,
         )
+
+
+def _columns(
+    logits: Float[Tensor, "rows theirs"], ours: SplitVocabulary | None, theirs: SplitVocabulary | None
+) -> Float[Tensor, "rows ours"]:
+    """A teacher's logits of the tokens whose logits of the student lie here."""
+    if theirs is not None and (ours is None or ours.vocab != theirs.vocab):
+        logits, theirs = theirs.all_columns(logits), None
+    return logits if ours is None or theirs is not None else ours.own_columns(logits)
 
 
 def _put_logits(

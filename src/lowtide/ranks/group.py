@@ -53,7 +53,10 @@ class RankGroup:
         return total
 
     def share(self, count: int) -> slice:
-        """Those of so many things that are this rank's, where each rank does about equally many."""
+        """Those of so many things that this rank does, of which each rank does about equally many; all of them where
+        there is not one for each rank."""
+        if count < self.size:
+            return slice(0, count)
         first, end = (count * (self.rank + more) // self.size for more in (0, 1))
         return slice(first, end)
 

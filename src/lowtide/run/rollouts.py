@@ -169,10 +169,9 @@ class RolloutMaker:
         """Of so many rows those that this rank writes completions of: a share where ranks hold whole weights and the
         same rows, unless there is not a row for each. What is judged together is written together.
         """
-        units, ranks = rows // self.learning.completions, sequence_of(self.runner.model)
-        if ranks is None or units < ranks.size:
+        if (ranks := sequence_of(self.runner.model)) is None:
             return slice(0, rows)
-        share = ranks.share(units)
+        share = ranks.share(rows // self.learning.completions)
         return slice(share.start * self.learning.completions, share.stop * self.learning.completions)
 
     # -- writing -----------------------------------------------------------------------------------------------

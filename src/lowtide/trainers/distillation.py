@@ -99,7 +99,7 @@ class DistillationTrainer(ReferenceTrainer):
     def _share(self, rows: int) -> slice:
         """Of so many rows those whose completions this rank has written: a share where ranks split sequences."""
         ranks = sequence_of(self.training_run.model)
-        return slice(0, rows) if ranks is None or rows < ranks.size else ranks.share(rows)
+        return slice(0, rows) if ranks is None else ranks.share(rows)
 
     @functools.cached_property
     def common_tokens(self) -> int:

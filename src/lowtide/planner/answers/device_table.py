@@ -151,11 +151,11 @@ class Asked:
 
 
 def _row(device: Device, kind: str, traced: Traces, asked: Asked, process: int) -> DeviceRow:
-    growths = traced.growths
     beside = device.context_bytes if device.kind == "cuda" else process
     fits = {}
     for way in traced.ways[kind]:
-        stages = [(each, growths[key]) for each in way.stages if (key := (kind, way.name, each.name)) in growths]
+        named = [(each, traced.growths.get((kind, way.name, each.name))) for each in way.stages]
+        stages = [(stage, growth) for stage, growth in named if growth is not None]
         if stages:
             fits[way.name] = _fit(way, stages, device, beside, asked)
     return DeviceRow(device.name, device.kind, device.memory_bytes, fits)

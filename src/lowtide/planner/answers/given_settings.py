@@ -16,11 +16,12 @@ from lowtide.compat.peft import own_targets
 from lowtide.methods import METHODS
 from lowtide.option_values import Option, options_of
 from lowtide.planner.answers.known_models import known_config
+from lowtide.planner.answers.row_lengths import BATCH
 from lowtide.planner.devices import device_named
 from lowtide.planner.plan import Plan
 from lowtide.run.options.configs import config_class
 
-BATCH, STEPS, LENGTH = "per_device_train_batch_size", "gradient_accumulation_steps", "max_length"
+STEPS, LENGTH = "gradient_accumulation_steps", "max_length"
 WRITTEN = (
     *(BATCH, STEPS, LENGTH, "gradient_checkpointing", "optim", "learning_rate", "packing", "padding_free"),
     *("max_completion_length", "num_generations"),

@@ -10,14 +10,14 @@ from lowtide.planner.allocators.cuda_allocator import CudaAllocator
 from lowtide.planner.allocators.replay import peaks
 from lowtide.planner.allocators.replay import run_of as events_of
 from lowtide.planner.answers.curves import Curve, Growth, Point
-from lowtide.planner.answers.row_lengths import RowLengths
+from lowtide.planner.answers.row_lengths import BATCH, RowLengths
 from lowtide.planner.answers.ways import Stage, Way, run_of, ways_of
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import heap_of
 from lowtide.planner.parallel import each_of
 
-BATCH, BUDGET = "per_device_train_batch_size", "tokens_per_microbatch"
+BUDGET = "tokens_per_microbatch"
 LONG = 65_536
 """Tokens of the long rows that are traced, where the model has so many positions."""
 ASKED, HALF, LONGER = "asked", "half of the rows", "longer"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.planner.answers.given_settings import BATCH, INHERITED, LENGTH, STEPS, Given
+from lowtide.planner.answers.given_settings import INHERITED, LENGTH, STEPS, Given
+from lowtide.planner.answers.row_lengths import BATCH
 from lowtide.run.optimizers import NAMES
 
 DATASET, TEMPLATE = "DATASET", "TEMPLATE"

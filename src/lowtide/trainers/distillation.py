@@ -61,6 +61,11 @@ class DistillationTrainer(ReferenceTrainer):
             *((f"written by {who}", how) for who, how in self.written_by.items()),
         ]
 
+    @property
+    def deals_rows(self) -> bool:
+        """Not where completions are written: the random numbers of each are those of its place in the batch."""
+        return self.student_writes is None and self.teacher_writes is None
+
     # -- what is written -----------------------------------------------------------------------------------------
 
     def drawn(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import has_length
@@ -32,6 +33,60 @@ class GroupedByLength(LengthGroupedSampler):
     def __iter__(self) -> Iterator[int]:
         self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return super().__iter__()
+
+
+class DealtEvenly(BatchSampler):
+    """The batches of another sampler, and of each step the same rows, dealt so that no rank waits long for another.
+
+    Ranks of a step wait for the one with most tokens. So the rows of a step go, the longest first, to the rank that has
+    fewest tokens so far; each gets as many rows as without. A loss is a sum over the rows of all ranks, so no number of
+    a step depends on which rank computes a row. Steps that are not full keep their order.
+
+    Args:
+        lengths: [rows], the tokens of each.
+        ranks: that take one batch after the other, in turn.
+        batches: of each rank in a step.
+    """
+
+    def __init__(self, plain: BatchSampler, lengths: np.ndarray, ranks: int, batches: int) -> None:
+        super().__init__(plain.sampler, plain.batch_size, plain.drop_last)
+        self.lengths, self.ranks, self.batches = lengths, ranks, batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step: list[list[int]] = []
+        for batch in super().__iter__():
+            step.append(batch)
+            if len(step) == self.ranks * self.batches:
+                yield from self._dealt(step) if len(batch) == self.batch_size else step
+                step = []
+        yield from step
+
+    def _dealt(self, step: list[list[int]]) -> list[list[int]]:
+        before = [[row for batch in step[rank :: self.ranks] for row in batch] for rank in range(self.ranks)]
+        dealt = deal_evenly([[int(self.lengths[row]) for row in rows] for rows in before])
+        after = [[before[rank][place] for rank, place in places] for places in dealt]
+        size = self.batch_size
+        return [
+            after[rank][size * turn : size * (turn + 1)] for turn in range(self.batches) for rank in range(self.ranks)
+        ]
+
+
+def deal_evenly(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """For each rank (rank, place) of the rows that it gets, in that order: as they were, where nothing is gained.
+
+    Args:
+        lengths: of the rows of each rank, equally many of each.
+    """
+    each = len(lengths[0])
+    before = [[(rank, place) for place in range(each)] for rank in range(len(lengths))]
+    found: list[list[tuple[int, int]]] = [[] for _ in lengths]
+    tokens = [0] * len(lengths)
+    everything = [row for rows in before for row in rows]
+    for row in sorted(everything, key=lambda row: -lengths[row[0]][row[1]]):
+        rank = min((rank for rank in range(len(found)) if len(found[rank]) < each), key=tokens.__getitem__)
+        found[rank].append(row)
+        tokens[rank] += lengths[row[0]][row[1]]
+    return [sorted(rows) for rows in found] if max(tokens) < max(map(sum, lengths)) else before
 
 
 class RepeatableOrder(Trainer):
@@ -64,6 +119,22 @@ class RepeatableOrder(Trainer):
             return sampler
         seed = args.seed if args.data_seed is None else args.data_seed
         return GroupedByLength(sampler.batch_size, sampler.lengths, seed)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As the Trainer's; the rows of a step are dealt evenly to ranks, where their lengths are known."""
+        loader = super().get_train_dataloader()
+        shard: Any = loader.batch_sampler
+        if isinstance(shard, BatchSamplerShard) and type(shard.batch_sampler) is BatchSampler and self.deals_rows:
+            lengths = None if shard.split_batches else self.row_lengths()
+            if lengths is not None:
+                turns = self.args.gradient_accumulation_steps
+                shard.batch_sampler = DealtEvenly(shard.batch_sampler, lengths, shard.num_processes, turns)
+        return loader
+
+    @property
+    def deals_rows(self) -> bool:
+        """Whether it may be any rank that computes a row."""
+        return True
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: str | None, trial: Any

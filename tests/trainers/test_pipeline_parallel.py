@@ -123,13 +123,18 @@ def saved_in(run: Path) -> dict[str, Any]:
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "padded": ({"padding_free": False}, "does not go with padding_free=False, which runs padded"),
     "layers": ({"pipeline_parallel_size": 2, "model": "one layer"}, "=2 is more than the 1 layers of the model"),
-    "written": ({"kind": "GRPO"}, "GRPOConfig: layers cannot be split over 2 ranks that would have to write"),
     "shards": ({"fsdp": True}, "pipeline_parallel_size=2 does not go with fsdp2 on 2 devices: leave one of them out"),
     "sequences": ({"parallelism_config": {"sp_size": 2}}, "does not go with sp2"),
     "number": ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 does not divide the 2 processes"),
     "budget": ({"memory_budget": "1GiB"}, "does not go with memory_budget='1GiB', which predicts no stages"),
     "experts": ({"model": "mixtral", "router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1 weighs a loss of the exp"),
     "in backward": ({"optimizer_in_backward": True, "max_grad_norm": 0.0}, "2 ranks are added up after backward"),
+    "other writer": (
+        {"kind": "GRPO", "generation_backend": "transformers"},
+        "generation_backend='transformers' cannot write with a model whose layers are split into the stages",
+    ),
+    "server": ({"kind": "GRPO", "use_vllm": True}, "use_vllm=True cannot have the weights of a model whose layers"),
+    "teacher": ({"kind": "GKD"}, "layers cannot be split over 2 ranks yet beside a teacher"),
     "nothing trained": ({"peft_config": "of the last layer"}, "the layers of a rank have nothing to train"),
     "shared keys": ({"model": "shared keys"}, "where its layers share more than hidden states"),
 }

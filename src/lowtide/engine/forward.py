@@ -171,6 +171,13 @@ def same_rows_of(model: nn.Module) -> RankGroup | None:
     return (sequence_of(model) or tensor_parallel_of(model)) if stage is None else stage.pipeline
 
 
+def parted_over(model: nn.Module) -> RankGroup | None:
+    """The ranks that each have a part of what every token goes through, so that they write all tokens together: ranks
+    that split the matrices of each layer, or that have layers of their own."""
+    stage = stage_of(causal_model(model))
+    return tensor_parallel_of(model) if stage is None else stage.pipeline
+
+
 def score(
     model: nn.Module,
     batch: RaggedBatch,
@@ -271,6 +278,8 @@ def read_next(
 ) -> Float[Tensor, "numbers rows"]:
     """What a function reads off the logits of the tokens that follow: one forward of generation.
 
+    Ranks that have layers of their own (`engine.weights.stages`) call it together, with the same tokens.
+
     Args:
         model: prepared by `install`, wrapped or not.
         plan: how the tokens attend.
@@ -279,9 +288,12 @@ def read_next(
         images: those among the tokens, in their order.
     """
     axes = plan.axes if isinstance(plan, CachedPlan) else None
+    stage, scores = stage_of(causal_model(model)), Scores(index, index, head=NextToken, read=read)
     with computing(model), planned_inputs(token_ids, plan, axes=axes) as inputs:
         inputs |= shown_images(images, token_ids.device)
-        return model(**inputs, scores=Scores(index, index, head=NextToken, read=read)).read
+        if stage is None:
+            return model(**inputs, scores=scores).read
+        return stage.run_through(lambda: model(**inputs, scores=scores), len(token_ids), token_ids.device).read
 
 
 def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:

@@ -127,8 +127,6 @@ class TrainingRun:
         if method.head.trains_beside is not None:
             _check_whole(args, f"yet beside {method.head.trains_beside}")
             _check_whole_vocabulary(args, f"a vocabulary that {method.head.trains_beside} and the model share is whole")
-        if method.writes:
-            _check_stages(args, "that would have to write a token one after the other")
         if method.taught:
             _check_stages(args, "yet beside a teacher")
             _check_whole_vocabulary(args, "the student's distribution is compared with the teacher's over all of them")

@@ -12,8 +12,9 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.engine.forward import causal_model, tensor_parallel_of
+from lowtide.engine.forward import causal_model, parted_over
 from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.engine.weights.zero import weights_for_writing
 from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
@@ -28,6 +29,7 @@ from lowtide.step.runner import StepRunner
 
 logger = logging.getLogger(__name__)
 
+STAGES = "whose layers are split into the stages of pipeline_parallel_size"
 NO_BUDGET = "; it writes all at once, so that tokens_per_generation_batch has no effect"
 
 
@@ -52,12 +54,12 @@ class Writer:
     @property
     def has_a_part(self) -> bool:
         """Whether this rank has a part of the weights, so that ranks write together."""
-        return self.runner.together or tensor_parallel_of(self.model) is not None
+        return self.runner.together or parted_over(self.model) is not None
 
     @property
     def waited_for(self) -> bool:
         """Whether other ranks wait for this one while it writes, for what it has of the weights."""
-        gathers_all = self.options.ds3_gather_for_generation is True and tensor_parallel_of(self.model) is None
+        gathers_all = self.options.ds3_gather_for_generation is True and parted_over(self.model) is None
         return self.has_a_part and not gathers_all
 
     def write(self, requests: Sequence[Request], conversations: Conversations | None = None) -> list[list[Completion]]:
@@ -113,10 +115,18 @@ def make_generator(
     Raises:
         ValueError: the one that is asked for cannot; says why.
     """
+    in_stages = stage_of(causal_model(model)) is not None
     if isinstance(options, RolloutOptions) and options.use_vllm:
+        if in_stages:
+            raise ValueError(f"use_vllm=True cannot have the weights of a model {STAGES}: leave one of them out")
         return make_vllm_generator(options, model, tokenizer)
     with whole_vocabulary(model):
         reason = "runs padded" if not padding_free else why_not(model)
+    if in_stages and (options.generation_backend == "transformers" or reason is not None):
+        why = (
+            "generation_backend='transformers'" if reason is None else f"transformers' generate, as the model {reason},"
+        )
+        raise ValueError(f"{why} cannot write with a model {STAGES}: only lowtide's own generator can")
     if options.generation_backend == "lowtide" and reason is not None:
         raise ValueError(
             f"generation_backend='lowtide' cannot write with this model, which {reason}: leave it at 'auto'"

@@ -169,7 +169,12 @@ def train_step(
     with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
         if models.stages > 1:
             whole = [part for part in parts if isinstance(part, RaggedBatch)]
-            loss = forward_and_backward(runs[0], whole, plan.backward, sync, totals)
+            losses = []
+            for run in runs:
+                with models.adapter_of(run.objective):
+                    taking = totals if run is runs[0] else Totals()
+                    losses.append(forward_and_backward(run, whole, plan.backward, sync, taking))
+            loss = torch.stack(losses).sum()
         else:
             passes = _passes_of(runs, parts, idle, even)
             loss = _forward_and_backward(runs[0], batch, passes, plan, sync, totals)

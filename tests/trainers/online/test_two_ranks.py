@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.engine.forward import causal_model
+from lowtide.engine.stage import stage_of
+from lowtide.engine.weights.stages import gathered_weights
 from lowtide.ranks.shards import whole_of
 from tests.support.online_runs import LOSSES, assert_near, loss_options, trained
 from tests.support.parity_world import lora
@@ -39,6 +42,7 @@ SOME = (
     "PPO with an adapter of values",
 )
 SEQUENCES, LAYERS = {"parallelism_config": {"sp_size": 2}}, {"parallelism_config": {"tp_size": 2}}
+STAGES = {"pipeline_parallel_size": 2}
 PIECES = {"tokens_per_microbatch": 20}
 WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "rows of their own": (2, 2, {}),
@@ -49,14 +53,18 @@ WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "split layers, two of four": (4, 2, LAYERS),
     "split layers, shards": (4, 2, {**LAYERS, "fsdp": True}),
     "split layers, pieces": (2, 4, {**LAYERS, **PIECES}),
+    "layers of their own": (2, 4, STAGES),
+    "layers of their own, two of four": (4, 2, STAGES),
 }
 """(ranks, rows on each, options). Two ranks that hold the same rows and split sequences write a share each, and of one
-row both write all; those that split layers write every token together."""
+row both write all; those that split layers, or have layers of their own, write every token together."""
 
 
 def learned(folder: Path, name: str, rows: int, **options: Any) -> dict[str, torch.Tensor]:
     """The weights after some steps, of so many rows on each rank."""
     trainer = trained(folder, name.split()[0], per_device_train_batch_size=rows, **{**METHODS[name], **options})
+    if (stage := stage_of(causal_model(trainer.model))) is not None:
+        return gathered_weights(trainer.model, dict(stage.whole.named_parameters()), keep=True)
     return {name: whole_of(p).clone() for name, p in trainer.model.named_parameters()}
 
 
@@ -84,6 +92,6 @@ def rank_main(rank: int, folder: str, way: str) -> None:
 def test_ranks_learn_what_one_does(way, tmp_path):
     ranks, rows, options = WAYS[way]
     run_ranks(rank_main, str(meeting_place(tmp_path)), way, ranks=ranks)
-    copies = 2 if "parallelism_config" in options else 1
+    copies = 2 if {"parallelism_config", "pipeline_parallel_size"} & options.keys() else 1
     for name in methods_of(way):
         assert_near(torch.load(tmp_path / f"{name}.pt"), on_one_rank(name, rows * ranks // copies), 1e-5)

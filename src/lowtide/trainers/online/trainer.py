@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lowtide.engine.forward import tensor_parallel_of
+from lowtide.engine.forward import parted_over
 from lowtide.methods.learning import Learning
 from lowtide.methods.rollouts import RolloutOptions
 from lowtide.ragged import RaggedBatch
@@ -119,7 +119,7 @@ class OnlineTrainer(ReferenceTrainer):
                 environment_factory=given["environment_factory"],
                 max_tool_calling_iterations=args.max_tool_calling_iterations,
                 timeout=args.tool_timeout,
-                ranks=tensor_parallel_of(self.training_run.model),
+                ranks=parted_over(self.training_run.model),
             )
         stale = self.args.gradient_accumulation_steps % self.windows.repeats != 0
         maker = RolloutMaker(

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import resource
 
 import pytest
@@ -76,10 +77,22 @@ def test_one_target_module_is_a_name_and_no_pattern(sft, tmp_path):
     assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
 
 
-def test_an_evaluation_set_is_evaluated(sft, data):
-    status, out, err = sft("--eval_dataset", str(data))
+def test_an_evaluation_set_is_evaluated(sft, data, tmp_path):
+    status, out, err = sft("--eval_dataset", str(data), "--save_steps", "2", steps=2)
     assert status == 0, err
     assert "eval_loss 3." in out
+    state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
+    evaluated = [entry["step"] for entry in state["log_history"] if "eval_loss" in entry]
+    assert evaluated == [2]  # within training, where trackers still listen
+
+
+def test_a_run_that_has_ended_is_evaluated_again(sft, data):
+    given = ("--eval_dataset", str(data), "--save_steps", "2")
+    first = sft(*given, steps=2)[1]
+    status, again, err = sft(*given, "--resume_from_checkpoint", "latest", steps=2)
+    assert status == 0, err
+    loss = re.search(r"eval_loss \S+", first)[0]
+    assert loss in again
 
 
 def test_resuming_from_the_latest_checkpoint_ends_where_one_run_would(sft, tmp_path):

@@ -348,6 +348,7 @@ def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option],
     from transformers.utils.logging import disable_progress_bar
 
     from lowtide.ranks.failures import leave
+    from lowtide.trainers.callbacks.last_evaluation import LastEvaluation, last_evaluation
 
     if config.process_index > 0:  # the first rank shows what all of them do
         disable_progress_bar()
@@ -357,10 +358,12 @@ def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option],
     trainer.resumes_with = lambda checkpoint: shlex.join([*again, "--resume_from_checkpoint", checkpoint])
     if config.should_save:  # what was asked for: the config has filled fields in
         write_run_file(run_file, {**given.values, **trainer.planned.settings}, options, method=given.method)
+    if trainer.eval_dataset is not None:
+        trainer.add_callback(LastEvaluation)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.eval_dataset is not None:
-        _say(", ".join(f"{k} {v:.4g}" for k, v in trainer.evaluate().items() if isinstance(v, float)), config)
+        _say(", ".join(f"{k} {v:.4g}" for k, v in last_evaluation(trainer).items() if isinstance(v, float)), config)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=given.what.dataset)
     _say(f"The model is in {output}; this repeats the run: {shlex.join(again)}", config)

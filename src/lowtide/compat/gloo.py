@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def gather_from_ranks(found: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+def gather_from_ranks(found: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> None:
     """Fills `found` with what each rank gives, one after the other. `own` may be this rank's part of it."""
     if not _goes_in_pairs(found, group):
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
@@ -28,7 +28,7 @@ def gather_from_ranks(found: Tensor, own: Tensor, group: dist.ProcessGroup) -> N
     _exchange([here] * len(parts), [*parts], group)
 
 
-def sum_own_of_ranks(found: Tensor, everyones: Tensor, group: dist.ProcessGroup) -> None:
+def sum_own_of_ranks(found: Tensor, everyones: Tensor, group: dist.ProcessGroup | None) -> None:
     """Fills `found` with this rank's part of the sum over ranks."""
     if not _goes_in_pairs(found, group):
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -45,6 +45,37 @@ def sum_own_of_ranks(found: Tensor, everyones: Tensor, group: dist.ProcessGroup)
         takes.wait()
         total.add_(came)
         sends.wait()
+
+
+class Done:
+    """The handle of an exchange that is over."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+def gather_and_return(
+    output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Done:
+    """As `gather_from_ranks`, called as torch's own is."""
+    gather_from_ranks(output_tensor, input_tensor, group)
+    return Done()
+
+
+def sum_and_return(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Done:
+    """As `sum_own_of_ranks`, called as torch's own is; also for averages."""
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise NotImplementedError(f"gradients are added up, and not brought together by {op}")
+    sum_own_of_ranks(output_tensor, input_tensor, group)
+    if op == dist.ReduceOp.AVG:
+        output_tensor.div_(dist.get_world_size(group))
+    return Done()
 
 
 def exchange_between_ranks(
@@ -82,28 +113,16 @@ def _exchange(sent: Sequence[Tensor], taken: Sequence[Tensor], group: dist.Proce
 class ShardGather:
     """How `fully_shard` gathers a unit: as `gather_from_ranks`. It takes the place of torch's own."""
 
+    exchange = staticmethod(gather_and_return)
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        gather_from_ranks(output_tensor, input_tensor, group)
+    def __call__(self, *args: Any, **named: Any) -> None:
+        self.exchange(*args, **named)
 
 
 class ShardSum(ShardGather):
     """Likewise how it adds up gradients: as `sum_own_of_ranks`."""
 
-    def __call__(  # type: ignore[override]
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any = dist.ReduceOp.SUM,
-        async_op: bool = False,
-    ) -> None:
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise NotImplementedError(f"gradients are added up, and not brought together by {op}")
-        sum_own_of_ranks(output_tensor, input_tensor, group)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(dist.get_world_size(group))
+    exchange = staticmethod(sum_and_return)

@@ -103,7 +103,7 @@ class Sharding:
     overlap: bool | None = None
     """ZeRO-1 and 2 hold two gradient buffers."""
     backend: str = "nccl"
-    """What carries the bytes; over `"gloo"` DeepSpeed copies what it gathers and reduces."""
+    """What carries the bytes; over `"gloo"` what another rank sends of a sum is held beside it."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

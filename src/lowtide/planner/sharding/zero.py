@@ -9,7 +9,7 @@ read from DeepSpeed 0.19 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `partiti
 - the buffer that gradients are reduced in, allocated whole however small the model is, and a copy of its content;
 - the partition's gradients in a buffer of their own, which holds whole the parameters that are cut at its ends, and in
   stages 1 and 2 comes anew in each backward;
-- over gloo, which gathers into a copy, all weights once more as they are gathered after the step in stages 1 and 2;
+- over gloo, what another rank sends of a sum in stage 3 (`compat.gloo`): one more part of what is reduced;
 - the flat copy of all weights in stages 1 and 2, beside them while it is made;
 - in stage 3 what is gathered: it lets go only what is not wanted again within `max_reuse` elements, so that a model of
   less than half as many is whole from the end of forward to the end of backward.
@@ -75,11 +75,9 @@ def stages_1_and_2(layout: Layout, traced: OneDevice, sharding: Sharding) -> Fou
     stepping = 0 if offloaded else part * MASTER
     step = traced.temporaries(stepping, stepping)
     rest = traced.rest("optimizer")
-    whole = elements * width if sharding.backend == "gloo" else 0
     found["optimizer"] = [
         replace(base, gradients=within + stepping * width // MASTER, rest=rest),
         replace(base, gradients=stepping, optimizer=optimizer + step, rest=rest),
-        replace(base, gradients=within + stepping * width // MASTER, communication=whole, rest=rest),
     ]
     for phase in {"saving", "evaluation"} & set(found):
         found[phase] = [replace(base, rest=traced.rest(phase))]
@@ -115,8 +113,8 @@ def stage_3(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
         replace(base, optimizer=min(masters, base.optimizer), communication=bucket + largest),
         replace(base, optimizer=min(masters, base.optimizer), gradients=stepping, communication=0),
     ]
-    copies = 2 if sharding.backend == "gloo" else 1
-    arrival = replace(whole, communication=bucket + gathered + max(arriving, (copies - 1) * largest))
+    came = 1 / ranks if sharding.backend == "gloo" else 0
+    arrival = replace(whole, communication=bucket + gathered + arriving)
     found["forward"] = [*found["forward"], replace(arrival, rest=traced.between())]
     if traced.gradients_in_head:
         found["head"] = [replace(each, gradients=each.gradients + trained) for each in found["head"]]
@@ -127,11 +125,11 @@ def stage_3(layout: Layout, traced: OneDevice, sharding: Sharding) -> Found:
         replace(
             whole,
             gradients=base.gradients + alone,
-            communication=bucket + gathered + (copies - 1) * alone,
+            communication=bucket + gathered + int(came * alone),
             rest=traced.between(),
         ),
         replace(arrival, rest=traced.in_backward()),
-        replace(whole, communication=bucket + gathered + copies * filled, rest=traced.in_backward()),
+        replace(whole, communication=bucket + gathered + int((1 + came) * filled), rest=traced.in_backward()),
     ]
     step = traced.temporaries(stepping, stepping)
     found["optimizer"] = [

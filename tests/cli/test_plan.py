@@ -393,3 +393,18 @@ def test_a_run_with_a_budget_writes_what_it_chose(sft, tmp_path):
     assert status == 0, err
     options = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
     assert (options["memory_budget"], options["gradient_checkpointing"]) == ("64GiB", False)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "stored in float32, computed in float32"),
+        (("--bf16", "true"), "stored in float32, computed in bfloat16"),
+        (("--dtype", "bfloat16"), "stored in bfloat16, computed in bfloat16"),
+        (("--optim", "adamw_flash"), "stored in bfloat16, computed in bfloat16"),
+    ],
+)
+def test_the_precision_that_is_assumed_is_that_of_the_run(capsys, model, options, says):
+    words = ["estimate", "sft", "--model", str(model), "--lengths", "64x2", "--device", "cpu", "--use_cpu", "true"]
+    assert main([*words, "--bf16", "false", *options]) == 0
+    assert f"weights {says};" in " ".join(capsys.readouterr().out.split())

@@ -12,6 +12,7 @@ from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.estimate import Estimate
+from lowtide.run.optimizers import OPTIMIZERS
 
 
 def assumptions_of(run: PlannedRun, settings: Mapping[str, Any], found: Estimate) -> tuple[str, ...]:
@@ -23,9 +24,10 @@ def assumptions_of(run: PlannedRun, settings: Mapping[str, Any], found: Estimate
         found: what is predicted of it.
     """
     config = run.config(settings)
-    computes = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
-    stored = str(stored_dtype(run, settings)).removeprefix("torch.")
     adapters = run.adapters(settings)
+    in_few_bytes = adapters is None and optimizer_name(config) in OPTIMIZERS  # which keep weights in bfloat16
+    stored = "bfloat16" if in_few_bytes else str(stored_dtype(run, settings)).removeprefix("torch.")
+    computes = "bfloat16" if config.bf16 else "float16" if config.fp16 else stored
     if run.quantization_config is not None:
         stored = f"{4 if run.quantization_config.load_in_4bit else 8} bits, the rest {stored}"
     trained = "all weights" if adapters is None else f"adapters ({type(adapters).__name__.removesuffix('Config')})"

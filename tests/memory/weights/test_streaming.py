@@ -150,7 +150,7 @@ def test_a_quantized_reference_is_streamed(tmp_path):
     pytest.importorskip("bitsandbytes")
     name = saved(tmp_path / "model", hidden_size=128, intermediate_size=256)
     quantized = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="float32")}
-    options = {"ref_model": name, "model_init_kwargs": quantized}
+    options = {"ref_model": name, "model_init_kwargs": quantized, "optim": "sgd"}  # as above
     wanted = outcome(dpo(name, tmp_path / "out", **options))
     trainer = dpo(name, tmp_path / "out", base_weights="stream", **options)
     assert_like(outcome(trainer), wanted)

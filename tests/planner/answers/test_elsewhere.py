@@ -60,10 +60,10 @@ def parts(text: str) -> tuple[str, str]:
 
 def test_trl_takes_all_that_is_written_for_it():
     pytest.importorskip("trl")
-    from trl import DPOConfig, ModelConfig, ScriptArguments
+    from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, ScriptArguments
 
     written = yaml.safe_load(settings_for("trl", plan(optimizer_in_backward="two_pass")))
-    kinds = (DPOConfig, ModelConfig, ScriptArguments)
+    kinds = (DPOConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig)
     known = {each.name for kind in kinds for each in dataclasses.fields(kind)}
     assert written.keys() <= known
     assert (written["model_name_or_path"], written["use_peft"], written["lora_r"]) == ("Qwen/Qwen2.5-7B", True, 8)
@@ -75,7 +75,7 @@ def test_trl_takes_all_that_is_written_for_it():
 def test_trl_has_the_options_of_each_method(method):
     trl = pytest.importorskip("trl")
     name = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}[method]
-    kinds = (getattr(trl, f"{name}Config"), trl.ModelConfig, trl.ScriptArguments)
+    kinds = (getattr(trl, f"{name}Config"), trl.ModelConfig, trl.ScriptArguments, trl.DatasetMixtureConfig)
     known = {each.name for kind in kinds for each in dataclasses.fields(kind)}
     changes = {} if method != "grpo" else {"max_length": None}
     assert yaml.safe_load(settings_for("trl", plan(method, **changes))).keys() <= known
@@ -270,3 +270,55 @@ def test_rows_that_nobody_named_have_a_placeholder(other):
 def test_a_method_that_a_trainer_lacks_is_refused():
     with pytest.raises(ValueError, match="--for axolotl: Axolotl has no cpo; it has sft, reward, dpo"):
         settings_for("axolotl", plan("cpo"))
+
+
+@pytest.mark.parametrize(("file", "reader"), [("rows.jsonl", "json"), ("a/rows.parquet", "parquet"), ("b.CSV", "csv")])
+def test_rows_of_a_file_are_read_as_the_library_of_datasets_reads_them(file, reader):
+    of_trl = yaml.safe_load(settings_for("trl", asked("sft", {}, model=LLAMA_8B, dataset=file)))
+    assert of_trl["datasets"] == [{"path": reader, "data_files": file}]
+    assert "dataset_name" not in of_trl
+    script = settings_for("unsloth", asked("sft", {}, model=LLAMA_8B, dataset=file))
+    assert f"dataset = load_dataset({reader!r}, data_files={file!r}, split='train')" in script
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
+
+
+def test_rows_to_evaluate_on_have_their_words():
+    def written(other: str, **own) -> tuple[str, dict]:
+        text = settings_for(other, asked("sft", EVALUATED, model=LLAMA_8B, **own))
+        return text, yaml.safe_load(text) if other != "unsloth" else {}
+
+    other_rows = {"dataset": "name/rows", "eval_dataset": "name/held", "eval_split": "all"}
+    assert written("axolotl", **other_rows)[1]["test_datasets"] == [
+        {"path": "name/held", "type": "chat_template", "split": "all"}
+    ]
+    assert written("axolotl", dataset="name/rows")[1]["test_datasets"][0] == {
+        "path": "name/rows", "type": "chat_template", "split": "test",
+    }  # fmt: skip
+    assert written("llama-factory", **other_rows)[1]["eval_dataset"] == "name/held"
+    assert written("trl", dataset="name/rows")[1]["eval_strategy"] == "steps"
+    script = written("unsloth", **other_rows)[0]
+    assert "evaluated = load_dataset('name/held', split='all')" in script
+    assert "eval_dataset=evaluated," in script
+    for trainer, own in {"llama-factory": {"dataset": "name/rows"}, "trl": other_rows}.items():
+        text, found = written(trainer, **own)
+        assert "eval_strategy" not in found, trainer
+        assert "- eval_strategy: rows to evaluate on are" in text, trainer
+
+
+def test_what_others_refuse_is_not_written():
+    of_kto = yaml.safe_load(settings_for("axolotl", asked("kto", {}, model=LLAMA_8B)))
+    assert of_kto["remove_unused_columns"] is False
+    of_dpo = yaml.safe_load(settings_for("axolotl", asked("dpo", {"loss_type": "ipo"}, model=LLAMA_8B)))
+    assert of_dpo["dpo_loss_type"] == ["ipo"]
+    for other in ("axolotl", "llama-factory"):
+        text = settings_for(other, asked("dpo", {"packing": True}, model=LLAMA_8B))
+        assert not {"packing", "neat_packing", "sample_packing"} & yaml.safe_load(text).keys()
+        assert "- packing (true)" in text
+    pretraining = settings_for("llama-factory", asked("pretrain", {"packing": True}, model=LLAMA_8B))
+    assert "neat_packing" not in yaml.safe_load(pretraining)
+    assert "- packing: documents that are packed together see each other" in pretraining
+    of_ppo = settings_for("llama-factory", asked("ppo", {}, model=LLAMA_8B))
+    assert yaml.safe_load(of_ppo).items() >= {"reward_model": "REWARD_MODEL", "reward_model_type": "full"}.items()
+    assert "REWARD_MODEL stands for" in of_ppo

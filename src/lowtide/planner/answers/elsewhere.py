@@ -16,7 +16,7 @@ import yaml
 
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.answers.given_settings import PAIRED, Given
-from lowtide.planner.answers.translations import DATASET, TEMPLATE, axolotl, llama_factory, trl, unsloth
+from lowtide.planner.answers.translations import DATASET, REWARD_MODEL, TEMPLATE, axolotl, llama_factory, trl, unsloth
 from lowtide.planner.answers.unsloth_script import unsloth_script
 from lowtide.planner.plan import Plan
 
@@ -88,6 +88,7 @@ def settings_for(other: str, plan: Plan, file: str | None = None) -> str:
 PLACEHOLDERS = {
     DATASET: "your rows, as that trainer names and reads them",
     TEMPLATE: "the model's chat template, by its name there",
+    REWARD_MODEL: "the reward model, a folder or a name on the hub",
     "REWARD_FUNCS": "your reward functions",
 }
 """Words in a file that have to be replaced."""

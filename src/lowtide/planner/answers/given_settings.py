@@ -53,6 +53,8 @@ SPREAD = {
     "parallelism_config": "no devices share a row or a layer, and shards are over all devices",
 }
 """How a run is spread, with what follows where a trainer lacks it."""
+EVALUATION = ("eval_strategy", "eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model")
+"""Options that have a run evaluated, and need rows for it."""
 PAIRED = ("dpo", "orpo", "cpo", "kto", "bco", "reward")
 TWO_SIDES = ("dpo", "orpo", "reward")
 """Methods whose rows other trainers run as two sequences, each with the prompt."""
@@ -115,6 +117,14 @@ class Given:
     def same(self, names: Iterable[str]) -> None:
         """Writes settings under their own names."""
         self.rename({name: name for name in names})
+
+    def drop_evaluation(self, why: str) -> None:
+        """Leaves out that a run is evaluated, where the other trainer would not find the rows for it."""
+        asked = self.left.get("eval_strategy", "no")
+        for name in EVALUATION:
+            self.left.pop(name, None)
+        if asked != "no":
+            self.lacks["eval_strategy"] = f"{why}, so that nothing is evaluated"
 
     def take_adapted_layers(self) -> list[str] | str | None:
         """The layers that get adapters: their names, `all-linear`, or None where PEFT's choice is not known here."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 from lowtide.planner.answers.given_settings import INHERITED, LENGTH, STEPS, Given
 from lowtide.planner.answers.row_lengths import BATCH
 from lowtide.run.optimizers import NAMES
 
-DATASET, TEMPLATE = "DATASET", "TEMPLATE"
+DATASET, TEMPLATE, REWARD_MODEL = "DATASET", "TEMPLATE", "REWARD_MODEL"
 """Placeholders of what a plan does not know."""
+READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+"""By a file's suffix, how the library `datasets` reads it."""
 NOT_INHERITED = ("fsdp", "fsdp_config", "parallelism_config", "optim", "gradient_checkpointing")
 """Options of `transformers.TrainingArguments` that are translated one by one."""
 OF_TRL_MODEL = (
@@ -48,9 +51,15 @@ OF_TRL = {
 
 def trl(given: Given) -> None:
     """TRL: options of its configs, of `ModelConfig` and of `ScriptArguments`."""
-    given.rename({"model": "model_name_or_path", "dataset": "dataset_name", "dataset_split": "dataset_train_split"})
+    given.rename({"model": "model_name_or_path", "dataset_split": "dataset_train_split"})
     given.rename({"eval_split": "dataset_test_split"})
-    given.written.setdefault("dataset_name", DATASET)
+    rows = given.take("dataset", DATASET)
+    reader = reader_of(rows)
+    given.written |= {"datasets": [{"path": reader, "data_files": rows}]} if reader else {"dataset_name": rows}
+    if given.left.get("eval_dataset") or reader:
+        given.drop_evaluation("rows to evaluate on are a split of a dataset by name")
+    if reader:
+        given.rename({"dataset_streaming": "streaming"})
     given.same([*OF_TRL_MODEL, *OF_TRL[given.method]])
     given.same(["gradient_checkpointing", *sorted(INHERITED.difference(NOT_INHERITED))])
     if LENGTH in OF_TRL[given.method] and LENGTH in given.left:
@@ -97,10 +106,15 @@ def _axolotl_optimizer(name: str) -> str | None:
     return AXOLOTL_OPTIMIZERS.get(name, _transformers_optimizer(name))
 
 
+def reader_of(rows: str) -> str | None:
+    """What `datasets.load_dataset` calls the format of a file; None of a dataset by name or a folder."""
+    return READERS.get(PurePath(rows).suffix.lower())
+
+
 def axolotl(given: Given) -> None:
     """Axolotl: of its `utils/schemas`."""
     given.rename({"model": "base_model", LENGTH: "sequence_len", BATCH: "micro_batch_size"})
-    given.rename({"num_train_epochs": "num_epochs", "lr_scheduler_type": "lr_scheduler", "packing": "sample_packing"})
+    given.rename({"num_train_epochs": "num_epochs", "lr_scheduler_type": "lr_scheduler"})
     given.rename({"model_revision": "revision_of_model", "per_device_eval_batch_size": "eval_batch_size"})
     given.same([STEPS, *OF_AXOLOTL])
     given.take_optimizer("optimizer", _axolotl_optimizer)
@@ -108,6 +122,7 @@ def axolotl(given: Given) -> None:
     for ours, theirs in {"dataset_split": "split", "dataset_config": "name"}.items():
         rows |= {theirs: value} if (value := given.take(ours)) else {}
     given.written["datasets"] = [rows]
+    _axolotl_evaluation(given, rows)
     _axolotl_method(given)
     _axolotl_adapters(given)
     _axolotl_devices(given)
@@ -122,6 +137,15 @@ def axolotl(given: Given) -> None:
     _name_padding(given)
 
 
+def _axolotl_evaluation(given: Given, rows: dict[str, Any]) -> None:
+    """The rows that a run is evaluated on: another dataset, or another split of the same."""
+    other, split = given.take("eval_dataset"), given.take("eval_split")
+    if other:
+        given.written["test_datasets"] = [{**rows, "path": other, "split": split or "train"}]
+    elif given.written.get("eval_strategy", "no") != "no":
+        given.written["test_datasets"] = [{**rows, "split": split or "test"}]
+
+
 def _axolotl_method(given: Given) -> None:
     if given.method == "grpo":
         names = [*OF_AXOLOTL_TRL]
@@ -131,11 +155,16 @@ def _axolotl_method(given: Given) -> None:
         return
     given.rename({"beta": "orpo_alpha" if given.method == "orpo" else "rl_beta"})
     if given.method == "dpo":
-        given.rename({"loss_type": "dpo_loss_type", "loss_weights": "dpo_loss_weights"})
+        if (losses := given.take("loss_type")) is not None:
+            given.written["dpo_loss_type"] = [losses] if isinstance(losses, str) else losses
+        given.rename({"loss_weights": "dpo_loss_weights"})
         given.rename({"label_smoothing": "dpo_label_smoothing"})
         given.same(["precompute_ref_log_probs"])
     if given.method == "kto":
         given.rename({"desirable_weight": "kto_desirable_weight", "undesirable_weight": "kto_undesirable_weight"})
+        given.written["remove_unused_columns"] = False  # which Axolotl asks for
+    if given.method == "sft":
+        given.rename({"packing": "sample_packing"})
     if given.method == "sft" and "sequence_len" in given.written:
         given.written["excess_length_strategy"] = "truncate"  # longer rows would be left out
     if given.method == "sft" and given.take("padding_free") and not given.written.get("sample_packing"):
@@ -182,17 +211,30 @@ def llama_factory(given: Given) -> None:
     given.written.setdefault("dataset", DATASET)
     given.rename({"dataset_num_proc": "preprocessing_num_workers", "use_liger_kernel": "enable_liger_kernel"})
     skipped = (*NOT_INHERITED, "gradient_checkpointing_kwargs", "use_liger_kernel", "liger_kernel_config", "use_cache")
-    given.same(["ref_model", "model_revision", "trust_remote_code", *sorted(INHERITED.difference(skipped))])
+    if given.left.get("eval_dataset") is None:
+        given.drop_evaluation("rows to evaluate on are named by eval_dataset")
+    given.same(["eval_dataset", "ref_model", "model_revision", "trust_remote_code"])
+    given.same(sorted(INHERITED.difference(skipped)))
     given.take_optimizer("optim", _transformers_optimizer)
     given.written["disable_gradient_checkpointing"] = given.take("gradient_checkpointing", True) is False
-    if given.take("packing"):
-        given.written |= {"packing": True, "neat_packing": True}
+    _llama_factory_packing(given)
     _llama_factory_method(given)
     _llama_factory_weights(given)
     _llama_factory_devices(given)
     if given.take("activation_offloading"):
         given.written["use_unsloth_gc"] = True  # which moves the inputs of checkpointed layers to the host
     _name_padding(given)
+
+
+def _llama_factory_packing(given: Given) -> None:
+    """It packs in two stages, and keeps rows apart in one of them."""
+    if given.method not in ("sft", "pretrain") or not given.take("packing"):
+        return
+    given.written["packing"] = True
+    if given.method == "sft":
+        given.written["neat_packing"] = True
+    else:
+        given.lacks["packing"] = "documents that are packed together see each other"
 
 
 def _llama_factory_method(given: Given) -> None:
@@ -207,6 +249,8 @@ def _llama_factory_method(given: Given) -> None:
         given.rename({"desirable_weight": "kto_chosen_weight", "undesirable_weight": "kto_rejected_weight"})
     if given.method == "ppo":
         given.rename({"reward_model_path": "reward_model", "max_completion_length": "max_new_tokens"})
+        given.written.setdefault("reward_model", REWARD_MODEL)
+        given.written["reward_model_type"] = "full"
 
 
 def _llama_factory_weights(given: Given) -> None:
@@ -265,8 +309,10 @@ def unsloth(given: Given) -> None:
     given.written = {**model, "config": given.written}
 
 
-OF_UNSLOTH = ("model", "dataset", "dataset_split", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "use_rslora",
-              "lora_modules_to_save", "load_in_4bit", "load_in_8bit", "trust_remote_code")  # fmt: skip
+OF_UNSLOTH = (
+    *("model", "dataset", "dataset_split", "eval_dataset", "eval_split", "use_peft", "lora_r", "lora_alpha"),
+    *("lora_dropout", "use_rslora", "lora_modules_to_save", "load_in_4bit", "load_in_8bit", "trust_remote_code"),
+)
 OF_AXOLOTL = (
     *("output_dir", "learning_rate", "max_steps", "seed", "warmup_steps", "weight_decay", "max_grad_norm", "bf16"),
     *("fp16", "tf32", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "lr_scheduler_kwargs", "save_steps"),

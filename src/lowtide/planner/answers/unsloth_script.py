@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lowtide.planner.answers.translations import DATASET, reader_of
+
 TRAINERS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "grpo": "GRPO"}
 
 
@@ -40,16 +42,28 @@ def unsloth_script(values: Mapping[str, Any], method: str) -> str:
     if method == "grpo":
         lines.append("REWARD_FUNCS = []  # a placeholder: put yours here")
         rewards = " reward_funcs=REWARD_FUNCS,"
-    rows = repr(values["dataset"]) if values.get("dataset") else '"DATASET"'
-    comment = "" if values.get("dataset") else "  # a placeholder: put yours here"
-    split = values.get("dataset_split", "train")
+    rows = values.get("dataset") or DATASET
+    comment = "  # a placeholder: put yours here" if rows == DATASET else ""
+    lines.append(f"dataset = {_loaded(rows, values.get('dataset_split', 'train'))}{comment}")
+    evaluated = ""
+    if config.get("eval_strategy", "no") != "no":
+        others, split = values.get("eval_dataset"), values.get("eval_split")
+        lines.append(f"evaluated = {_loaded(others or rows, split or ('train' if others else 'test'))}")
+        evaluated = " eval_dataset=evaluated,"
     lines += [
-        f'dataset = load_dataset({rows}, split="{split}"){comment}',
-        f"trainer = {name}Trainer(model=model, processing_class=tokenizer, train_dataset=dataset,{rewards}",
+        f"trainer = {name}Trainer(model=model, processing_class=tokenizer, train_dataset=dataset,{evaluated}{rewards}",
         f"    args={name}Config({_written(config)}))",
         "trainer.train()",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _loaded(rows: str, split: str) -> str:
+    """What loads rows of the hub, or of a file, which has one split."""
+    reader = reader_of(rows)
+    if reader is None:
+        return f"load_dataset({rows!r}, split={split!r})"
+    return f"load_dataset({reader!r}, data_files={rows!r}, split='train')"
 
 
 def _adapter(values: Mapping[str, Any], checkpointing: bool | str) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 VLLM_VENV := .venv-vllm
-TRACKERS_VENV := .venv-trackers
+OTHERS_VENV := .venv-others
 INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
 DEMO_OUTPUT ?= demo-output
 
@@ -20,7 +20,7 @@ RANKS_APART := tests/trainers/test_fully_shard.py tests/trainers/test_deepspeed.
 	tests/exactness/test_matrix_ranks.py tests/ranks tests/planner/sharding tests/cli/test_launch.py tests/cli/test_clusters.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-ranks test-faults test-vllm test-trackers test-wheel check bench docs site clean
+.PHONY: help demo test test-slow test-all test-ranks test-faults test-vllm test-others test-wheel check bench docs site clean
 
 help:
 	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
@@ -29,7 +29,7 @@ help:
 	@echo "make test-ranks   all tests of several ranks: whole copies, FSDP2, ZeRO, split sequences, pipelines (15 minutes at most)"
 	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
 	@echo "make test-vllm    GRPO with a real vLLM, in an environment of its own (500 MB; 3 minutes, on two cores)"
-	@echo "make test-trackers  a run reported to the real TensorBoard, wandb, Trackio and MLflow, in an environment of its own"
+	@echo "make test-others  runs reported to real trackers, and plans read by Axolotl and LLaMA-Factory, in an environment of its own"
 	@echo "make test-wheel   build the wheel, install it into an empty environment, and try it (a minute)"
 	@echo "make check        ruff, pyright, import-linter and the limits of bench.structure"
 	@echo "make bench        lowtide and TRL side by side"
@@ -57,8 +57,8 @@ test-faults: $(VENV)/.extras
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm -n 0
 
-test-trackers: $(TRACKERS_VENV)/.installed
-	$(TRACKERS_VENV)/bin/python -m pytest tests/with_trackers -n 0
+test-others: $(OTHERS_VENV)/.installed
+	$(OTHERS_VENV)/bin/python -m pytest tests/with_others -n 0
 
 test-wheel: $(VENV)/.extras
 	$(PY) -m pytest -n 0 tests/packaging
@@ -84,7 +84,7 @@ site: $(VENV)/.site
 	@echo "the site is in build/site: open build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(OTHERS_VENV) build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # -- the environment -------------------------------------------------------------------------------------------
 
@@ -130,9 +130,12 @@ $(VLLM_VENV)/.installed: pyproject.toml | $(PY)
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# MLflow wants an older pandas and pyarrow than constraints.txt has.
-$(TRACKERS_VENV)/.installed: pyproject.toml | $(PY)
-	$(PY) -m venv --clear $(TRACKERS_VENV)
-	$(TRACKERS_VENV)/bin/python -m pip install --disable-pip-version-check "torch==2.13.*" "tensorboard==2.21.*" \
-		"wandb==0.31.*" "trackio==0.43.*" "mlflow==3.17.*" "pytest>=9" "pytest-xdist>=3.8" "beartype>=0.22" --editable .
+# MLflow wants an older pandas and pyarrow than constraints.txt has. Of other trainers only what reads their files is
+# imported, so that their own dependencies are left out.
+$(OTHERS_VENV)/.installed: pyproject.toml | $(PY)
+	$(PY) -m venv --clear $(OTHERS_VENV)
+	$(OTHERS_VENV)/bin/python -m pip install --disable-pip-version-check "torch==2.13.*" "tensorboard==2.21.*" \
+		"wandb==0.31.*" "trackio==0.43.*" "mlflow==3.17.*" "pytest>=9" "pytest-xdist>=3.8" "beartype>=0.22" \
+		"pydantic>=2.12" "omegaconf>=2.3" "trl==1.16.0" --editable .
+	$(OTHERS_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps "axolotl==0.19.0" "llamafactory==0.9.5"
 	@touch $@

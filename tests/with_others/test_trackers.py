@@ -108,7 +108,7 @@ READERS: dict[str, Read] = {"tensorboard": tensorboard, "wandb": wandb, "trackio
 @pytest.mark.parametrize("name", READERS)
 def test_what_a_run_reports_is_what_it_wrote_down(name, tmp_path):
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"needs {name}: make test-trackers")
+        pytest.skip(f"needs {name}: make test-others")
     build_model("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     rows = [json.dumps({"prompt": question, "completion": answer}) for question, answer in sums(24)]

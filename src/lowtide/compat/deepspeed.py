@@ -52,7 +52,7 @@ def deepspeed(device: torch.device) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # or it tells of each buffer
     with _nothing_compiled(library):
         library.init_distributed(dist_backend=dist.get_backend())
-    if device.type == "cpu":  # its ranks wait for collectives anyhow, and ours are twice as fast
+    if device.type == "cpu":  # gloo's own collectives hold a copy of what they exchange
         backend = library.comm.comm.cdb
         backend.all_gather_function, backend.reduce_scatter_function = gather_and_return, sum_and_return
     # Checkpoints save a frozen parameter as itself, which has given its numbers back once it is recomputed.

@@ -32,6 +32,7 @@ SIZES = {
 KEPT = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 """What makes stage 3 keep all weights of a small model."""
 
+# Memory techniques are those of `tests/exactness/test_matrix_ranks.py`, each in both stages.
 CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", "evaluated": True},
     "DPO": {"kind": "DPO", "tokens_per_microbatch": 90, "evaluated": True},
@@ -47,8 +48,6 @@ CASES: dict[str, dict[str, Any]] = {
     "not clipped": {"kind": "SFT", "max_grad_norm": 0.0},
     "accumulation": {"kind": "SFT", "gradient_accumulation_steps": 2, "tokens_per_microbatch": 64},
     "packing": {"kind": "SFT", "packing": True, "max_length": 64},
-    "offloading": {"kind": "DPO", "gradient_checkpointing": True, "activation_offloading": True},
-    "checkpointing": {"kind": "SFT", "gradient_checkpointing": True, "checkpointing_policy": "matmul"},
     "padded": {"kind": "DPO", "padding_free": False},
     "compiled": {"kind": "SFT", "torch_compile": True, "torch_compile_backend": "eager"},
     "SGD": {"kind": "SFT", "optim": "sgd"},
@@ -57,7 +56,6 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.0},
 }
 OF_STAGES: dict[str, dict[str, Any]] = {
-    "tiles": {"stage": 2, "kind": "SFT", "mlp_tile_tokens": 16},
     "states on the host": {"stage": 2, "kind": "SFT", "tokens_per_microbatch": 64, "zero": ["offload_optimizer"]},
     "weights on the host": {"stage": 3, "kind": "DPO", "zero": ["offload_param", "offload_optimizer"]},
     "gradients not in one piece": {"stage": 1, "kind": "SFT", "contiguous_gradients": False},

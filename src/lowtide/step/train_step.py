@@ -168,18 +168,29 @@ def train_step(
     loss = torch.zeros(())
     with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
         if models.stages > 1:
-            whole = [part for part in parts if isinstance(part, RaggedBatch)]
-            losses = []
-            for run in runs:
-                with models.adapter_of(run.objective):
-                    taking = totals if run is runs[0] else Totals()
-                    losses.append(forward_and_backward(run, whole, plan.backward, sync, taking))
-            loss = torch.stack(losses).sum()
+            loss = _through_stages(runs, parts, plan, sync, totals)
         else:
             passes = _passes_of(runs, parts, idle, even)
             loss = _forward_and_backward(runs[0], batch, passes, plan, sync, totals)
     _exchange(loss, plan, sync, device)
     return loss
+
+
+def _through_stages(
+    runs: Sequence[MicrobatchRun],
+    parts: Sequence[RaggedBatch | LongRow],
+    plan: BackwardPlan,
+    sync: RankSync,
+    totals: Totals,
+) -> Tensor:
+    """The loss of a batch, one run after the other, each of which takes all micro-batches through the pipeline; metrics
+    are those of the first."""
+    whole, losses = [part for part in parts if isinstance(part, RaggedBatch)], []
+    for run in runs:
+        with run.models.adapter_of(run.objective):
+            taking = totals if run is runs[0] else Totals()
+            losses.append(forward_and_backward(run, whole, plan.backward, sync, taking))
+    return torch.stack(losses).sum()
 
 
 def _runs_of(

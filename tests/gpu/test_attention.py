@@ -10,6 +10,7 @@ from lowtide.ops.varlen_attention import BACKENDS, varlen_attention
 from lowtide.ragged import RaggedBatch
 
 SHAPES = {
+    "few": ([40, 1, 30], [-1] * 3, [*range(3)]),  # fewer queries than a block has
     "equal": ([64] * 5, [-1] * 5, [*range(5)]),
     "unequal": ([1, 30, 200, 7, 131, 19, 700], [-1] * 7, [*range(7)]),
     "prefix": ([150, 33, 90, 1, 40, 4, 2], [-1, 0, 0, -1, -1, 4, 4], [0, 0, 0, 1, 2, 2, 2]),

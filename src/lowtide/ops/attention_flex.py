@@ -30,6 +30,10 @@ COMPILATION = {"recompile_limit": 64, "specialize_float": True}
 """The kernel is compiled anew with and without gradients or sinks, for other dtypes, head counts and soft-caps; scale
 and soft-cap are constants in it."""
 
+KERNEL = {"BACKEND": "TRITON"}
+"""Of fewer than 128 queries torch would make a decoding step, whose kernel takes no mask of blocks that are smaller
+than the query heads of a key head together."""
+
 
 class Seen(NamedTuple):
     """The keys that each token sees: [own, itself] of its own segment and [before, beyond) of its prefix."""
@@ -71,6 +75,7 @@ def flex_ragged_attention(query: Tensor, key: Tensor, value: Tensor, plan: Atten
             scale=rules.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=rules.sinks is not None),
+            kernel_options=KERNEL,
         )
     out = out[0].transpose(0, 1)
     if rules.sinks is None:

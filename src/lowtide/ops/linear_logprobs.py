@@ -313,8 +313,7 @@ class OwnScores:
         split: SplitVocabulary | None,
     ) -> None:
         self.index, self.target, self.split = index, target, split
-        chunks = -(-len(index) // max(most_at_once, 1))
-        self.rows = -(-len(index) // max(chunks, 1))  # about equally many in each
+        self.rows = min(len(index), most_at_once)  # not equally many in each: fewer scores take no more memory
 
     def spans(self) -> Iterator[slice]:
         """The scores of each chunk."""

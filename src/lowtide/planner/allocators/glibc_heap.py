@@ -90,6 +90,9 @@ class GlibcHeap:
         elif size:
             self._give(start, size)
 
+    def empty_cache(self) -> None:
+        """Nothing: that is of a device's allocator."""
+
     def trim(self) -> None:
         """Holes go back to the system if they add up."""
         self.trimmed = True

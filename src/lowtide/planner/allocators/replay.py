@@ -14,6 +14,8 @@ RUN = ("loading", "rollout", "gradients", "step", *REST)
 REHEARSAL = ("room", "gradients", "step", "clear")
 REHEARSED = ("loading", *REHEARSAL, "rollout", "gradients", "step", "end", *REST)
 """The parts of a run, in their order: its first step makes the optimizer's states, its second finds them there."""
+OVER = Event(None, True, "rehearsed", None)
+"""The end of a rehearsal, at which a device gets back what its allocator has cached."""
 
 
 class Allocator(Protocol):
@@ -28,6 +30,8 @@ class Allocator(Protocol):
 
     def trim(self) -> None: ...
 
+    def empty_cache(self) -> None: ...
+
 
 def run_of(events: Iterable[Event], *, rehearsal: bool) -> Iterator[Event]:
     """The events of a run of two steps, from those of its parts."""
@@ -38,7 +42,9 @@ def run_of(events: Iterable[Event], *, rehearsal: bool) -> Iterator[Event]:
             part = parts.setdefault(event.phase, [])
         else:
             part.append(event)
-    for name in REHEARSED if rehearsal else RUN:
+    for number, name in enumerate(REHEARSED if rehearsal else RUN):
+        if rehearsal and number == 1 + len(REHEARSAL):
+            yield OVER
         yield from parts.get(name, ())
 
 
@@ -55,7 +61,7 @@ def peaks(events: Iterable[Event], allocator: Allocator | None = None) -> dict[s
     for block, born, now, _ in events:
         if block is None:
             if allocator is not None:
-                allocator.trim()
+                allocator.empty_cache() if born else allocator.trim()
             continue
         if born == (block in alive) or block.category in ELSEWHERE:
             continue

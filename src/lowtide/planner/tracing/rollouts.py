@@ -2,8 +2,8 @@
 
 The generator itself draws tokens, which tensors without values cannot; so prompts, reward models and what is scored
 before an update are traced, with the images that they show, and keys, values and the logits of a token are made as
-large as they get. Those of
-completions are counted as if none ended early, which is an upper bound. What a reward function takes is not counted.
+large as they get. Those of completions are counted as if none ended early, which is an upper bound. What a reward
+function takes is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowtide.compat.torch import without_modes
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import OLD, REFERENCE, VALUE
 from lowtide.data.prompts import PROMPT_IDS
-from lowtide.engine.forward import SPLIT_OVER, causal_model, embedding_weight, score_shared, sequence_of
+from lowtide.engine.forward import COMPUTED_IN, SPLIT_OVER, causal_model, embedding_weight, score_shared, sequence_of
 from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
@@ -98,10 +98,11 @@ class TracedWriting:
         Args:
             grows: the share of one tensor that is there twice as tensors grow, one after the other.
         """
-        config: Any = causal_model(self.model).config.get_text_config()
+        inner = causal_model(self.model)
+        config: Any = inner.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = next(p.dtype for p in self.model.parameters())
+        dtype = vars(inner).get(COMPUTED_IN) or next(p.dtype for p in self.model.parameters())
         found = [torch.empty(int(grows * tokens), heads, dim, dtype=dtype)] if grows else []
         for layer in range(self.layers):
             pieces = [torch.empty(tokens, heads, dim, dtype=dtype) for _ in range(2)]

@@ -349,7 +349,11 @@ def test_optimizers_of_bitsandbytes_are_traced_for_a_gpu_that_is_not_here(optim,
         "sft", described, rows, device="A100-80GB", config=config, processing_class=make_tokenizer()
     )
     held = found.phases["optimizer"]
-    assert 0 < held["optimizer"] < 4.5 * held["weights"]
+    if optim.startswith("paged_"):  # but for small ones, and tables
+        assert 0 < held["optimizer"] < 0.1 * held["weights"]
+        assert 0.4 * held["weights"] < found.host_bytes < 4.5 * held["weights"]
+    else:
+        assert 0 < held["optimizer"] < 4.5 * held["weights"]
 
 
 def test_an_optimizer_that_cannot_be_traced_is_named(tmp_path):

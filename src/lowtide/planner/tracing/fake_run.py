@@ -46,7 +46,7 @@ from lowtide.planner.tracing.following import follow_layers, follow_phases, keys
 from lowtide.planner.tracing.four_bit import check_four_bit, reference_in_four_bits
 from lowtide.planner.tracing.host_memory import followed_to_the_host, weights_go, weights_wait, with_transfers
 from lowtide.planner.tracing.known_results import KnownResults
-from lowtide.planner.tracing.package_optimizers import as_stepped
+from lowtide.planner.tracing.package_optimizers import as_stepped, pages_states
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards, make_reward_models
 from lowtide.planner.tracing.rollouts import TracedCompletions, TracedPrompt, TracedRollout, TracedWriting
 from lowtide.planner.tracing.split_tokens import TracedSlice
@@ -252,6 +252,7 @@ class FakeRun:
         """A step of the model with so many layers, of which all are traced; each `together` count as one."""
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         trace = StorageTrace(together, KnownResults(fake))
+        trace.pages_states = pages_states(optimizer_name(self.config), device)
         costs = {name: OperationCosts(layer_of=trace.layer_of) for name in ("layers", "head", "optimizer")}
         trace.watchers.append(_counting(trace, costs))
         with (
@@ -467,7 +468,8 @@ class FakeRun:
             batch = rollout.run(batch)
             label(runner, layers, trace)
         part("room")
-        reserved = self._reserved(model, trace) if wants_room(runner.updater.inner) else []
+        roomy = wants_room(runner.updater.inner) and not trace.pages_states
+        reserved = self._reserved(model, trace) if roomy else []
         part("gradients")
         # Of several micro-batches, the gradients wait for the last, and nothing is stepped in backward.
         gradients = runner.accumulate if several else runner.gradients

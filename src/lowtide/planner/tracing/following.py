@@ -16,7 +16,8 @@ from lowtide.engine.vision import TOWERS
 from lowtide.memory.activations import chain_storage
 from lowtide.memory.optimizers.file_states import FileStates
 from lowtide.ops.piece_keys import OnDevice
-from lowtide.planner.tracing.trace import IN_FILES, KEYS, PHASES, PINNED, StorageTrace
+from lowtide.planner.tracing.package_optimizers import PAGED_FROM
+from lowtide.planner.tracing.trace import HOST, IN_FILES, KEYS, PHASES, PINNED, StorageTrace
 from lowtide.step.runner import StepRunner
 
 
@@ -146,6 +147,8 @@ def label(runner: StepRunner, layers: int, trace: StorageTrace, optimizer: Any =
     if hasattr(optimizer, "host_states"):
         place = IN_FILES if isinstance(optimizer.host_states, FileStates) else PINNED
         trace.belongs([state for state in states if state.dim()], place)  # counts of steps stay
+    if trace.pages_states:
+        trace.belongs([state for state in states if state.numel() >= PAGED_FROM], HOST)
     trace.belongs(states, "optimizer")
     if reference is not None:
         theirs = [tensor for tensor in (*reference.parameters(), *reference.buffers()) if tensor not in policy]

@@ -28,8 +28,16 @@ PAGED = ("paged_ademamix_32bit", "paged_ademamix_8bit")
 """Those that ask bitsandbytes for paged memory wherever their parameters lie, and so for CUDA's driver."""
 UNTRACED = {"galore_adamw_8bit": "it steps weights in another shape than their own"}
 """Optimizers that fake tensors cannot run, and why."""
+PAGED_FROM = 100_000
+"""Elements of a state."""
 OF_BITSANDBYTES = ("8bit", "bnb", "paged", "lion", "rmsprop", "ademamix")
 """What the names of its optimizers have in them."""
+
+
+def pages_states(optimizer: str, device: Device) -> bool:
+    """Whether the states that an optimizer makes for a device leave it when it is full: they are in memory that CUDA's
+    driver moves (bitsandbytes' `get_state_buffer`, from `PAGED_FROM` elements on)."""
+    return optimizer.startswith("paged_") and device.kind == "cuda"
 
 
 @contextlib.contextmanager

@@ -98,6 +98,7 @@ class StorageTrace(StorageWatch[Block], Mode):
         phase: set by whoever runs the code.
         now: the part of the run.
         layer: the same.
+        pages_states: whether large states of the optimizer lie in memory that CUDA's driver moves.
         events: what happened.
         watchers: called with each operation, its arguments and its result.
     """
@@ -108,6 +109,7 @@ class StorageTrace(StorageWatch[Block], Mode):
         self.phase = self.now = "loading"
         self.layer: int | None = None
         self.together = together
+        self.pages_states = False
         self.events: list[Event] = []
         self.watchers: list[Callable[[Any, Any, Any], None]] = []
         self._stepping = False

@@ -3,7 +3,6 @@
 Here device and host are both the CPU, and the visits are copies all the same; `tests/gpu` has the real thing.
 """
 
-import contextlib
 import copy
 
 import pytest
@@ -115,21 +114,26 @@ def test_states_are_home_before_the_next_but_one_are_brought(monkeypatch):
             said.append("waited")
 
     class Lane(host_states.Lane):
-        @contextlib.contextmanager
-        def copying(self, *, after_step: bool = False):
-            said.append("sent" if after_step else "brought")
-            yield
-
         def mark(self):
             return Mark()
 
-        def arrive(self, brought, mark) -> None:
+        def arrive(self, mark) -> None:
             pass
+
+    class Watched(HostStates):
+        def _bring(self, parameter):
+            visit = super()._bring(parameter)
+            said.append("brought")
+            return visit
+
+        def _send(self, parameter, lane, homes) -> None:
+            super()._send(parameter, lane, homes)
+            said.append("sent")
 
     monkeypatch.setattr(host_states, "Lane", Lane)
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
     optimizer = torch.optim.AdamW(parameters)
-    HostStates(optimizer, offload=everywhere)
+    Watched(optimizer, offload=everywhere)
     for parameter in parameters:
         parameter.grad = torch.ones(3)
     optimizer.step()

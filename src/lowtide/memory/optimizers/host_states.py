@@ -138,10 +138,12 @@ class HostStates:
         home = {name: value for name, value in self.optimizer.state.get(parameter, {}).items() if _moves(value)}
         lane = self._lane(parameter)
         lane.wait_for_last()
+        # Made on the device's own stream: its allocator has a pool for each, and a lane's would stay beside.
+        brought = {name: torch.empty_like(value, device=lane.device, pin_memory=False) for name, value in home.items()}
         with lane.copying():
-            brought = {
-                name: value.to(lane.device, non_blocking=lane.asynchronous, copy=True) for name, value in home.items()
-            }
+            for name, value in home.items():
+                brought[name].copy_(value, non_blocking=lane.asynchronous)
+                lane.leave(brought[name])
             return _Visit(lane, home, brought, lane.mark())
 
     def _device_of(self, parameter: Tensor) -> torch.device:
@@ -157,7 +159,7 @@ class HostStates:
     def _step_visiting(self, group: dict[str, Any], parameter: Tensor, visit: _Visit | None) -> None:
         if visit is None:
             return step_alone(self.optimizer, group, parameter)
-        visit.lane.arrive(visit.brought, visit.mark)
+        visit.lane.arrive(visit.mark)
         if visit.brought:
             self.optimizer.state[parameter].update(visit.brought)
         try:
@@ -169,7 +171,7 @@ class HostStates:
 
     def _send(self, parameter: Tensor, lane: Lane, homes: dict[str, Tensor]) -> None:
         state = self.optimizer.state[parameter]
-        with lane.copying(after_step=True):
+        with lane.copying():
             for name, value in state.items():
                 if _moves(value):
                     home = homes.get(name)
@@ -191,13 +193,13 @@ class Lane:
         """The point at which the states that were sent last are at home."""
 
     @contextlib.contextmanager
-    def copying(self, *, after_step: bool = False) -> Iterator[None]:
-        """Copies inside go on the lane, behind those before them; `after_step` also behind the device's own work."""
+    def copying(self) -> Iterator[None]:
+        """Copies inside go on the lane, behind those before them and behind the device's own work: that wrote what goes
+        home, and it has done with the memory that others come to."""
         if self.stream is None:
             yield
             return
-        if after_step:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             yield
 
@@ -210,16 +212,13 @@ class Lane:
         if self.last_sent is not None:
             self.last_sent.synchronize()
 
-    def arrive(self, brought: dict[str, Tensor], mark: Any) -> None:
-        """The device's own work waits for what was copied before the mark, and uses it from now on."""
+    def arrive(self, mark: Any) -> None:
+        """The device's own work waits for what was copied before the mark."""
         if mark is not None:
-            own = torch.cuda.current_stream(self.device)
-            own.wait_event(mark)
-            for value in brought.values():
-                value.record_stream(own)
+            torch.cuda.current_stream(self.device).wait_event(mark)
 
     def leave(self, value: Tensor) -> None:
-        """The value's memory is not reused before its copy on this lane is done."""
+        """The value's memory is not reused before the copies on this lane are done."""
         if self.stream is not None:
             value.record_stream(self.stream)
 

@@ -126,13 +126,17 @@ def test_the_history_of_cudas_allocator(shuffled: bool):
         {"action": "alloc", "addr": 2_048, "size": 512, "time_us": 31, "frames": []},
         {"action": "free_requested", "addr": 512, "size": 1_024, "time_us": 40, "frames": []},
         {"action": "free_completed", "addr": 512, "size": 1_024, "time_us": 41, "frames": []},
+        {"action": "alloc", "addr": 65_536, "size": 2_048, "time_us": 42, "frames": []},
+        {"action": "free_completed", "addr": 65_536, "size": 2_048, "time_us": 43, "frames": []},
         {"action": "alloc", "addr": 512, "size": 512, "time_us": 45, "frames": []},
+        {"action": "alloc", "addr": 65_536, "size": 2_048, "time_us": 48, "frames": []},
     ]
     notes = [Note(15, 1, "forward", None), Note(30, 1, "backward", None), Note(44, 1, "forward", "reference")]
     named = [Named(9, 8_192, 4_096, "weights", "w", (32, 32), "float32"),
              Named(35, 2_048, 512, "gradients", "w", (32, 32), "bfloat16")]  # fmt: skip
-    found = recording_of(history[::-1] if shuffled else history, notes, named)
-    assert totals(found) == [4_096, 5_120, 5_632, 4_608, 5_120]
-    assert [block.category for block in found.blocks] == ["weights", "activations", "gradients", "reference"]
+    found = recording_of(history[::-1] if shuffled else history, notes, named, workspaces=[2_048, 4_096])
+    assert totals(found) == [4_096, 5_120, 5_632, 4_608, 6_656, 4_608, 5_120]  # the workspace is what stays
+    categories = ["weights", "activations", "gradients", "activations", "reference"]
+    assert [block.category for block in found.blocks] == categories
     assert found.blocks[1].line == "/home/me/model.py:7 in forward"
     assert found.phases(found.levels())["forward"]["activations"] == 1_024

@@ -2,16 +2,15 @@
 
 The allocator says when each block was given out, at which address and from which lines of Python; the phases, and
 which tensors lie where, are noted here by the same clock. Sizes are the allocator's, rounded up to 512 bytes.
-
-Not run on a GPU yet: `recording_of` is tested on a history written by hand (for its format see
-`torch.cuda.memory._snapshot`).
+Workspaces that libraries keep are no tensors, and are left out. For the format of a history see
+`torch.cuda.memory._snapshot`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compat.torch import cuda_history, end_cuda_history, record_cuda_history
+from lowtide.planner.devices import device_named
 from lowtide.planner.profiling.recording import BORN_IN, Block, Recording, is_internal, short_file
 from lowtide.step.phases import BETWEEN
 
@@ -95,7 +95,7 @@ class CudaHistory:
         number = torch.cuda.current_device() if self.device.index is None else self.device.index
         history = cuda_history(number)
         end_cuda_history()
-        return recording_of(history, self._notes, self._named)
+        return recording_of(history, self._notes, self._named, device_named("cuda").workspaces)
 
     def __enter__(self) -> Self:
         record_cuda_history(MAX_ENTRIES)
@@ -106,13 +106,19 @@ class CudaHistory:
             end_cuda_history()
 
 
-def recording_of(history: Sequence[Mapping[str, Any]], notes: Sequence[Note], named: Sequence[Named]) -> Recording:
+def recording_of(
+    history: Sequence[Mapping[str, Any]],
+    notes: Sequence[Note],
+    named: Sequence[Named],
+    workspaces: Collection[int] = (),
+) -> Recording:
     """The recording of an allocator's history.
 
     Args:
         history: its entries, of one device.
         notes: in the order of time.
         named: likewise; an address that no entry knows has held its tensor from before.
+        workspaces: bytes of blocks that are a library's, if they stay to the end and nothing names them.
     """
     recording = Recording()
     living: dict[int, tuple[int, int]] = {}
@@ -124,7 +130,13 @@ def recording_of(history: Sequence[Mapping[str, Any]], notes: Sequence[Note], na
         recording.blocks.append(block)
         recording.add(living[address][0], size, seconds)
 
-    known = [(entry["time_us"], 1, entry) for entry in history if entry["action"] in ("alloc", "free_completed")]
+    kept = _last_at_each_address(history)
+    known = [
+        (entry["time_us"], 1, entry)
+        for entry in history
+        if entry["action"] in ("alloc", "free_completed")
+        and not (entry["size"] in workspaces and entry is kept[entry["addr"]])
+    ]
     told = [(each.time_us, 0 if isinstance(each, Note) else 2, each) for each in (*notes, *named)]
     for time_us, _, each in sorted(known + told, key=lambda item: item[:2]):
         seconds = (time_us - start) / 1e6
@@ -144,6 +156,15 @@ def recording_of(history: Sequence[Mapping[str, Any]], notes: Sequence[Note], na
             number, size = living.pop(each["addr"])
             recording.add(number, -size, seconds)
     return recording
+
+
+def _last_at_each_address(history: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any] | None]:
+    """The entry that gave out the block which is at an address in the end; None where there is none."""
+    found: dict[int, Mapping[str, Any] | None] = {}
+    for entry in sorted(history, key=lambda entry: entry["time_us"]):
+        if entry["action"] in ("alloc", "free_completed"):
+            found[entry["addr"]] = entry if entry["action"] == "alloc" else None
+    return found
 
 
 def _line(frames: Sequence[Mapping[str, Any]]) -> str:

@@ -46,8 +46,14 @@ class Reply(NamedTuple):
 
 @contextlib.contextmanager
 def tracing_here() -> Iterator[None]:
-    """What is traced within is traced in this process: for one in which nothing else goes on."""
-    token = _here.set(True)
+    """What is traced within is traced in this process: for one in which nothing else goes on.
+
+    Not where there is a GPU: autograd has threads for it from the first backward on, and a process that has them can
+    fork no other which computes.
+    """
+    import torch
+
+    token = _here.set(not torch.cuda.is_available())
     try:
         yield
     finally:

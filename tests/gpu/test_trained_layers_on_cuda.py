@@ -1,5 +1,7 @@
 """Trained layers in pinned host memory: the same bits, and a lower peak."""
 
+import gc
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -48,7 +50,9 @@ def test_the_same_bits_and_a_lower_peak(peak_above_start):
         base = torch.cuda.memory_allocated()
         found.append((base + peak_above_start(step), {n: p.detach().cpu() for n, p in model.named_parameters()}))
         del model, optimizer, steps, step, stream
+        gc.collect()  # a model is a cycle
     torch.use_deterministic_algorithms(False)
     (plain_peak, wanted), (streamed_peak, got) = found
     assert [name for name, weight in wanted.items() if not torch.equal(weight, got[name])] == []
-    assert streamed_peak < plain_peak / 2
+    layers = sum(w.nbytes for name, w in wanted.items() if ".layers." in name)
+    assert plain_peak - streamed_peak > 0.75 * 3 * layers  # weights and two moments, but for the layers on their way

@@ -359,7 +359,7 @@ def watched(trainer: Any) -> Run:
     with watching(trainer.run, causal_model(trainer.model)):
         trainer.train()
     trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    trainer.run.weights = {name: p.detach().clone() for name, p in trained.items()}
+    trainer.run.weights = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
     return trainer.run
 
 
@@ -627,15 +627,19 @@ def _in_backward(run: Run, plain: Run) -> bool:
 
 
 def _streams(run: Run) -> bool:
-    """Whether the weights of the model lie in files, from which they come."""
+    """Whether the weights of the model lie in files, from which they come; where a GPU trains, in pinned memory."""
     stream = stream_of(run.trainer.model)
-    return stream is not None and all(map(is_mapped, stream.weights))
+    return stream is not None and all(is_mapped(weight) or weight.is_pinned() for weight in stream.weights)
 
 
 def _streams_the_frozen(run: Run) -> bool:
-    """Whether it is all of them, but for heads of one number and biases that are no layer's."""
-    frozen = {id(p): p.numel() for p in run.trainer.model.parameters() if not p.requires_grad}
-    streamed = {id(weight) for weight in stream_of(run.trainer.model).weights}
+    """Whether it is all of them, but for heads of one number and biases that are no layer's; those of layers alone
+    where what others hold stays on the device."""
+    stream = stream_of(run.trainer.model)
+    parts = ".layers." if stream.store.layers_only else ""
+    held = run.trainer.model.named_parameters()
+    frozen = {id(p): p.numel() for name, p in held if not p.requires_grad and parts in name}
+    streamed = {id(weight) for weight in stream.weights}
     return streamed <= frozen.keys() and sum(frozen[other] for other in frozen.keys() - streamed) < 300
 
 

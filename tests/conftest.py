@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,17 @@ if not torch.cuda.is_available():
 jaxtyping.install_import_hook(modules_with_shapes(), "tests.support.shapes.check_shapes")
 from lowtide.planner.tracing_process import tracing_here  # noqa: E402  (after the hook)
 
+SECONDS = "LOWTIDE_TEST_SECONDS"
+"""Of the environment: after so many seconds no further test begins."""
+BEGAN = time.monotonic()
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    limit = os.environ.get(SECONDS)
+    if limit and time.monotonic() - BEGAN > float(limit):
+        pytest.skip(f"the {limit} s of {SECONDS} are over")
 
 
 @pytest.fixture(scope="module", autouse=True)

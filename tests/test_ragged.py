@@ -153,6 +153,19 @@ def test_a_value_is_read_at_the_last_token_that_is_not_padding():
     assert whole.score_index.tolist() == [4]
 
 
+@pytest.mark.parametrize(("most", "left"), [
+    (100, [2, 9, 29]), (40, [2, 9, 29]), (20, [2, 9, 9]), (21, [2, 9, 10]), (13, [2, 5, 6]), (1, [1, 1, 1]),
+])  # fmt: skip
+def test_scores_are_thinned_where_a_segment_has_most(most: int, left: list[int]):
+    batch = RaggedBatch.from_segments([[1] * 3, [2] * 10, [3] * 30])
+    thin = batch.thinned(most)
+    assert [part.score_stop - part.score_start for part in thin.segments] == left
+    starts = [part.score_start for part in batch.segments]
+    places = [batch.score_index[at : at + count] for at, count in zip(starts, left, strict=True)]
+    assert torch.equal(thin.score_index, torch.cat(places))
+    assert thin.tokens == batch.tokens
+
+
 def test_a_batch_several_times_shares_no_prefix_between_two():
     pair = RaggedBatch.from_segments([[1, 2, 3], [4], [1, 2, 3], [5]], prefix=[-1, 0, -1, 2], row=[0, 0, 1, 1])
     pair = pair.unscored()

@@ -506,9 +506,13 @@ class RaggedBatch:
         return replace(self, **changed, images=images)
 
     def thinned(self, most: int) -> RaggedBatch:
-        """The same tokens with at most so many scores, the first of each segment: for what depends on tokens alone."""
-        each = max(most // len(self.segments), 1)
-        counts = [min(part.score_stop - part.score_start, each) for part in self.segments]
+        """The same tokens with no more than so many scores, or one of each segment that has any: the first of each. For
+        what depends on tokens alone."""
+        counts, left = [part.score_stop - part.score_start for part in self.segments], most
+        shortest_first = sorted(range(len(counts)), key=counts.__getitem__)  # they are kept whole
+        for done, number in enumerate(shortest_first):
+            counts[number] = min(counts[number], max(left // (len(counts) - done), 1))
+            left -= counts[number]
         kept = [
             torch.arange(part.score_start, part.score_start + n) for part, n in zip(self.segments, counts, strict=True)
         ]

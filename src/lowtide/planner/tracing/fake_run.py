@@ -468,8 +468,7 @@ class FakeRun:
             batch = rollout.run(batch)
             label(runner, layers, trace)
         part("room")
-        roomy = wants_room(runner.updater.inner) and not trace.pages_states
-        reserved = self._reserved(model, trace) if roomy else []
+        reserved = self._reserved(model, trace) if wants_room(runner.updater.inner) else []
         part("gradients")
         # Of several micro-batches, the gradients wait for the last, and nothing is stepped in backward.
         gradients = runner.accumulate if several else runner.gradients
@@ -518,7 +517,7 @@ class FakeRun:
         """What a rehearsal holds in the place of the optimizer's states."""
         reserved = []
         with trace.owned_by("optimizer"):
-            for parameter, sizes in states_of(model, optimizer_name(self.config)):
+            for parameter, sizes in () if trace.pages_states else states_of(model, optimizer_name(self.config)):
                 pieces = [torch.empty(size, dtype=torch.uint8) for size in sizes]
                 trace.belongs(pieces, None, trace.layer_of(parameter))
                 reserved += pieces

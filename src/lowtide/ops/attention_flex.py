@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
 from lowtide.compat.torch import compiler_options
 from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
@@ -30,7 +30,7 @@ COMPILATION = {"recompile_limit": 64, "specialize_float": True}
 """The kernel is compiled anew with and without gradients or sinks, for other dtypes, head counts and soft-caps; scale
 and soft-cap are constants in it."""
 
-KERNEL = {"BACKEND": "TRITON"}
+KERNEL = FlexKernelOptions(BACKEND="TRITON")
 """Of fewer than 128 queries torch would make a decoding step, whose kernel takes no mask of blocks that are smaller
 than the query heads of a key head together."""
 

@@ -3,7 +3,8 @@
 Each run is predicted in one process and trained in another, with what a user's script has around it: data and tokenizer
 from texts, the trainer's defaults, the rehearsal among them. On a CPU what is compared is the resident peak of the
 whole process, whose heap is as the `lowtide` command sets it up. Where there is a GPU the runs are on it, and it is
-what torch's allocator reserves at most, and what it hands out. See `estimate_cases.py` for the runs.
+what torch's allocator reserves at most, and what it hands out; such runs can be predicted anew anywhere, beside what a
+record of that GPU has. See `estimate_cases.py` for the runs.
 """
 
 import argparse
@@ -22,12 +23,14 @@ from bench.measure import GIGABYTE, hardware
 from bench.memory import device_here, saved_weights
 from bench.processes import ChildFailed, run_child, run_ranks
 from bench.results import ESTIMATE, merged, path_of, versions, write
-from lowtide.memory.allocators.settings import steady_malloc
+from lowtide.memory.allocators import settings as allocator
 
 SUMMARY = "Compare predicted peaks with measured ones."
 CHILD = "bench.estimate_child"
 SECONDS = 1800
 """After which a run is given up."""
+ENVIRONMENT = {**allocator.steady_malloc({}), allocator.NAME: allocator.SETTING}
+"""Of a run: the heap, and the device's segments, of the `lowtide` command."""
 
 
 class Target(NamedTuple):
@@ -68,7 +71,7 @@ def compare(comparison: Comparison, options: argparse.Namespace) -> int:
             continue
         try:
             with console.status(name):
-                run = compared(comparison, name, options.device, options.predict)
+                run = compared(comparison, name, options)
         except ChildFailed as failure:
             failed = True
             console.print(name, failure.reason, *failure.last_lines, sep="\n", markup=False, highlight=False)
@@ -77,7 +80,7 @@ def compare(comparison: Comparison, options: argparse.Namespace) -> int:
         table.add_row(*cells(run))
         console.print(*cells(run), sep="  ")
         if options.record:
-            record(comparison, run, options.device)
+            record(comparison, run, options.hardware)
     console.print(table)
     console.print(summary(runs, options.device))
     return int(failed)
@@ -88,28 +91,26 @@ def names(comparison: Comparison, device: str) -> list[str]:
     return [name for name, case in comparison.cases.items() if device == "cuda" or not case.large]
 
 
-def compared(comparison: Comparison, name: str, device: str, again: bool) -> dict[str, Any]:
+def compared(comparison: Comparison, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One run, predicted and measured; `error` is the share by which the first is above the second.
 
     Of several ranks, the one that holds most is measured.
-
-    Args:
-        again: beside what was measured of it before, if it was.
     """
     case = comparison.cases[name]
-    spec = {"case": name, "weights": saved_weights() if case.four_bit else "", "device": device}
+    weights = saved_weights() if case.four_bit and not options.gpu else ""
+    spec = {"case": name, "weights": weights, "device": options.gpu or options.device}
 
     def child(what: str) -> dict[str, Any]:
-        return run_child(spec | {"what": what}, lambda step: None, SECONDS, CHILD, steady_malloc({}))
+        return run_child(spec | {"what": what}, lambda step: None, SECONDS, CHILD, ENVIRONMENT)
 
     def measure() -> dict[str, Any]:
         if case.ranks == 1:
             return child("measure")
-        found = run_ranks(spec | {"what": "measure"}, case.ranks, CHILD, SECONDS, environment=steady_malloc({}))
+        found = run_ranks(spec | {"what": "measure"}, case.ranks, CHILD, SECONDS, environment=ENVIRONMENT)
         return max(found, key=lambda rank: rank["peak_bytes"])
 
     predicted = child("predict")
-    measured = (measured_before(comparison, name, device) if again else None) or measure()
+    measured = (measured_before(comparison, name, options.hardware) if options.again else None) or measure()
     run = {
         "case": name,
         "measured_bytes": measured["peak_bytes"],
@@ -117,8 +118,9 @@ def compared(comparison: Comparison, name: str, device: str, again: bool) -> dic
         "error": predicted["peak_bytes"] / measured["peak_bytes"] - 1,
         "phase": predicted["phase"],
         "seconds": predicted["seconds"],
+        "versions": measured.get("versions") or versions(),
     }
-    if device == "cuda":
+    if options.device == "cuda":
         run |= {
             "measured_allocated_bytes": measured["allocated_bytes"],
             "predicted_allocated_bytes": predicted["allocated_bytes"],
@@ -127,13 +129,22 @@ def compared(comparison: Comparison, name: str, device: str, again: bool) -> dic
     return run
 
 
-def measured_before(comparison: Comparison, name: str, device: str) -> dict[str, int] | None:
-    path = path_of(comparison.name, hardware(device))
+def recorded_runs(comparison: Comparison, machine: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is recorded of a machine, by the names of the runs."""
+    path = path_of(comparison.name, machine)
     known = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
-    found = next((run for run in known if run["case"] == name), None)
+    return {run["case"]: run for run in known}
+
+
+def measured_before(comparison: Comparison, name: str, machine: dict[str, Any]) -> dict[str, Any] | None:
+    found = recorded_runs(comparison, machine).get(name)
     if found is None:
         return None
-    return {"peak_bytes": found["measured_bytes"], "allocated_bytes": found.get("measured_allocated_bytes", 0)}
+    return {
+        "peak_bytes": found["measured_bytes"],
+        "allocated_bytes": found.get("measured_allocated_bytes", 0),
+        "versions": found["versions"],
+    }
 
 
 def summary(runs: list[dict[str, Any]], device: str) -> str:
@@ -165,10 +176,10 @@ def cells(run: dict[str, Any]) -> list[str]:
     return [run["case"], size("predicted"), size("measured"), error, f"{run['seconds']:.1f}"]
 
 
-def record(comparison: Comparison, run: dict[str, Any], device: str) -> None:
-    """Puts a run beside those that were recorded of this machine, over an earlier one of the same name."""
-    facts = {"kind": comparison.kind, "hardware": hardware(device)}
-    runs = merged(comparison.name, facts["hardware"], run | {"versions": versions()}, key=("case",))
+def record(comparison: Comparison, run: dict[str, Any], machine: dict[str, Any]) -> None:
+    """Puts a run beside those that were recorded of the machine, over an earlier one of the same name."""
+    facts = {"kind": comparison.kind, "hardware": machine}
+    runs = merged(comparison.name, facts["hardware"], run, key=("case",))
     write(comparison.name, facts | {"runs": runs})
 
 
@@ -176,10 +187,19 @@ def parse(argv: list[str] | None, comparison: Comparison, text: str) -> argparse
     """The options of a comparison, which its `text` describes."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--only", nargs="+", choices=comparison.cases, metavar="NAME", help="these runs")
-    parser.add_argument("--predict", action="store_true", help="predict anew, beside what was measured before")
+    again = "predict anew, beside what was measured before: here, or on a GPU that is recorded (such as 'NVIDIA H200')"
+    parser.add_argument("--predict", dest="again", metavar="GPU", nargs="?", const="here", help=again)
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options = parser.parse_args(argv)
-    options.device = device_here()
+    options.gpu = None if options.again in (None, "here") else options.again
+    options.device = "cuda" if options.gpu else device_here()
+    options.hardware = {"gpu": options.gpu} if options.gpu else hardware(options.device)
+    if options.gpu:
+        path = path_of(comparison.name, options.hardware)
+        if not path.exists():
+            parser.error(f"nothing is recorded of {options.gpu!r}: there is no {path}")
+        options.hardware = json.loads(path.read_text(encoding="utf-8"))["hardware"]
+        options.only = options.only or [*recorded_runs(comparison, options.hardware)]
     return options
 
 

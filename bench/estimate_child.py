@@ -73,7 +73,11 @@ def config_of(case: EstimateCase, device: str, folder: str) -> Any:
         "use_cpu": device == "cpu",
     }
     kind = getattr(lowtide, NAMES.get(case.method, case.method.upper()) + "Config")
-    return kind(**common | dict(case.options))
+    if device in ("cpu", "cuda"):
+        return kind(**common | dict(case.options))
+    found = kind(**common | {name: value for name, value in case.options.items() if name != "bf16"})
+    found.bf16 = case.options.get("bf16", True)  # transformers would look for a GPU here
+    return found
 
 
 def data(case: EstimateCase) -> dict[str, Any]:
@@ -170,6 +174,7 @@ def predicted(case: EstimateCase, device: str) -> dict[str, Any]:
     """The same run's estimate, and how long it took."""
     import time
 
+    from lowtide.planner.devices import device_named
     from lowtide.planning import estimate
 
     with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +197,8 @@ def predicted(case: EstimateCase, device: str) -> dict[str, Any]:
         )
         seconds = time.perf_counter() - began
     peak = found.peak_bytes if device == "cpu" else found.reserved_bytes
-    return {"peak_bytes": peak, "allocated_bytes": found.tensor_bytes, "phase": found.phase, "seconds": seconds}
+    allocated = found.tensor_bytes + sum(device_named(device).workspaces)
+    return {"peak_bytes": peak, "allocated_bytes": allocated, "phase": found.phase, "seconds": seconds}
 
 
 if __name__ == "__main__":

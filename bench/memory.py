@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from bench.memory_cases import CASES
 from bench.processes import ChildFailed, run_child
 from bench.results import MEMORY, merged, versions, write
 from bench.tokenizer import cache_folder
-from lowtide.memory.allocators.settings import steady_malloc
+from lowtide.memory.allocators import settings as allocator
 
 SUMMARY = "Show what each memory technique saves, fine-tuning Qwen2.5-0.5B."
 LENGTHS = (4, 32, 128, 512, 1024)
@@ -37,13 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     for length in options.lengths:
         table = Table(Column(no_wrap=False), "peak", "s/step", title=f"{options.batch} rows of {length:,} tokens")
-        for name in options.only or CASES:
-            run = measure(name, length, options, console)
-            failed |= "failed" in run
-            table.add_row(*cells(run))
-            console.print(*cells(run), sep="  ")
-            if options.record:
-                record(run, options)
+        names = options.only or [*CASES]
+        with ThreadPoolExecutor(options.at_once) as pool:
+            for run in pool.map(lambda name, of=length: measure(name, of, options, console), names):
+                failed |= "failed" in run
+                table.add_row(*cells(run))
+                console.print(*cells(run), sep="  ")
+                if options.record:
+                    record(run, options)
         console.print(table)
     return int(failed)
 
@@ -58,16 +60,17 @@ def measure(name: str, length: int, options: argparse.Namespace, console: Consol
         return run | {"skipped": f"needs {', '.join(missing)}"}
     spec = run | {"device": options.device, "weights": saved_weights() if case.four_bit else ""}
     try:
-        with console.status(f"{name}, {options.batch} rows of {length:,} tokens"):
-            return run | load | run_child(spec, lambda step: None, options.timeout, "bench.memory_child", environment())
+        console.print(f"{name}, {options.batch} rows of {length:,} tokens", style="dim")
+        found = run_child(spec, lambda step: None, options.timeout, "bench.memory_child", environment())
+        return run | load | {key: value for key, value in found.items() if options.at_once == 1 or "seconds" not in key}
     except ChildFailed as failure:
         console.print("\n".join(failure.last_lines), markup=False, highlight=False)
         return run | {"failed": failure.reason}
 
 
 def environment() -> dict[str, str]:
-    """Variables of a child: the heap of the `lowtide` command, and threads that wait without taking time."""
-    return {**steady_malloc({}), "OMP_WAIT_POLICY": "PASSIVE"}
+    """Variables of a child: the heap and segments of the `lowtide` command; threads wait without taking time."""
+    return {**allocator.steady_malloc({}), allocator.NAME: allocator.SETTING, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def saved_weights(dtype: str = "bfloat16") -> str:
@@ -93,7 +96,8 @@ def cells(run: dict[str, Any]) -> list[str]:
     if "peak_bytes" not in run:
         return [run["case"], run.get("failed") or run["skipped"], ""]
     reserved = f" ({run['reserved_bytes'] / GIGABYTE:.2f} reserved)" if run["reserved_bytes"] else ""
-    return [run["case"], f"{run['peak_bytes'] / GIGABYTE:.2f} GB{reserved}", f"{run['step_seconds']:.1f}"]
+    seconds = f"{run['step_seconds']:.1f}" if "step_seconds" in run else ""
+    return [run["case"], f"{run['peak_bytes'] / GIGABYTE:.2f} GB{reserved}", seconds]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -101,6 +105,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens in a row")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these rows of the table")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_BATCH} rows a step instead of {BATCH}")
+    parser.add_argument("--at-once", type=int, default=1, help="so many runs at a time, whose times then say nothing")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds after which one run is given up")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options = parser.parse_args(argv)

@@ -17,7 +17,9 @@ SERIES = ("TRL 1.16, its defaults", "lowtide, its defaults")
 
 def write_charts(comparisons: list[dict[str, Any]], estimates: list[dict[str, Any]]) -> list[str]:
     """Writes the charts as SVG; returns the lines that show them on the page."""
-    charts = comparison_charts(comparisons) | estimate_chart(estimates)
+    charts = comparison_charts(comparisons)
+    for gpu, name in ((False, "predicted"), (True, "predicted-gpu")):
+        charts |= estimate_chart(name, [each for each in estimates if ("gpu" in each["hardware"]) == gpu])
     FOLDER.mkdir(exist_ok=True)
     for name, (_, svg) in charts.items():
         Path(FOLDER / f"{name}.svg").write_text(svg, encoding="utf-8")
@@ -27,7 +29,7 @@ def write_charts(comparisons: list[dict[str, Any]], estimates: list[dict[str, An
 def comparison_charts(comparisons: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """Returns the charts of speed and of memory beside TRL, each with what it says in words."""
     cases = [
-        (f"{METHODS[result['method']].title}, {case}", [contestants[side] for side in SIDES])
+        (f"{METHODS[result['method']].title}, {case}{_on_gpu(result)}", [contestants[side] for side in SIDES])
         for result in comparisons
         for case, contestants in result["cases"].items()
         if set(SIDES) <= contestants.keys()
@@ -54,7 +56,7 @@ def comparison_charts(comparisons: list[dict[str, Any]]) -> dict[str, tuple[str,
     }
 
 
-def estimate_chart(estimates: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+def estimate_chart(name: str, estimates: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """Returns the chart of predicted and measured peaks: the largest of each method."""
     largest: dict[str, Mapping[str, Any]] = {}
     for run in (run for result in estimates for run in result["runs"]):
@@ -67,8 +69,16 @@ def estimate_chart(estimates: list[dict[str, Any]]) -> dict[str, tuple[str, str]
         Group(run["case"], [_gigabytes(run["predicted_bytes"], 0), _gigabytes(run["measured_bytes"], 1)])
         for run in largest.values()
     ]
-    said = "Predicted and measured peaks: of each method the run with the largest; the tables below have all"
-    return {"predicted": (said, bar_chart("Peak of the process", ("predicted", "measured"), groups))}
+    where = _on_gpu(estimates[0])
+    said = f"Predicted and measured peaks{where}: of each method the run with the largest; the tables below have all"
+    title = f"Peak of torch's allocator{where}" if where else "Peak of the process"
+    return {name: (said, bar_chart(title, ("predicted", "measured"), groups))}
+
+
+def _on_gpu(result: Mapping[str, Any]) -> str:
+    """Where a result was measured, if that is a GPU."""
+    gpu = result["hardware"].get("gpu")
+    return f", {gpu}" if gpu else ""
 
 
 def _gigabytes(size: float, series: int) -> Bar:

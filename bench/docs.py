@@ -141,8 +141,9 @@ def write_readme(comparisons: list[dict[str, Any]]) -> None:
                 f"{measured['tokens_per_second']:,.0f} tokens/s, {measured['peak_above_start_bytes'] / GIGABYTE:.2f} GB"
                 for measured in (theirs, ours)
             ]
-            title, threads = METHODS[results["method"]].title, results["hardware"]["threads"]
-            what = f"{title}, {case}, {results['shape']}, {threads} cores"
+            title, machine = METHODS[results["method"]].title, results["hardware"]
+            where = machine.get("gpu") or f"{machine['threads']} cores"
+            what = f"{title}, {case}, {results['shape']}, {where}"
             lines.append(f"| {what} | {' | '.join(cells)} | **{speed:.1f}x** | **{peak:.2f}x** |")
     write_between(README, RESULTS_MARK, lines, RESULTS_END)
 

@@ -173,13 +173,18 @@ def measured_lines(results: list[dict[str, Any]], names: list[str]) -> list[str]
     for result in results:
         for batch in sorted({run["batch"] for run in result["runs"]}):
             runs = {(run["case"], run["length"]): run for run in result["runs"] if run["batch"] == batch}
+            there = [name for name in ("plain", *names) if any(case == name for case, _ in runs)]
             lengths = sorted({length for name, length in runs if name in names})
+            if not lengths:
+                continue
+            gpu = result["hardware"].get("gpu")
+            where = f", bfloat16 on one {gpu}" if gpu else ""
             lines += [
                 "",
-                f"| Qwen2.5-0.5B, {batch} rows of | {' | '.join(f'{length:,}' for length in lengths)} tokens |",
+                f"| Qwen2.5-0.5B{where}, {batch} rows of | {' | '.join(f'{length:,}' for length in lengths)} tokens |",
                 f"|---|{'---:|' * len(lengths)}",
             ]
-            for name in ("plain", *names):
+            for name in there:
                 cells = [_measured(runs.get((name, length)), runs.get(("plain", length))) for length in lengths]
                 lines.append(f"| {name} | {' | '.join(cells)} |")
     return [*lines, ""]

@@ -313,12 +313,15 @@ class OwnScores:
         split: SplitVocabulary | None,
     ) -> None:
         self.index, self.target, self.split = index, target, split
-        self.rows = min(len(index), most_at_once)  # not equally many in each: fewer scores take no more memory
+        self.rows = min(len(index), most_at_once)
 
     def spans(self) -> Iterator[slice]:
-        """The scores of each chunk."""
-        starts = range(0, len(self.index), max(self.rows, 1))
-        return (slice(start, min(start + self.rows, len(self.index))) for start in starts)
+        """The scores of each chunk: as many as there can be, so that fewer scores never take more memory; fewer in the
+        first, since the last is not computed again."""
+        first = len(self.index) % max(self.rows, 1)
+        yield from [slice(0, first)] if first else []
+        for start in range(first, len(self.index), max(self.rows, 1)):
+            yield slice(start, start + self.rows)
 
     def taken(self, x: Tensor, span: slice, dtype: torch.dtype) -> Tensor:
         """The hidden states of a chunk."""

@@ -20,17 +20,14 @@ from rich.table import Table
 
 from bench.estimate_cases import CASES, EstimateCase
 from bench.measure import GIGABYTE, hardware
-from bench.memory import device_here, saved_weights
+from bench.memory import ENVIRONMENT, device_here, saved_weights
 from bench.processes import ChildFailed, run_child, run_ranks
 from bench.results import ESTIMATE, merged, path_of, versions, write
-from lowtide.memory.allocators import settings as allocator
 
 SUMMARY = "Compare predicted peaks with measured ones."
 CHILD = "bench.estimate_child"
 SECONDS = 1800
 """After which a run is given up."""
-ENVIRONMENT = {**allocator.steady_malloc({}), allocator.NAME: allocator.SETTING}
-"""Of a run: the heap, and the device's segments, of the `lowtide` command."""
 
 
 class Target(NamedTuple):

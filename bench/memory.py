@@ -30,6 +30,8 @@ SUMMARY = "Show what each memory technique saves, fine-tuning Qwen2.5-0.5B."
 LENGTHS = (4, 32, 128, 512, 1024)
 BATCH, QUICK_BATCH = 8, 2
 NAME = "memory-qwen2.5-0.5b"
+ENVIRONMENT = {**allocator.steady_malloc({}), allocator.NAME: allocator.SETTING}
+"""Of a run: the heap, and the device's segments, of the `lowtide` command."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,7 +72,7 @@ def measure(name: str, length: int, options: argparse.Namespace, console: Consol
 
 def environment() -> dict[str, str]:
     """Variables of a child: the heap and segments of the `lowtide` command; threads wait without taking time."""
-    return {**allocator.steady_malloc({}), allocator.NAME: allocator.SETTING, "OMP_WAIT_POLICY": "PASSIVE"}
+    return {**ENVIRONMENT, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def saved_weights(dtype: str = "bfloat16") -> str:

@@ -240,6 +240,50 @@ def compare_taught(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def compare_taught_of_each(rank: int, ranks: int, folder: str) -> None:
+    """As before, each rank with scores of its own, of which one has none."""
+    mesh = group_of_ranks(rank, ranks, folder)
+    split = SplitVocabulary(mesh.get_group(), VOCAB)
+    cases = itertools.product(
+        (0.0, 0.3, 1.0), PROJECTIONS.values(), (None, 2 * ranks), (VOCAB, VOCAB + 3, VOCAB - 2), (True, False)
+    )
+    for beta, projection, chunk, theirs, cuts_teacher in cases:
+        problem = Problem(ranks, torch.float64)
+        states = [torch.randn(SCORES[other], 6, dtype=torch.float64) for other in range(ranks)]
+        their_weight, their_bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((theirs, 6), (theirs,)))
+        their_split = SplitVocabulary(mesh.get_group(), theirs) if cuts_teacher else None
+        whole = [nn.Parameter(weight.clone()) for weight in [*problem.weights, problem.bias]]
+        mine = [cut(weight, mesh) for weight in whole]
+        of_teacher = [cut(each, mesh) if cuts_teacher else each for each in (their_weight, their_bias)]
+        options: dict[str, Any] = {"projection": projection, "want": TAUGHT, "chunk": chunk}
+
+        def run_one(other: int, weights: Any, taught: Any, split: Any, their_split: Any) -> Any:
+            terms, xs = problem.terms(other, weights[:2])  # noqa: B023
+            teacher = Teacher([Term(states[other], taught[0])], taught[1], projection, beta, their_split)  # noqa: B023
+            where = problem.indices[other], problem.targets[other].clamp(max=min(VOCAB, theirs) - 1)  # noqa: B023
+            shared = {"bias": weights[2], **options}  # noqa: B023
+            total, stats = linear_loss(terms, *where, distance, teacher=teacher, split=split, **shared)
+            total.backward()
+            return total.detach(), stats, xs
+
+        known = [run_one(other, whole, (their_weight, their_bias), None, None) for other in range(ranks)][rank]
+        found = run_one(rank, mine, of_teacher, split, their_split)
+        assert_near(found[0], known[0], torch.float64)
+        for name in ("logprobs", "entropies", "divergences"):
+            assert_near(getattr(found[1], name), getattr(known[1], name), torch.float64)
+        for own, all_of in zip(found[2], known[2], strict=True):
+            assert_near(own.grad, all_of.grad, torch.float64)
+        for own, all_of in zip(mine, whole, strict=True):
+            assert_near(own.grad.full_tensor() * ranks, all_of.grad, torch.float64)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
+def test_divergences_of_each_ranks_scores_are_those_of_whole_heads(ranks: int, tmp_path: Path) -> None:
+    run_ranks(compare_taught_of_each, ranks, str(tmp_path), ranks=ranks)
+
+
 def full_of(gradient: Any) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 

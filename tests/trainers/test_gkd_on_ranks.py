@@ -20,8 +20,17 @@ CASES: dict[str, dict[str, Any]] = {
     "shards": {"fsdp": True},
     "shards, small micro-batches": {"fsdp": True, "tokens_per_microbatch": 60},
     "shards, LoRA": {"fsdp": True, "lora": True},
+    "shards, rows of the vocabulary": {"fsdp": True, "fsdp_split_vocabulary": True, "tokens_per_microbatch": 60},
+    "shards, rows of the vocabulary, LoRA": {
+        **{"fsdp": True, "fsdp_split_vocabulary": True, "beta": 0.0},
+        "lora": {"target_modules": ["q_proj", "lm_head"]},
+    },
     "copies, written": {"lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
     "shards, written": {"fsdp": True, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
+    "shards, rows of the vocabulary, written": {
+        **{"fsdp": True, "fsdp_split_vocabulary": True},
+        **{"lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
+    },
     "split sequences": {"sequence": 2},
     "split sequences, LoRA": {"sequence": 2, "lora": True, "beta": 1.0},
     "split sequences, written": {"sequence": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
@@ -34,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"deepspeed": ZERO},
     "ZeRO-3, written": {"deepspeed": ZERO, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
 }
-SPREAD = ("fsdp", "deepspeed", "sequence", "tensor")
+SPREAD = ("fsdp", "fsdp_split_vocabulary", "deepspeed", "sequence", "tensor")
 INSTALLED = [name for name, options in CASES.items() if "deepspeed" not in options or find_spec("deepspeed")]
 
 

@@ -24,6 +24,7 @@ float64 input).
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ class Teacher:
     beta: float = 0.5
     """0 is KL(teacher || student), 1 is KL(student || teacher)."""
     split: SplitVocabulary | None = None
-    """The ranks that hold the rows of its weights, and the same scores."""
+    """The ranks that hold the rows of its weights; where the student's are whole, ranks with the same scores."""
 
 
 ScoreLoss = Callable[[TokenStats], Tensor]
@@ -206,8 +207,8 @@ def linear_loss(
         grad_scale: the gradient with which `backward` will be called, by a loss scaler for float16 training say. The
             gradients are formed so much larger, so that small ones do not underflow before they are scaled. Another
             gradient than this one in `backward` is right as well, without that benefit.
-        teacher: whom `divergences` are from, where `want` asks for them; where a vocabulary is split, between ranks
-            with the same scores, and without `mean_logprobs`. One more chunk of logits is held, the teacher's.
+        teacher: whom `divergences` are from, where `want` asks for them; where a vocabulary is split, without
+            `mean_logprobs`. One more chunk of logits is held, the teacher's.
         accumulate: a weight that is a leaf and already has a `.grad` receives its gradient in *forward*, which is
             right only if `backward` follows at once with a gradient of `grad_scale`.
 
@@ -216,7 +217,9 @@ def linear_loss(
     bias = options.pop("bias", None)
     spec = _Spec(**cast(Any, options), grad=torch.is_grad_enabled(), teacher=teacher)
     assert spec.want.divergences == (teacher is not None)
-    assert teacher is None or spec.split is None or (spec.split.same_scores and not spec.want.mean_logprobs)
+    if teacher is not None:
+        assert spec.split is None or not spec.want.mean_logprobs
+        assert spec.split is not None or teacher.split is None or teacher.split.same_scores
     total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale), index, target, bias, *_flat(terms))
     return total, _wanted(spec.want, *stats)
 
@@ -348,6 +351,13 @@ class OwnScores:
 AllScores: TypeAlias = OwnScores | SplitScores
 
 
+def _in_order(scores: AllScores) -> AllScores:
+    """The same scores, for hidden states of scores alone."""
+    found = copy.copy(scores)
+    found.index = torch.arange(len(scores.index), device=scores.index.device)
+    return found
+
+
 def _scores_of(spec: _Spec, index: Tensor, target: Tensor, terms: Sequence[Term]) -> AllScores:
     """Whose scores a head goes through, and how many at a time."""
     first, split = terms[0].x, spec.split
@@ -405,11 +415,12 @@ class ChunkedHead:
 
     def _logits_of(self, teacher: Teacher) -> Iterator[Tensor]:
         """A teacher's raw logits, chunk by chunk; they are one buffer."""
-        order = torch.arange(len(self.scores.index), device=self.scores.index.device)
-        scores = OwnScores(order, self.scores.target, self.scores.rows, None)
-        head = ChunkedHead(_Spec(teacher.projection), scores, teacher.bias, teacher.terms)
-        ours, theirs = self.split, teacher.split  # without `self`, which holds what is made here
-        return (_columns(logits, ours, theirs) for _, _, logits in head.chunks())
+        ours, theirs, bias, terms = self.split, teacher.split, teacher.bias, teacher.terms
+        if ours is not None and theirs is None:
+            terms = [Term(x, ours.own_rows(weight)) for x, weight in terms]
+            bias = None if bias is None else ours.own_rows(bias)
+        head = ChunkedHead(_Spec(teacher.projection), _in_order(self.scores), bias, terms)
+        return (_columns(logits, ours, theirs) for _, _, logits in head.chunks())  # without `self`, which holds this
 
     def workspace(self) -> Float[Tensor, "rows vocab"]:
         """For the logits of a chunk."""
@@ -482,9 +493,10 @@ def _columns(
     logits: Float[Tensor, "rows theirs"], ours: SplitVocabulary | None, theirs: SplitVocabulary | None
 ) -> Float[Tensor, "rows ours"]:
     """A teacher's logits of the tokens whose logits of the student lie here."""
-    if theirs is not None and (ours is None or ours.vocab != theirs.vocab):
-        logits, theirs = theirs.all_columns(logits), None
-    return logits if ours is None or theirs is not None else ours.own_columns(logits)
+    if theirs is None or (ours is not None and ours.vocab == theirs.vocab):
+        return logits
+    logits = theirs.all_columns(logits)
+    return logits if ours is None else ours.own_rows(logits.T).T
 
 
 def _put_logits(

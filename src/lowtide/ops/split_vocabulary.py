@@ -86,9 +86,9 @@ class SplitVocabulary:
         own = F.pad(x, (0, self.each - self.rows))
         return self.gathered(own.T.contiguous())[: self.vocab].T.contiguous()
 
-    def own_columns(self, x: Shaped[Tensor, "rows vocab"]) -> Shaped[Tensor, "rows own"]:
-        """Those of this rank, of the logits of all tokens, or of as many as there are."""
-        return x[:, self.first : self.first + self.rows]
+    def own_rows(self, x: Shaped[Tensor, "vocab ..."]) -> Shaped[Tensor, "own ..."]:
+        """Those of this rank, of what has a row for each token, or for as many as there are."""
+        return x[self.first : self.first + self.rows]
 
     def summed_own(self, x: Shaped[Tensor, "everyones ..."]) -> Shaped[Tensor, "own ..."]:
         """This rank's part, by the order of `gathered`, of the sum over ranks."""

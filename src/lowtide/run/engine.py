@@ -295,10 +295,15 @@ def _take_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
         )
 
 
-def cut(model: nn.Module, args: TrainingConfig) -> None:
-    """Leaves on each rank its part of a model's weights."""
+def cut(model: nn.Module, args: TrainingConfig, *, split_vocabulary: bool = True) -> None:
+    """Leaves on each rank its part of a model's weights, and its rows of the vocabulary where options say so.
+
+    Args:
+        split_vocabulary: False where they are not to, as of a teacher beside a head that is whole.
+    """
     if not args.sharding.by_deepspeed:
-        shard_model(model, args.sharding, args.device, split_vocabulary=args.fsdp_split_vocabulary)
+        split_vocabulary = split_vocabulary and args.fsdp_split_vocabulary
+        shard_model(model, args.sharding, args.device, split_vocabulary=split_vocabulary)
         return
     config = zero_config(model, args)
     _take_dtype(model, config)

@@ -22,6 +22,7 @@ from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.reference_storage import STORAGES
+from lowtide.engine.weights.split_vocabulary import splits_head
 from lowtide.engine.weights.stages import cut_into_stages
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.weights.streaming import stream_of
@@ -131,7 +132,7 @@ class ReferenceMaker:
         if stage is not None and requested is not None:
             cut_into_stages(frozen, stage.pipeline, args.device)
         if args.sharding.cuts_weights:
-            cut(reference.model, args)
+            cut(reference.model, args, split_vocabulary=splits_head(causal_model(model)))
         elif not sharded and not wants_stream(args):
             STORAGES[args.ref_model_storage](reference.model, args.device)
         split_over(reference.model, sequence_of(model))

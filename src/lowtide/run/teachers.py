@@ -94,12 +94,13 @@ class TeacherMaker(ReferenceMaker):
                 f"teacher_model ({_title(reference)}) has a vocabulary of {theirs} tokens, and the student's tokenizer "
                 f"one of {tokens}: it predicts other tokens. Pass a teacher with the student's tokenizer"
             )
-        ranks = self.args.sharding.tensor_parallel
+        rows = self.args.fsdp_split_vocabulary
+        ranks = self.args.world_size if rows else self.args.sharding.tensor_parallel
         if theirs <= -(-ours // ranks) * (ranks - 1):
+            remedy = "leave fsdp_split_vocabulary out" if rows else "take a smaller tp_size, or fsdp=True"
             raise ValueError(
                 f"teacher_model ({_title(reference)}) has a vocabulary of {theirs} tokens and the student one of "
-                f"{ours}, of which the last of {ranks} ranks would have none in common: take a smaller tp_size, or "
-                "fsdp=True"
+                f"{ours}, of which the last of {ranks} ranks would have none in common: {remedy}"
             )
         return reference
 

@@ -129,7 +129,6 @@ class TrainingRun:
             _check_whole_vocabulary(args, f"a vocabulary that {method.head.trains_beside} and the model share is whole")
         if method.taught:
             _check_stages(args, "yet beside a teacher")
-            _check_whole_vocabulary(args, "the student's distribution is compared with the teacher's over all of them")
         if method.compares and args.compares:
             maker = TeacherMaker if method.taught else ReferenceMaker
             self._references = maker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)

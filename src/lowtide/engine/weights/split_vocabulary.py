@@ -65,8 +65,19 @@ def split_vocabulary(model: Any, mesh: DeviceMesh, device: torch.device) -> set[
 def whole_vocabulary(model: nn.Module) -> Iterator[None]:
     """While it lasts, each rank holds all rows of what `split_vocabulary` split, without gradients; all ranks enter
     together. Where ranks hold the same tokens, they make all logits without."""
+    with held_whole(_in_rows(model)):
+        yield
+
+
+def splits_head(model: Any) -> bool:
+    """Whether `split_vocabulary` split a model's head."""
+    return not {*_linears(model.get_output_embeddings())}.isdisjoint(_in_rows(model))
+
+
+def _in_rows(model: nn.Module) -> list[nn.Module]:
+    """The modules of which each rank holds its rows, and that are never gathered for a forward."""
     gathered = {id(p) for module in fully_sharded_modules(model) for p in parameters_of_unit(module)}
-    split = [
+    return [
         module
         for module in model.modules()
         if any(
@@ -74,8 +85,6 @@ def whole_vocabulary(model: nn.Module) -> Iterator[None]:
             for p in module.parameters(recurse=False)
         )
     ]
-    with held_whole(split):
-        yield
 
 
 def _linears(head: nn.Module | None) -> Sequence[nn.Linear]:

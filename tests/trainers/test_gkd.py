@@ -20,6 +20,8 @@ SAME: dict[str, dict[str, Any]] = {
     "padded": {"padding_free": False},
     "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
     "token budget": {"tokens_per_microbatch": 250},
+    "rows in pieces": {"tokens_per_microbatch": 40},
+    "rows in pieces, rehearsed": {"tokens_per_microbatch": 40, "rehearsal": True},
     "checkpointed": {"gradient_checkpointing": True},
     "workers that load": {"dataloader_num_workers": 2},
     "rehearsed": {"rehearsal": True},
@@ -33,10 +35,19 @@ def assert_close(one: Any, other: Any) -> None:
         torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("name", slow_but(["accumulated", "token budget"], SAME))
+@pytest.mark.parametrize("name", slow_but(["accumulated", "rows in pieces"], SAME))
 def test_how_a_step_is_run_changes_no_number(name, tmp_path):
     plain = {"gradient_checkpointing": False}
     assert_close(trained(tmp_path / "a", **plain | SAME[name]), trained(tmp_path / "b", **plain))
+
+
+def test_an_evaluation_of_rows_in_pieces_is_that_of_whole_rows(tmp_path):
+    rows = {"train_dataset": talks(), "eval_dataset": talks(5, seed=2)}
+    metrics = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy")
+    made = [distilling(tmp_path / str(most), arguments=rows, tokens_per_microbatch=most) for most in (None, 40)]
+    assert max(made[1].row_lengths()) > 80
+    whole, cut = (each.evaluate() for each in made)
+    assert {name: cut[name] for name in metrics} == pytest.approx({name: whole[name] for name in metrics}, rel=1e-6)
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
@@ -272,8 +283,9 @@ def test_a_conversation_has_to_end_with_an_answer(tmp_path):
 
 
 def test_written_completions_count_against_a_token_budget(tmp_path):
+    whole = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(ValueError, match="tokens_per_microbatch=300 is below the longest row"):
-        distilling(tmp_path, tokens_per_microbatch=300, lmbda=0.5, max_new_tokens=250)
+        distilling(tmp_path, tokens_per_microbatch=300, lmbda=0.5, max_new_tokens=250, **whole)
 
 
 @pytest.mark.parametrize(

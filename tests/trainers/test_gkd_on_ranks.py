@@ -40,10 +40,13 @@ CASES: dict[str, dict[str, Any]] = {
         **{"tensor": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
         **{"optim": "sgd", "learning_rate": 0.5},  # AdamW makes steps of gradients that are rounding alone
     },
+    "stages": {"stages": 2, "tokens_per_microbatch": 60},
+    "stages, LoRA": {"stages": 2, "lora": True, "beta": 1.0},
+    "stages, written": {"stages": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
     "ZeRO-3": {"deepspeed": ZERO},
     "ZeRO-3, written": {"deepspeed": ZERO, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
 }
-SPREAD = ("fsdp", "fsdp_split_vocabulary", "deepspeed", "sequence", "tensor")
+SPREAD = ("fsdp", "fsdp_split_vocabulary", "deepspeed", "sequence", "tensor", "stages")
 INSTALLED = [name for name, options in CASES.items() if "deepspeed" not in options or find_spec("deepspeed")]
 
 

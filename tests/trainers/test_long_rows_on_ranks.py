@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"kind": "SFT", "gradient_checkpointing": True},
     "tied": {"kind": "SFT", "model": "tied"},
     "windows": {"kind": "DPO", "model": "gemma3"},
+    "GKD": {"kind": "GKD", **EVALUATED},
     "shared keys": {"kind": "SFT", "model": "shared keys", **SMALL_STEPS},
     "shared keys, DPO": {"kind": "DPO", "model": "shared keys", **SMALL_STEPS},
 }
@@ -45,9 +46,9 @@ TWO_STEPS = {"max_steps": 2}
 FIRST = ("SFT", "DPO", "LoRA", "KTO")
 IN_PLACE = {
     "fsdp": CASES,
-    "sequences": CASES,
+    "sequences": [name for name in CASES if name != "GKD"],
     "sequences, fsdp": FIRST,
-    "layers": ("SFT", "DPO", "LoRA", "windows", "tied"),
+    "layers": ("SFT", "DPO", "LoRA", "windows", "tied", "GKD"),
     "zero2": ("SFT", "DPO", "few scores"),
     "zero3": ("SFT", "DPO", "LoRA", "few scores", "a loss of the whole batch", "accumulation"),
 }

@@ -134,7 +134,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "generation_backend='transformers' cannot write with a model whose layers are split into the stages",
     ),
     "server": ({"kind": "GRPO", "use_vllm": True}, "use_vllm=True cannot have the weights of a model whose layers"),
-    "teacher": ({"kind": "GKD"}, "layers cannot be split over 2 ranks yet beside a teacher"),
     "nothing trained": ({"peft_config": "of the last layer"}, "the layers of a rank have nothing to train"),
     "shared keys": ({"model": "shared keys"}, "where its layers share more than hidden states"),
 }

@@ -21,6 +21,7 @@ from lowtide.engine.heads.head import Head, Scores, TeacherStates
 from lowtide.engine.heads.head_parts import head_parts, projection_of
 from lowtide.engine.heads.hidden_states import HiddenStates
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.stage import HiddenOutput, stage_of
 from lowtide.engine.weights.merging import Weights, effective_weights
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ragged import RaggedBatch
@@ -40,8 +41,8 @@ class AdapterOff:
         with self.active():
             return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
 
-    def states(self, batch: RaggedBatch) -> TeacherStates:
-        """What it makes of a batch as a teacher."""
+    def states(self, batch: RaggedBatch) -> Tensor:
+        """[scores, hidden]: as `teacher_states`."""
         with self.active():
             return teacher_states(self.model, batch, padding_free=self.padding_free)
 
@@ -70,8 +71,8 @@ class FrozenModel:
     def __call__(self, batch: RaggedBatch) -> Tensor:
         return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
 
-    def states(self, batch: RaggedBatch) -> TeacherStates:
-        """What it makes of a batch as a teacher."""
+    def states(self, batch: RaggedBatch) -> Tensor:
+        """[scores, hidden]: as `teacher_states`."""
         return teacher_states(self.model, batch, padding_free=self.padding_free)
 
     def check_follows(self, policy: nn.Module) -> None:
@@ -135,13 +136,22 @@ def logprobs(
 
 
 @torch.no_grad()
-def teacher_states(model: nn.Module, batch: RaggedBatch, *, padding_free: bool) -> TeacherStates:
-    """A model's hidden states at the scores of a micro-batch, without gradient and without dropout, and its head."""
-    inner = causal_model(model)
+def teacher_states(model: nn.Module, batch: RaggedBatch, *, padding_free: bool) -> Tensor:
+    """[scores, hidden]: a model's hidden states at the scores of a micro-batch, without gradient and without dropout;
+    of no width on ranks that have layers of their own, and not the head."""
     with _in_evaluation(model):
         scores = Scores(batch.score_index, batch.score_target, head=HiddenStates)
         found: Any = score_shared(model, batch, scores, padding_free=padding_free)
-    return TeacherStates(found.states, head_parts(inner), projection_of(inner.config.get_text_config()))
+    return found.hidden.new_empty(batch.scores, 0) if isinstance(found, HiddenOutput) else found.states
+
+
+def teaching(model: nn.Module, states: Tensor) -> TeacherStates | None:
+    """What a student's head is to know of a teacher: its hidden states, and what would make logits of them; None on
+    ranks that have layers of their own, and not the head."""
+    inner = causal_model(model)
+    if (stage := stage_of(inner)) is not None and not stage.pipeline.is_last:
+        return None
+    return TeacherStates(states, head_parts(inner), projection_of(inner.config.get_text_config()))
 
 
 @contextlib.contextmanager

@@ -81,7 +81,8 @@ class Stage:
             self.entered, self.arrived = before
 
     def run_through(self, forward: Callable[[], Any], tokens: int, device: torch.device) -> Any:
-        """A forward without gradients through all ranks, which call this together; what the last one gives.
+        """A forward without gradients through all ranks, which call this together; what the last one gives, or of an
+        output that stays there what each has itself.
 
         Args:
             forward: of this stage.
@@ -93,7 +94,10 @@ class Stage:
             output = forward()
         if not self.pipeline.is_last:
             self.pipeline.exchange(self.pipeline.sending(output.hidden, ahead=True))
-        kind, values = self.pipeline.told((type(output), _moved(output, torch.device("cpu"))))
+        found = None if output.stays else (type(output), _moved(output, torch.device("cpu")))
+        if (told := self.pipeline.told(found)) is None:
+            return output
+        kind, values = told
         return kind(**_moved(values, device))
 
 

@@ -41,6 +41,11 @@ class TokenObjective:
     beta: float = 0.5
     """Of the divergences from a teacher, where `want` asks for these; the run's reference is the teacher then."""
 
+    @property
+    def taught(self) -> bool:
+        """Whether the run's reference is a teacher, whose hidden states it needs."""
+        return self.want.divergences
+
     def counts(self, batch: RaggedBatch) -> Counts:
         return {"scores": batch.scores}
 
@@ -87,6 +92,11 @@ class RowObjective:
     def terms(self) -> tuple[RowObjective, ...]:
         """The losses whose sum is the loss."""
         return (self,) if self.beside is None else (self, self.beside)
+
+    @property
+    def taught(self) -> bool:
+        """As of `TokenObjective`; never."""
+        return False
 
 
 Objective = TokenObjective | RowObjective

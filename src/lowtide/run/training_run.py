@@ -68,7 +68,7 @@ from lowtide.run.streamed_weights import check_before_loading, declare_base, str
 from lowtide.run.teachers import TeacherMaker
 from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
-from lowtide.step.microbatches import EXPERTS
+from lowtide.step.microbatches import EXPERTS, TAUGHT_APART
 from lowtide.step.pieces import LEAST
 from lowtide.step.runner import StepRunner
 from lowtide.step.stage_updater import PipelineUpdater
@@ -127,8 +127,6 @@ class TrainingRun:
         if method.head.trains_beside is not None:
             _check_whole(args, f"yet beside {method.head.trains_beside}")
             _check_whole_vocabulary(args, f"a vocabulary that {method.head.trains_beside} and the model share is whole")
-        if method.taught:
-            _check_stages(args, "yet beside a teacher")
         if method.compares and args.compares:
             maker = TeacherMaker if method.taught else ReferenceMaker
             self._references = maker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
@@ -309,12 +307,12 @@ class TrainingRun:
             return "reentrant checkpointing (gradient_checkpointing_kwargs) has no graph that pieces could go on from"
         if args.sharding.pipeline_parallel > 1:
             return "ranks have layers of their own, between which hidden states travel by the micro-batch"
+        if self.method.taught and args.sharding.sequence_parallel > 1:
+            return TAUGHT_APART
         if args.attention_head_chunks:
             return "attention_head_chunks computes a layer's heads one group after the other"
         if self.shows_images:
             return "rows show images, which pieces could cut"
-        if self.method.taught:
-            return "it is compared with a teacher's distributions"
         if self.aux_coefficient:
             return EXPERTS
         if args.tokens_per_microbatch is not None and args.tokens_per_microbatch < LEAST:

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.data.batches.values import DRAW, REFERENCE
+from lowtide.data.batches.values import DRAW, REFERENCE, TEACHER
 from lowtide.engine.adapters import adapter_of
 from lowtide.engine.chains import why_not_chains
-from lowtide.engine.forward import causal_model, same_rows_of, score_shared
+from lowtide.engine.forward import causal_model, same_rows_of, score_shared, sequence_of
 from lowtide.engine.heads.head import ScoreOutput, Scores
-from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.reference import AdapterOff, FrozenModel, teaching
 from lowtide.engine.stage import Stage, stage_of
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
@@ -37,6 +37,8 @@ from lowtide.step.rank_sync import RankSync, random_state, set_random_state
 
 EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
 """What keeps a mixture of experts from running rows in pieces."""
+TAUGHT_APART = "ranks that split sequences each have a teacher's hidden states of their own tokens"
+"""What keeps a student from running rows in pieces there."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,25 @@ class Models:
             return "the loss is not the method's own"
         if objective.aux_coefficient:
             return EXPERTS
-        if objective.want.divergences:
-            return "it is compared with a teacher's distributions"
-        return why_not_chains(self.policy, causal_model(self.policy))
+        if objective.taught and sequence_of(self.policy) is not None:
+            return TAUGHT_APART
+        found = why_not_chains(self.policy, causal_model(self.policy))
+        if found is None and objective.taught:
+            teacher = self.teacher.model
+            found = why_not_chains(teacher, causal_model(teacher))
+            return found and f"of the teacher, {found}"
+        return found
+
+    def teaches_ahead(self, objective: Objective, most: int | None) -> bool:
+        """Whether an evaluation asks the teacher before the student runs, since some rank may have rows above so many
+        tokens."""
+        return objective.taught and most is not None and self.why_not_chains(objective) is None
+
+    @property
+    def teacher(self) -> AdapterOff | FrozenModel:
+        """The reference of an objective that compares distributions."""
+        assert isinstance(self.reference, AdapterOff | FrozenModel), "divergences need a teacher"
+        return self.reference
 
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
         """The policy's forward of one micro-batch; a prompt that several rows share is computed once.
@@ -106,8 +124,9 @@ class Models:
         A teacher goes first, while no activations are held.
         """
         if scores.want.divergences:
-            assert isinstance(self.reference, AdapterOff | FrozenModel), "divergences need a teacher"
-            scores = replace(scores, teacher=self.reference.states(batch))
+            states = batch.score_values.get(TEACHER)
+            states = self.teacher.states(batch) if states is None else states
+            scores = replace(scores, teacher=teaching(self.teacher.model, states))
         with self.around():
             return score_shared(self.policy, batch, scores, padding_free=self.padding_free)
 
@@ -273,6 +292,11 @@ class OwnLoss:
     @property
     def aux_coefficient(self) -> float:
         return self.inner.aux_coefficient
+
+    @property
+    def taught(self) -> bool:
+        """Whether forwards are told before what the caller does not make by itself; never."""
+        return False
 
     def counts(self, batch: RaggedBatch) -> Counts:
         return self.inner.counts(batch)

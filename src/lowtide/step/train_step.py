@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.data.batches.values import REFERENCE
+from lowtide.data.batches.values import REFERENCE, TEACHER
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
@@ -156,8 +156,10 @@ def train_step(
     if not pieces:
         sync.meet(device)
     even = some_cut and (models.together or (plan.exchange is None and ranks > 1))  # as each backward meets others'
-    if even or models.stages > 1:
-        batch = _with_reference(sync, models, batch, objective, limits)
+    in_order = even or models.stages > 1
+    if in_order or (is_cut and objective.taught):
+        with sync.local(waited_for=in_order or models.waited_for):
+            batch = _with_reference(models, batch, objective, limits)
     parts = pieces_first(parts_of(batch, limits)) if even else parts_of(batch, limits, pieces)
     idle = idle_part(batch, limits.tokens) if even else batch
     own = len(batch.plan_split(limits.tokens, limits.rows, pieces=1 if even else pieces, long_rows=True))
@@ -402,6 +404,8 @@ def evaluate_batch(
     batch, known = _baseline(models, batch, objective, limits)
     counts = {**objective.counts(batch), **known}
     check_long_rows(models, batch, objective, limits)
+    if models.teaches_ahead(objective, limits.tokens):
+        batch = _with_reference(models, batch, objective, limits)
     parts = parts_of(batch, limits)
     turns = _turns(models, parts, idle_part(batch, limits.tokens))
     results = _outputs(models, turns, objective)[: len(parts)]
@@ -436,6 +440,8 @@ def accompany(models: Models, batch: RaggedBatch, objective: Objective, limits: 
         return
     idle = idle_part(batch, limits.tokens)
     _baseline(models, idle, objective, limits)
+    if models.teaches_ahead(objective, limits.tokens):
+        idle = _with_reference(models, idle, objective, limits)
     turns = _turns(models, [], idle)
     for term in objective.terms if isinstance(objective, RowObjective) else [objective]:
         _outputs(models, turns, term)
@@ -487,19 +493,22 @@ def _synced_baseline(
     return found
 
 
-def _with_reference(
-    sync: RankSync, models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
-) -> RaggedBatch:
-    """The batch with the reference's log-probabilities, for ranks that run the policy's forwards by a common order, in
-    which there is no place for the reference's."""
-    wanted = isinstance(objective, RowObjective) and objective.needs_reference
-    if not wanted or REFERENCE in batch.score_values:
+@torch.no_grad()
+def _with_reference(models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits) -> RaggedBatch:
+    """The batch with the reference's log-probabilities, or the teacher's hidden states, where the policy's forwards
+    have no place for those of another model: pieces of a row go on from the policy's keys, and ranks may run forwards
+    by a common order."""
+    if objective.taught:
+        name, scorer = TEACHER, models.teacher.states
+    elif isinstance(objective, RowObjective) and objective.needs_reference:
+        name, scorer = REFERENCE, models.reference
+    else:
         return batch
-    assert models.reference is not None, "an objective with a reference needs one"
-    values = dict(batch.score_values)
-    with sync.local(waited_for=True):
-        values[REFERENCE] = score_in_parts(batch, limits, models.reference, together=models.together)
-    return replace(batch, score_values=values)
+    if name in batch.score_values:
+        return batch
+    assert scorer is not None, "an objective with a reference needs one"
+    found = score_in_parts(batch, limits, scorer, together=models.together)
+    return replace(batch, score_values={**batch.score_values, name: found})
 
 
 @torch.no_grad()
@@ -529,7 +538,7 @@ def _baseline(
 def score_in_parts(
     batch: RaggedBatch, limits: Limits, scorer: Scorer, *, together: bool = False, long_rows: bool = True
 ) -> Tensor:
-    """[scores] of a batch, from micro-batches within the limits.
+    """[scores, ..] of a batch, from micro-batches within the limits.
 
     Args:
         together: the scorer's forwards are of all ranks together, which call this equally often.
@@ -556,14 +565,14 @@ def score_in_parts(
 
 
 def _joined(batch: RaggedBatch, groups: Sequence[list[int]], scored: Sequence[Tensor]) -> Tensor:
-    """[scores] of a batch in their order, from those of groups of rows."""
+    """[scores, ..] of a batch in their order, from those of groups of rows."""
     if len(groups) == 1:
         return scored[0]
     found: Tensor | None = None
     spans = [(part.score_start, part.score_stop) for part in batch.segments]
     for group, values in zip(groups, scored, strict=True):
         chosen = set(group)
-        found = values.new_empty(batch.scores) if found is None else found
+        found = values.new_empty(batch.scores, *values.shape[1:]) if found is None else found
         kept = [spans[n] for n, segment in enumerate(batch.segments) if segment.row in chosen]
         place = torch.cat([torch.arange(start, stop) for start, stop in kept])
         found[place.to(found.device)] = values

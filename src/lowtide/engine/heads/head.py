@@ -86,7 +86,7 @@ class ScoreOutput(ModelOutput):
     """What the forward of a model returns when it is given scores; each head has a kind of its own."""
 
     stays: ClassVar[bool] = False
-    """Whether ranks that split the tokens keep what each of them read, in place of putting it together."""
+    """Whether ranks keep what each of them read, in place of putting it together or telling it to the others."""
     loss: Tensor | None
     """[]: `factor` times the sum of the losses, where `Scores.loss` is known score by score."""
     entropies: Tensor | None

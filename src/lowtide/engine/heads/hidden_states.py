@@ -21,7 +21,8 @@ class StatesOutput(ScoreOutput):
 
     stays: ClassVar[bool] = True
     states: Tensor
-    """[scores, hidden]; where ranks split the tokens, of the scores that are read here"""
+    """[scores, hidden]; where ranks split the tokens, of the scores that are read here; of layers that are split over
+    ranks, on the last of these."""
     loss: Tensor | None = None
     entropies: Tensor | None = None
     top1: Tensor | None = None

@@ -126,11 +126,6 @@ def keys_followed(trace: StorageTrace) -> contextlib.AbstractContextManager:
     return patch.object(chain_storage, "OnDevice", partial(_Kept, trace))
 
 
-def is_taught(runner: StepRunner) -> bool:
-    """Whether the reference is a teacher, whose layers are its own and are all traced."""
-    return runner.method_objective.want.divergences
-
-
 def label(runner: StepRunner, layers: int, trace: StorageTrace, optimizer: Any = None) -> None:
     """What weights, gradients and states are and of which layer, those of the model and of a reference."""
     model, reference = runner.model, getattr(runner.reference, "model", None)
@@ -153,7 +148,7 @@ def label(runner: StepRunner, layers: int, trace: StorageTrace, optimizer: Any =
     if reference is not None:
         theirs = [tensor for tensor in (*reference.parameters(), *reference.buffers()) if tensor not in policy]
         trace.belongs(theirs, "reference")
-    alike = [model] if reference is None or is_taught(runner) else [model, reference]
+    alike = [model] if reference is None or runner.method_objective.taught else [model, reference]  # a teacher's own
     for stack in filter(None, (stack_of(each, layers) for each in alike)):
         for number, layer in enumerate(stack):
             for tensor in (*layer.parameters(), *layer.buffers()):

@@ -71,13 +71,25 @@ def test_shards_go_to_the_hosts_where_nothing_else_fits():
 @pytest.mark.slow
 def test_a_row_too_long_for_a_device_is_split():
     length = 32_768
+    whole: dict[str, Any] = {"tokens_per_microbatch": length}  # rows in pieces would do as well
     with pytest.raises(PlanError):
-        planned("2GiB", length, parallelism_config={"sp_size": 1}, fsdp=True)
-    plan = planned("2GiB", length)
+        planned("2GiB", length, parallelism_config={"sp_size": 1}, fsdp=True, **whole)
+    plan = planned("2GiB", length, **whole)
     sizes = plan.settings["parallelism_config"]
     assert sizes["sp_size"] > 1
     assert plan.settings["gradient_accumulation_steps"] == sizes["sp_size"]  # a step has as many rows as without
     assert plan.chosen.peak_bytes <= 2 << 30
+
+
+@pytest.mark.slow
+def test_a_row_too_long_for_a_device_that_runs_it_alone_is_cut():
+    length = 32_768
+    plan = planned("2GiB", length, parallelism_config={"sp_size": 1}, fsdp=True)
+    assert plan.settings["tokens_per_microbatch"] < length
+    assert plan.chosen.peak_bytes <= 2 << 30
+    assert plan.settings["chain_storage"] == "host"
+    assert plan.spread is not None
+    assert plan.spread.host_bytes > 1 << 30
 
 
 def test_what_fits_nothing_is_one_message_with_the_least():

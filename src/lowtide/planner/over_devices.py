@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from lowtide.planner.candidate import PlannedRun, prepared_rows
 from lowtide.planner.choices import axes
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.estimate import BANDS, Estimate, RankTrace
+from lowtide.planner.pieces import Found, Searches, sizes_in_pieces
 from lowtide.planner.plan import (
     ADVICE,
     RUNNERS_UP,
@@ -47,7 +48,7 @@ ALONE = ("optimizer_in_backward", "optimizer_states_on_host", "ref_model_storage
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundWay:
     """A way to spread the run, with the settings beside."""
 
     sharding: Sharding
@@ -67,7 +68,7 @@ class Found:
         """Of the whole run."""
         return (self.estimate.tokens_per_second or 0.0) * self.sharding.devices
 
-    def beside(self, best: Found) -> Alternative:
+    def beside(self, best: FoundWay) -> Alternative:
         """As a plan shows it, beside the best."""
         return Alternative(
             self.settings,
@@ -141,11 +142,11 @@ class Way:
             )
         return Measured(found.phases, found.tokens_per_second, found)
 
-    def found(self, search: Search, candidate: Candidate) -> Found:
+    def found(self, best: Found) -> FoundWay:
         """What a search found."""
+        search, candidate = best
         settings = self.options() | search.settings(candidate)
-        last_resort = any(choice.last_resort for choice in search.choices(candidate.combination))
-        return Found(self.sharding, candidate, settings, search.changes(candidate), last_resort)
+        return FoundWay(self.sharding, candidate, settings, search.changes(candidate), best.is_last_resort)
 
     def options(self) -> dict[str, Any]:
         """Those that spread the run so. Ranks that split a micro-batch take more of them, so that a step has as many
@@ -164,26 +165,24 @@ class Ways:
     """What a plan chooses from."""
 
     traces: Traces
-    offered: Sequence[Axis]
+    offered: Callable[[Sizes], Sequence[Axis]]
+    """What is chosen beside, for sizes of a micro-batch."""
     sizes: Sizes
     room: float
     """Bytes that a peak may take."""
 
-    def over(self, cluster: Cluster, shardings: Sequence[Sharding]) -> tuple[list[Found], dict[str, str]]:
+    def over(self, cluster: Cluster, shardings: Sequence[Sharding]) -> tuple[list[FoundWay], dict[str, str]]:
         """The best way and those behind it, each with its best settings; and those that cannot work, with the reason.
         Best is the fastest, or a simpler one that is about as fast."""
         searches, refused = self._searches(cluster, shardings)
-        hoped = [
-            (1 / (search.traced(search.plain, None).tokens_per_second or 1.0), number)
-            for number, (_, search) in searches.items()
-        ]
-        worth, found = float("inf"), dict[int, Found]()
+        hoped = [(1 / (_plain(each).tokens_per_second or 1.0), number) for number, (_, each) in searches.items()]
+        worth, found = float("inf"), dict[int, FoundWay]()
         for least, number in sorted(hoped):
-            way, search = searches[number]
-            best = next(iter(search.best(worth=worth)), None) if least <= worth else None
+            way, of_way = searches[number]
+            best = next(iter(of_way.fitting(worth=worth)), None) if least <= worth else None
             if best is not None:
-                found[number] = way.found(search, best)
-                worth = worth if found[number].last_resort else min(worth, best.cost * ALIKE)
+                found[number] = way.found(best)
+                worth = worth if best.is_last_resort else min(worth, best.candidate.cost * ALIKE)
         if not found:
             return [], refused
         order = sorted(found, key=lambda each: (found[each].last_resort, found[each].candidate.cost))
@@ -194,20 +193,24 @@ class Ways:
 
     def _searches(
         self, cluster: Cluster, shardings: Sequence[Sharding]
-    ) -> tuple[dict[int, tuple[Way, Search]], dict[str, str]]:
-        searches, refused = dict[int, tuple[Way, Search]](), dict[str, str]()
+    ) -> tuple[dict[int, tuple[Way, Searches]], dict[str, str]]:
+        searches, refused = dict[int, tuple[Way, Searches]](), dict[str, str]()
+        cut = None if self.traces.run.whole_rows else sizes_in_pieces(self.sizes)
         for number, sharding in enumerate(shardings):
             way = Way(sharding, cluster, self.traces)
-            search = Search(way.measured, self.offered, self.sizes, self.room)
+            of_way = Searches(functools.partial(self._search, way), self.sizes, cut)
             try:
-                search.traced(search.plain, None)
+                _plain(of_way)
             except Refused as reason:
                 refused[sharding_name(sharding)] = str(reason)
             else:
-                searches[number] = way, search
+                searches[number] = way, of_way
         return searches, refused
 
-    def least(self, cluster: Cluster, shardings: Sequence[Sharding]) -> tuple[Found, dict[str, str]]:
+    def _search(self, way: Way, sizes: Sizes) -> Search:
+        return Search(way.measured, self.offered(sizes), sizes, self.room)
+
+    def least(self, cluster: Cluster, shardings: Sequence[Sharding]) -> tuple[FoundWay, dict[str, str]]:
         """What takes least, whether it fits or not, of the ways that hold the smallest states; and the ways that cannot
         work, with the reason.
 
@@ -217,18 +220,23 @@ class Ways:
         searches, refused = self._searches(cluster, shardings)
         if not searches:
             raise Refused("; ".join(f"{name}: {why}" for name, why in refused.items()))
-        states = {number: _states(search.traced(search.plain, None)) for number, (_, search) in searches.items()}
+        states = {number: _states(_plain(each)) for number, (_, each) in searches.items()}
         split = max(searches, key=lambda number: searches[number][0].sharding.same_rows)
         tried = [searches[number] for number in {min(states, key=lambda each: states[each]), split}]
-        found = (way.found(search, search.smallest()) for way, search in tried)
+        found = (way.found(of_way.smallest()) for way, of_way in tried)
         return min(found, key=lambda each: each.candidate.peak), refused
 
-    def least_that_fits(self, cluster: Cluster, shardings: Sequence[Sharding]) -> list[Found]:
+    def least_that_fits(self, cluster: Cluster, shardings: Sequence[Sharding]) -> list[FoundWay]:
         """What takes least, where predictions were too high for all that fits; empty if it does not fit either."""
         with contextlib.suppress(Refused):
             least, _ = self.least(cluster, shardings)
             return [least] if least.candidate.peak <= self.room else []
         return []
+
+
+def _plain(searches: Searches) -> Measured:
+    """Whole rows with the plain settings."""
+    return searches.whole.traced(searches.whole.plain, None)
 
 
 def _states(measured: Measured) -> float:
@@ -267,7 +275,7 @@ def plan_over(
     alone = replace(run, requested=_without_engines(run.requested))
     prepared, sizes, of_rows = prepared_rows(alone, rows)
     traces = Traces(alone, prepared, _says_how(run), run.known)
-    offered = _axes(alone, sizes, exact=exact, streamed=streamed)
+    offered = functools.partial(_axes, alone, exact=exact, streamed=streamed)
     ways = Ways(traces, offered, sizes, room / (1 + BANDS[run.device.kind]))
     found, refused = ways.over(cluster, shardings)
     if not (found := found or ways.least_that_fits(cluster, shardings)):
@@ -341,7 +349,7 @@ def _axes(run: PlannedRun, sizes: Sizes, *, exact: bool, streamed: bool) -> list
     return [axis for axis in shared if axis.scales or len(axis.choices) > 1]
 
 
-def _cost(best: Found, ways: Ways, run: PlannedRun, cluster: Cluster) -> float | None:
+def _cost(best: FoundWay, ways: Ways, run: PlannedRun, cluster: Cluster) -> float | None:
     """Device-seconds a token, over those of the best plan of one node; None where nothing fits there."""
     if cluster.nodes == 1:
         return 1.0

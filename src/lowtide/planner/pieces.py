@@ -64,30 +64,37 @@ class Searches:
         Raises:
             Refused: the plain settings cannot be traced.
         """
-        found = [Found(self.whole, each) for each in self.whole.best(runners_up)]
-        if found and not found[0].is_last_resort:
-            cost, plain = found[0].candidate.cost, self.whole.cost(self.whole.plain, None)
-            if cost <= WORTH * plain:
-                return found
-            found += self._in_pieces(runners_up, worth=cost)
-        else:
-            found += self._in_pieces(runners_up)
-        found.sort(key=lambda each: each.rank)
+        found = self.fitting(runners_up)
         traced = next((each for each in found if each.candidate.measured is not None), None)
         traced = traced or self._smallest_that_fit()
         if traced is None:
             return []
         return [traced, *(each for each in found if each is not traced)][: runners_up + 1]  # the others are predicted
 
+    def fitting(self, runners_up: int = 0, worth: float = float("inf")) -> list[Found]:
+        """What fits, best first, where no prediction was too high.
+
+        Args:
+            worth: the cost above which a candidate is not wanted.
+
+        Raises:
+            Refused: the plain settings cannot be traced.
+        """
+        found = [Found(self.whole, each) for each in self.whole.best(runners_up, worth)]
+        if found and not found[0].is_last_resort:
+            cost, plain = found[0].candidate.cost, self.whole.cost(self.whole.plain, None)
+            if cost <= WORTH * plain:
+                return found
+            worth = cost
+        search = self.pieces()
+        found += [] if search is None else [Found(search, each) for each in search.best(runners_up, worth)]
+        return sorted(found, key=lambda each: each.rank)
+
     def _smallest_that_fit(self) -> Found | None:
         """The best of what takes least, where predictions were too high for all that fits."""
         self.smallest()
         fitting = [Found(each, first) for each in self._there() for first in each.fitting()[:1]]
         return min(fitting, key=lambda each: each.rank, default=None)
-
-    def _in_pieces(self, runners_up: int, worth: float = float("inf")) -> list[Found]:
-        search = self.pieces()
-        return [] if search is None else [Found(search, each) for each in search.best(runners_up, worth)]
 
     def pieces(self) -> Search | None:
         """The search over rows in pieces; None where rows cannot be run so."""

@@ -343,6 +343,7 @@ def make(
             args=config_class(**options),
             data_collator=data_collator,
             train_dataset=rows(kind),
+            eval_dataset=rows(kind).select(range(4)) if "eval_strategy" in options else None,
             processing_class=tokenizer(),
             peft_config=copy.deepcopy(peft_config)
             or (LoraConfig(r=4, target_modules="all-linear") if from_files else None),

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.engine.forward import causal_model
@@ -37,6 +37,8 @@ FOUND = ("eval_loss", "eval_scores", "eval_weighed")
 EVALUATED = {"evaluated": True, "per_device_eval_batch_size": 2, "include_num_input_tokens_seen": "all"}
 CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", "rehearsal": True, **EVALUATED},
+    "evaluated between steps": {"kind": "SFT", "eval_strategy": "steps", "eval_steps": 1},
+    "moved between steps": {"kind": "SFT", "moved": True},
     "DPO": {"kind": "DPO", "tokens_per_microbatch": 90},
     **{name: {"kind": name} for name in ("KTO", "Reward", "ORPO", "CPO", "BCO")},
     "packed": {"kind": "SFT", "packing": True, "max_length": 52, "rows": 2, "max_steps": 2},
@@ -140,7 +142,7 @@ def trained(
     if stages > 1:
         options["pipeline_parallel_size"] = stages
     base = matrix.COMMON["per_device_train_batch_size"] if kind not in matrix.ONLINE else matrix.ROWS
-    evaluated = options.pop("evaluated", False)
+    evaluated, moved = options.pop("evaluated", False), options.pop("moved", False)
     rows = options.pop("rows", options.get("per_device_train_batch_size", base))
     options = {"output_dir": str(folder), "max_steps": 3, **options}
     options["per_device_train_batch_size"] = rows * sequence * tensor * stages // ranks
@@ -154,6 +156,8 @@ def trained(
         trainer = matrix.make(kind, model=given, **{"peft_config": adapters, **options})
     if evaluated:
         trainer.compute_metrics = scored
+    if moved:
+        trainer.add_callback(Moved())
     trainer.train(resume_from_checkpoint=checkpoint)
     if save_to is not None:
         trainer.save_model(str(save_to))
@@ -162,6 +166,13 @@ def trained(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seen = {"epoch": trainer.state.epoch, "tokens": trainer.state.num_input_tokens_seen}
     return losses, weights, seen | {name: value for name, value in evaluation.items() if name in FOUND}
+
+
+class Moved(TrainerCallback):
+    """Calls a model's `to` between steps, which on the same device changes nothing of a plain one."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].to("cpu")
 
 
 def trained_weights(model: Any) -> dict[str, Tensor]:

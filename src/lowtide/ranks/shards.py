@@ -224,9 +224,11 @@ def step_local_shards(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def local_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While it lasts, the local shards of an optimizer have the gradients of their parameters."""
+    """While it lasts, the local shards of an optimizer have the gradients of their parameters, and from now on the
+    memory: a call of `model.to` gives a `DTensor` other memory, even on the device where it is."""
     shards = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, LocalShard)]
     for shard in shards:
+        shard.grad, shard.data = None, local_of(shard.whole)
         shard.grad = None if shard.whole.grad is None else local_of(shard.whole.grad)
     try:
         yield

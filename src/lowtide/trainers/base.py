@@ -28,6 +28,7 @@ from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.methods.method import Findings
 from lowtide.ragged import NEXT_TOKEN, RaggedBatch, ScoreRule
 from lowtide.ranks.same_rows import check_same_batch
+from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import distributed
 from lowtide.run.edge import TO_DO
 from lowtide.run.options.sharding import engines_hidden
@@ -353,7 +354,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
             self.model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
         model = self._wrap_model(self.model, training=False) if not self.is_in_train else self.model
         model.eval()
-        return model.to(self.args.device)
+        return model if is_sharded(model) else model.to(self.args.device)  # a DTensor would be copied
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

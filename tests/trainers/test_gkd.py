@@ -302,3 +302,21 @@ def test_written_completions_count_against_a_token_budget(tmp_path):
 def test_options_that_cannot_work_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         GKDConfig(output_dir=str(tmp_path), **options)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+            "of the teacher, its rot",
+        ),
+        (
+            {"model_type": "gpt2", "max_position_embeddings": 64},
+            r"row \d+ of the train dataset has \d+ tokens and teacher_model 64 positions",
+        ),
+    ],
+)
+def test_what_the_teacher_cannot_is_refused_at_construction(more, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        distilling(tmp_path, arguments={"teacher_model": build_teacher(**more)}, tokens_per_microbatch=40)

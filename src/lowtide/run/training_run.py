@@ -21,7 +21,6 @@ from lowtide.compat.torch import FakeTensor
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.adapters import add_adapter_of, check_second_adapter
-from lowtide.engine.chains import why_not_chains
 from lowtide.engine.forward import causal_model, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
@@ -68,7 +67,7 @@ from lowtide.run.streamed_weights import check_before_loading, declare_base, str
 from lowtide.run.teachers import TeacherMaker
 from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
-from lowtide.step.microbatches import EXPERTS, TAUGHT_APART
+from lowtide.step.microbatches import EXPERTS, TAUGHT_APART, why_not_pieces
 from lowtide.step.pieces import LEAST
 from lowtide.step.runner import StepRunner
 from lowtide.step.stage_updater import PipelineUpdater
@@ -317,7 +316,8 @@ class TrainingRun:
             return EXPERTS
         if args.tokens_per_microbatch is not None and args.tokens_per_microbatch < LEAST:
             return f"a piece has at least {LEAST} tokens"
-        return why_not_chains(self.model, causal_model(self.model))
+        teacher = self._referred() if self.method.taught else None
+        return why_not_pieces(self.model, teacher)
 
     def check_rows(self, name: str, dataset: Any, *, trained_on: bool = True, why_whole: str | None = None) -> None:
         """Refuses prepared rows that cannot be run.
@@ -327,16 +327,19 @@ class TrainingRun:
             why_whole: what else keeps them from being run in pieces.
         """
         check_same_rows(dataset, self.row_lengths, name)
-        budget, positions = self.args.tokens_per_microbatch, position_table(self.model)
+        budget = self.args.tokens_per_microbatch
         if budget is not None:
             bin_tokens = self.method.rows.bin_tokens(self.args) if trained_on else None
             check_budget(
                 budget, self.row_lengths(dataset), name, bin_tokens, why_whole=lambda: why_whole or self.why_whole()
             )
-        if positions is not None:
+        models = {"the model": self.model, getattr(self._references, "what", ""): self._referred()}
+        for whose, model in models.items():
+            if model is None or (positions := position_table(model)) is None:
+                continue
             written = self.args.max_completion_length if self.method.writes else 0
             lengths = self.row_lengths(dataset) if getattr(self.args, "writes", False) else None
-            check_positions(dataset, positions, name, written, lengths)
+            check_positions(dataset, positions, name, written, lengths, whose=whose)
 
     def _run_towers(self) -> None:
         """Has all ranks run vision towers equally often, where they share weights or gradients."""

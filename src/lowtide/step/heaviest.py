@@ -47,7 +47,15 @@ def longest_row(dataset: Any, lengths: np.ndarray | None = None) -> int:
     return 0 if positions is None else int(positions.max())
 
 
-def check_positions(dataset: Any, most: int, name: str, written: int = 0, lengths: np.ndarray | None = None) -> None:
+def check_positions(
+    dataset: Any,
+    most: int,
+    name: str,
+    written: int = 0,
+    lengths: np.ndarray | None = None,
+    *,
+    whose: str = "the model",
+) -> None:
     """Refuses rows that a model has not the positions for; nothing is known of streams and data of other kinds.
 
     Args:
@@ -55,6 +63,7 @@ def check_positions(dataset: Any, most: int, name: str, written: int = 0, length
         name: what messages call the dataset.
         written: tokens of the completions that a policy writes after the rows, which are prompts.
         lengths: [rows], the positions that each row takes, where these are not read off the rows.
+        whose: what messages call the model.
 
     Raises:
         ValueError: names the longest such row.
@@ -66,12 +75,12 @@ def check_positions(dataset: Any, most: int, name: str, written: int = 0, length
     if written and positions[longest] + written > most:
         raise ValueError(
             f"row {longest} of {name} has a prompt of {int(positions[longest]):,} tokens, which with "
-            f"max_completion_length={written} goes past the {most:,} positions of the model (max_position_embeddings): "
+            f"max_completion_length={written} goes past the {most:,} positions of {whose} (max_position_embeddings): "
             f"set max_prompt_length={max(most - written, 1)}, which keeps the end of prompts, or write less"
         )
     if positions[longest] > most:
         raise ValueError(
-            f"row {longest} of {name} has {int(positions[longest]):,} tokens and the model {most:,} "
+            f"row {longest} of {name} has {int(positions[longest]):,} tokens and {whose} {most:,} "
             f"positions (max_position_embeddings): set max_length={most}, or take a model with more"
         )
 

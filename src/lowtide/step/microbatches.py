@@ -100,12 +100,7 @@ class Models:
             return EXPERTS
         if objective.taught and sequence_of(self.policy) is not None:
             return TAUGHT_APART
-        found = why_not_chains(self.policy, causal_model(self.policy))
-        if found is None and objective.taught:
-            teacher = self.teacher.model
-            found = why_not_chains(teacher, causal_model(teacher))
-            return found and f"of the teacher, {found}"
-        return found
+        return why_not_pieces(self.policy, self.teacher.model if objective.taught else None)
 
     def teaches_ahead(self, objective: Objective, most: int | None) -> bool:
         """Whether an evaluation asks the teacher before the student runs, since some rank may have rows above so many
@@ -163,6 +158,15 @@ class Models:
             assert self.reference is not None, "an objective with a reference needs one"
             return in_row_order(row, Chain(row, self.place()).scores(self.reference))
         return self.referred(row.batch, objective)
+
+
+def why_not_pieces(policy: nn.Module, teacher: nn.Module | None) -> str | None:
+    """What keeps a model, or its teacher, from running rows in pieces, as a clause; None if nothing does."""
+    found = why_not_chains(policy, causal_model(policy))
+    if found is None and teacher is not None:
+        found = why_not_chains(teacher, causal_model(teacher))
+        return found and f"of the teacher, {found}"
+    return found
 
 
 @dataclass

@@ -42,13 +42,35 @@ class Point:
         }
         return replace(self, tokens=self.tokens + high.tokens - low.tokens, phases=phases)
 
-    def tokens_per_second(self, device: Device) -> float:
-        """By a roofline, on one device."""
+    def tokens_per_second(self, device: Device, tokens: int | None = None) -> float:
+        """By a roofline, on one device.
+
+        Args:
+            device: with rates.
+            tokens: of a micro-batch, of as many more rows; as traced by default. An operation on them is taken to read
+                and compute so much more, and is one all the same.
+        """
+        times = 1.0 if tokens is None else tokens / self.tokens
         costs = {
-            name: OperationCosts({None: Counter(operations)}, host_bytes=moved)
+            name: OperationCosts({None: _repeated(operations, share)}, host_bytes=moved * share)
             for name, (operations, moved) in self.costs.items()
+            for share in [1.0 if name == STEP else times]
         }
-        return TracedRun((), costs, self.tokens, self.micro_batches, self.head_share).tokens_per_second(device)
+        alone = TracedRun((), costs, self.tokens, self.micro_batches, self.head_share).micro_batch_seconds(device)
+        seconds = alone * self.micro_batches / times + costs[STEP].seconds(device)
+        return self.tokens * self.micro_batches / seconds
+
+
+STEP = "optimizer"
+"""The part of a step that does not depend on its micro-batches."""
+
+
+def _repeated(operations: Mapping[Operation, int], times: float) -> Counter[Operation]:
+    """Each on so many times the rows."""
+    found = Counter[Operation]()
+    for each, count in operations.items():
+        found[each._replace(flops=round(each.flops * times), bytes=round(each.bytes * times))] += count
+    return found
 
 
 @dataclass(frozen=True)

@@ -176,9 +176,10 @@ def _fit(
         cuts = asked.cuts and not stage.whole
         whole = first.tokens * (first.micro_batches if cuts else 1)
         smallest = growth.in_rows.peak(first.tokens, device, beside)
-        speed = None if device.sheet is None and not device.timed else first.tokens_per_second(device)
         most = growth.in_rows.most_tokens(room, device, beside, whole)
         cut = max(most // first.tokens, 1) * first.tokens  # whole rows
+        timed = device.sheet is not None or device.timed
+        speed = first.tokens_per_second(device, min(cut, whole)) if timed else None
         if smallest <= room and not stage.begins_with:
             budget = {} if cut >= whole else {"tokens_per_microbatch": cut}
             peak = growth.in_rows.peak(cut, device, beside)

@@ -22,6 +22,13 @@ from lowtide.planner.devices import DEVICES, GIB, MIB, Rates, device_named, meas
         ("a10g", "A10G-24GB"),
         ("A100 40", "A100-40GB"),
         ("a100-80", "A100-80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("h100-sxm", "H100-80GB"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000-96GB"),
         ("apple 64", "Apple-64GB"),
         ("mac 64", "Apple-64GB"),
         ("cpu 64", "CPU-64GB"),
@@ -119,6 +126,11 @@ def test_rows_of_the_table_are_plausible(device):
 def test_each_is_found_by_its_own_name(device):
     assert device_named(device.name) is device
     assert device.listed
+
+
+def test_a_card_of_another_generation_is_not_taken_for_its_namesake():
+    with pytest.raises(ValueError, match="unknown device 'Quadro RTX 6000'"):
+        device_named("Quadro RTX 6000")
 
 
 def test_hopper_has_larger_workspaces():

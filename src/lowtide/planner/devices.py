@@ -139,7 +139,16 @@ DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         _gpu("B200-180GB", (10, 0), 178.3, 2250, 75, 8000, 64, 900, 50),
-        _gpu("RTX-PRO-6000-96GB", (12, 0), 94.9, 503.8, 126, 1792, 64, also=("pro 6000", "6000 blackwell")),
+        _gpu(
+            "RTX-PRO-6000-96GB",
+            (12, 0),
+            94.9,
+            503.8,
+            126,
+            1792,
+            64,
+            also=("pro 6000", "6000 blackwell", "rtx pro 6000 blackwell"),
+        ),
         _gpu("H200-141GB", (9, 0), 139.8, 989, 67, 4800, 64, 450, 50),
         _gpu("H100-80GB", (9, 0), 79.1, 989, 67, 3350, 64, 450, 50),
         _gpu("H100-PCIe-80GB", (9, 0), 79.1, 756, 51, 2000, 64),
@@ -169,8 +178,11 @@ PCIe and NVLink in one direction. To other machines the boards of B200, H200, H1
 GPU, as in NVIDIA's DGX. Memory is what torch reports as a card's total, which is some percent below its name. Machines
 whose CPU computes have no rates: they are taken to be as fast as this one. Apple's share their memory between CPU and
 GPU, and are planned for as a CPU, since what Metal's allocator keeps beside tensors is not modelled."""
-CALLED = ("nvidia", "geforce", "tesla", "quadro")
-"""Words before a GPU's name that change nothing."""
+CALLED = {
+    *("nvidia", "geforce", "tesla", "generation", "workstation", "server", "edition"),
+    *("sxm", "sxm2", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e"),
+}
+"""Words in the names that drivers give GPUs, which change nothing here. A Quadro RTX 6000 is none of `DEVICES`."""
 
 
 def device_named(text: str) -> Device:
@@ -202,10 +214,11 @@ def device_named(text: str) -> Device:
 
 
 def _words(text: str) -> list[str]:
-    """Of a name: "RTX4090" as "rtx 4090", and "80 G" as "80gb"."""
+    """Of a name: "RTX4090" as "rtx 4090", "80 G" as "80gb", and "A100 80GB PCIe" as "a100 pcie 80gb"."""
     spaced = re.sub(r"\b(rtx|gtx)(?=[0-9])", r"\1 ", text.lower().replace("_", " ").replace("-", " "))
     spaced = re.sub(r"\b([0-9]+) ?(?:gib|gb|g)\b", r"\1gb", spaced)
-    return [word for word in spaced.split() if word not in CALLED]
+    words = [word for word in spaced.split() if word not in CALLED]
+    return [words[0], "pcie", *(word for word in words[1:] if word != "pcie")] if "pcie" in words[1:] else words
 
 
 def _names(device: Device) -> list[list[str]]:

@@ -135,6 +135,9 @@ def axolotl(given: Given) -> None:
     if given.left.get("dtype"):
         given.lacks["dtype"] = "bf16 and fp16 say how weights are stored as well"
     _name_padding(given)
+    if given.method == "sft":
+        without = "unless a plugin (Cut Cross-Entropy, Liger) is set"
+        given.lacks["the head"] = f"logits of all tokens, and their gradient, are held whole, {without}"
 
 
 def _axolotl_evaluation(given: Given, rows: dict[str, Any]) -> None:
@@ -224,6 +227,9 @@ def llama_factory(given: Given) -> None:
     if given.take("activation_offloading"):
         given.written["use_unsloth_gc"] = True  # which moves the inputs of checkpointed layers to the host
     _name_padding(given)
+    if given.method != "reward" and not given.written.get("enable_liger_kernel"):
+        without = ", unless enable_liger_kernel is set" if given.method in ("sft", "pretrain") else ""
+        given.lacks["the head"] = f"logits of all tokens, and their gradient, are held whole{without}"
 
 
 def _llama_factory_packing(given: Given) -> None:

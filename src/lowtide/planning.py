@@ -21,7 +21,14 @@ from lowtide.methods.method import Method
 from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16, with_it
 from lowtide.planner.answers.device_table import DeviceTable, device_table
 from lowtide.planner.answers.known_models import known_config
-from lowtide.planner.answers.row_lengths import DEFAULT, Lengths, RowLengths, options_of_lengths, row_lengths
+from lowtide.planner.answers.row_lengths import (
+    DEFAULT,
+    Lengths,
+    RowLengths,
+    notes_of_lengths,
+    options_of_lengths,
+    row_lengths,
+)
 from lowtide.planner.answers.traces import KINDS
 from lowtide.planner.budget import bytes_of, read_budget
 from lowtide.planner.candidate import PlannedRun, first_rows, measured, prepared_rows
@@ -145,7 +152,9 @@ def _estimate_config(
     described, notes = config_of_model(model, **config_init(init)), ()
     if not isinstance(rows, Dataset):
         declared = method_of(config)
-        notes = check_lengths(RowLengths(tuple(rows), declared), described, _written(declared, vars(config)))
+        lengths, asked = RowLengths(tuple(rows), declared), {name: vars(config)[name] for name in config.requested}
+        notes = check_lengths(lengths, described, _written(declared, vars(config)))
+        notes = (*notes, *notes_of_lengths(lengths, asked))
     found = in_tracing_process(
         _estimated,
         ConfigState.of(config),
@@ -227,7 +236,9 @@ def plan(
     own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
     lengths = inputs.get("lengths")
     if lengths is not None:
-        own |= options_of_lengths(row_lengths(lengths, run.method), _requested(inputs))
+        known = row_lengths(lengths, run.method)
+        own |= options_of_lengths(known, _requested(inputs))
+        notes = (*notes, *notes_of_lengths(known, _requested(inputs)))
     return in_tracing_process(
         make_plan if cluster is None else plan_over,
         run,
@@ -260,6 +271,8 @@ def estimate_method(
     run, rows = _run(method, model, dataset, device, inputs)
     rows, notes = first_rows(rows)
     room, of_budget = read_budget(budget, run.device)
+    if (lengths := inputs.get("lengths")) is not None:
+        notes = (*notes, *notes_of_lengths(row_lengths(lengths, run.method), _requested(inputs)))
     found = in_tracing_process(_estimated_as_planned, run, rows)
     return replace(found, room_bytes=room, notes=(*of_budget, *notes, *found.notes))
 
@@ -306,7 +319,8 @@ def gpus(
     first, beside = runs["cuda"], known_process_bytes(adapters=inputs.get("peft_config") is not None)
     rows = row_lengths(lengths, first.method)
     table = device_table(runs, rows, model=called, beside=beside)
-    return replace(table, notes=(*check_lengths(rows, model, _written(first.method, first.requested)), *table.notes))
+    notes = check_lengths(rows, model, _written(first.method, first.requested))
+    return replace(table, notes=(*notes, *notes_of_lengths(rows, first.requested), *table.notes))
 
 
 def _requested(inputs: PlanInputs) -> dict[str, Any]:

@@ -86,12 +86,12 @@ class RunOptions:
         aliases=["dataset_test_split"],
     )
 
-    def check(self, *, begins_at_random: bool = False, has_rows: bool = False) -> None:
+    def check(self, *, begins_at_random: bool = False, has_rows: bool | None = None) -> None:
         """Refuses what cannot work.
 
         Args:
             begins_at_random: whether other options say which model there is.
-            has_rows: whether rows are known without a dataset.
+            has_rows: whether rows are known without a dataset; None where they cannot be.
 
         Raises:
             UsageError: an option is missing, or has no effect.
@@ -99,7 +99,8 @@ class RunOptions:
         rows = self.dataset or self.datasets or has_rows
         for name, given in (("model", self.model or begins_at_random), ("dataset", rows)):
             if not given:
-                raise UsageError(f"--{name} is missing: give it, or `{name}:` in the file of --config")
+                without = "; or, without rows, their --lengths" if name == "dataset" and has_rows is not None else ""
+                raise UsageError(f"--{name} is missing: give it, or `{name}:` in the file of --config{without}")
         if self.test_split_size is not None and not self.datasets:
             raise UsageError(
                 f"test_split_size={self.test_split_size} requires `datasets`: list the dataset there, or name rows for "
@@ -308,11 +309,11 @@ def add_command(
     return own, own.add_argument_group(command)
 
 
-def read_run(arguments: argparse.Namespace, *, has_rows: bool = False, **changes: Any) -> TrainingCommand:
+def read_run(arguments: argparse.Namespace, *, has_rows: bool | None = None, **changes: Any) -> TrainingCommand:
     """The run that is asked for, with some options changed; its output folder is there.
 
     Args:
-        has_rows: whether its rows are known without a dataset.
+        has_rows: whether its rows are known without a dataset; None where they cannot be.
 
     Raises:
         UsageError: an option is missing, contradicts another, or the output folder cannot be written.

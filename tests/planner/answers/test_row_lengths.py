@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.methods import METHODS
-from lowtide.planner.answers.row_lengths import options_of_lengths, row_lengths
+from lowtide.planner.answers.row_lengths import notes_of_lengths, options_of_lengths, row_lengths
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_words_are_lengths(method, text, lengths, said):
     assert (found.lengths, str(found)) == (lengths, said)
 
 
-@pytest.mark.parametrize("text", ["", "x8", "1024x0", "0x8", "a lot", "1024x8x2", "-4"])
+@pytest.mark.parametrize("text", ["", "x8", "1024x0", "0x8", "a lot", "1024x8x2", "-4", "_x3", "1__0x3"])
 def test_what_is_none_is_refused(text):
     with pytest.raises(ValueError, match="1024x8"):
         row_lengths(text, METHODS["sft"])
@@ -69,3 +69,18 @@ def test_longer_rows_keep_the_shares_of_their_parts():
 )
 def test_a_run_file_needs_options_that_cut_none_of_them(method, text, given, needs):
     assert options_of_lengths(row_lengths(text, METHODS[method]), given) == needs
+
+
+@pytest.mark.parametrize(
+    ("method", "text", "given", "said"),
+    [
+        ("sft", "300x2", {"max_length": 100}, "max_length=100 would cut"),
+        ("sft", "64x4", {"packing": True}, "packing=True would fill"),
+        ("dpo", "512x2", {"max_length": 256}, "max_length=256 would cut"),
+        ("sft", "64x4", {"max_length": 100}, ""),
+        ("sft", "64x4", {"max_length": None}, ""),
+    ],
+)
+def test_what_options_would_make_of_the_rows_is_said(method, text, given, said):
+    assert " ".join(notes_of_lengths(row_lengths(text, METHODS[method]), given)).startswith(said)
+    assert bool(notes_of_lengths(row_lengths(text, METHODS[method]), given)) == bool(said)

@@ -45,3 +45,9 @@ def test_a_folder_is_read_without_asking_the_hub(tmp_path, monkeypatch):
     LlamaConfig(hidden_size=64).save_pretrained(tmp_path)
     monkeypatch.setattr(described_model, "get_hf_file_metadata", None)
     assert config_of_model(str(tmp_path)).hidden_size == 64
+
+
+def test_a_value_of_the_wrong_type_is_one_message(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "abc"}')
+    with pytest.raises(ValueError, match=r"has no config that can be read: .*hidden_size"):
+        config_of_model(str(tmp_path))

@@ -20,6 +20,8 @@ DEFAULT = "1024x8"
 BATCH = "per_device_train_batch_size"
 MOST_TOKENS = 1 << 24
 """Of all rows together: they are made, so that a trace can run them, which takes a second for every few millions."""
+TOKENS = "[0-9]+(?:_[0-9]+)*"
+"""As Python writes whole numbers."""
 COLUMNS = {
     1: ("input_ids",),
     2: ("prompt_ids", "completion_ids"),
@@ -105,7 +107,7 @@ def _read(lengths: str, method: Method) -> list[Length]:
     """Lengths in words."""
     found: list[Length] = []
     for word in lengths.replace(",", " ").split():
-        match = re.fullmatch(r"([0-9_]+(?:\+[0-9_]+)*)(?:x([0-9]+))?", word.lower())
+        match = re.fullmatch(rf"({TOKENS}(?:\+{TOKENS})*)(?:x([0-9]+))?", word.lower())
         sizes = tuple(int(each) for each in match[1].split("+")) if match else ()
         if match is None or not all(sizes) or match[2] == "0":
             raise ValueError(
@@ -139,6 +141,21 @@ def options_of_lengths(lengths: RowLengths, given: Mapping[str, Any]) -> dict[st
     if given.get("max_seq_length") is not None:  # the older name of `max_length`
         found.pop("max_length", None)
     return {name: value for name, value in found.items() if name not in given}
+
+
+def notes_of_lengths(lengths: RowLengths, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a user's own options would make of rows that are planned as they are given.
+
+    Args:
+        lengths: of the rows.
+        given: the user's own options.
+    """
+    names = _least_lengths(lengths, given.get("max_completion_length"))
+    cut = [f"{name}={given[name]}" for name, tokens in names.items() if given.get(name) and given[name] < tokens]
+    found = [f"{', '.join(cut)} would cut these rows, which are planned as long as they are given"] if cut else []
+    if given.get("packing"):
+        found.append("packing=True would fill rows up to max_length, and rows are planned as they are given: give that")
+    return tuple(found)
 
 
 def _least_lengths(lengths: RowLengths, written: int | None) -> dict[str, int]:

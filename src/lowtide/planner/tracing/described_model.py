@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
@@ -26,6 +26,7 @@ from lowtide.engine.adapters import add_adapter_of
 from lowtide.engine.heads import check_type
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.weights.load_errors import one_line
 from lowtide.engine.weights.loading import adapt
 from lowtide.planner.tracing.following import stack_of
 from lowtide.planner.tracing.four_bit import materialized, store_in_four_bits
@@ -55,8 +56,8 @@ def config_of_model(model: str | PretrainedConfig, **options: Any) -> Pretrained
     unreached = "" if there else _why_unreached(model, options.get("revision"))
     try:
         return AutoConfig.from_pretrained(model, **options, **({"local_files_only": True} if unreached else {}))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = one_line(error)
         if unreached:
             reason = f"it is not in the cache, and the hub cannot be reached ({unreached})"
         raise ValueError(f"model {model!r} has no config that can be read: {reason}") from error

@@ -102,10 +102,13 @@ class Models:
             return TAUGHT_APART
         return why_not_pieces(self.policy, self.teacher.model if objective.taught else None)
 
-    def teaches_ahead(self, objective: Objective, most: int | None) -> bool:
-        """Whether an evaluation asks the teacher before the student runs, since some rank may have rows above so many
-        tokens."""
-        return objective.taught and most is not None and self.why_not_chains(objective) is None
+    def teaches_ahead(self, objective: Objective, batch: RaggedBatch, most: int | None) -> bool:
+        """Whether an evaluation asks the teacher before the student runs: where a row is above so many tokens, or may
+        be on another rank whose forwards are this one's too."""
+        if most is None or not objective.taught:
+            return False
+        long = self.together or max(batch.row_tokens, default=0) > most
+        return long and self.why_not_chains(objective) is None
 
     @property
     def teacher(self) -> AdapterOff | FrozenModel:

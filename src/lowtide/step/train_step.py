@@ -404,7 +404,7 @@ def evaluate_batch(
     batch, known = _baseline(models, batch, objective, limits)
     counts = {**objective.counts(batch), **known}
     check_long_rows(models, batch, objective, limits)
-    if models.teaches_ahead(objective, limits.tokens):
+    if models.teaches_ahead(objective, batch, limits.tokens):
         batch = _with_reference(models, batch, objective, limits)
     parts = parts_of(batch, limits)
     turns = _turns(models, parts, idle_part(batch, limits.tokens))
@@ -440,7 +440,7 @@ def accompany(models: Models, batch: RaggedBatch, objective: Objective, limits: 
         return
     idle = idle_part(batch, limits.tokens)
     _baseline(models, idle, objective, limits)
-    if models.teaches_ahead(objective, limits.tokens):
+    if models.teaches_ahead(objective, idle, limits.tokens):
         idle = _with_reference(models, idle, objective, limits)
     turns = _turns(models, [], idle)
     for term in objective.terms if isinstance(objective, RowObjective) else [objective]:

@@ -238,7 +238,7 @@ def plan(
     if lengths is not None:
         known = row_lengths(lengths, run.method)
         own |= options_of_lengths(known, _requested(inputs))
-        notes = (*notes, *notes_of_lengths(known, _requested(inputs)))
+        notes = (*notes, *notes_of_lengths(known, {**own, **_requested(inputs)}))
     return in_tracing_process(
         make_plan if cluster is None else plan_over,
         run,

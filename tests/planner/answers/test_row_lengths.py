@@ -75,7 +75,8 @@ def test_a_run_file_needs_options_that_cut_none_of_them(method, text, given, nee
     ("method", "text", "given", "said"),
     [
         ("sft", "300x2", {"max_length": 100}, "max_length=100 would cut"),
-        ("sft", "64x4", {"packing": True}, "packing=True would fill"),
+        ("sft", "64x4", {"packing": True}, "packing=True would fill rows up to max_length=1024"),
+        ("sft", "64x4", {"packing": True, "max_length": 64}, ""),
         ("dpo", "512x2", {"max_length": 256}, "max_length=256 would cut"),
         ("sft", "64x4", {"max_length": 100}, ""),
         ("sft", "64x4", {"max_length": None}, ""),

@@ -127,11 +127,9 @@ def options_of_lengths(lengths: RowLengths, given: Mapping[str, Any]) -> dict[st
         lengths: of the rows.
         given: the user's own options, which stay as they are.
     """
-    config = config_class(lengths.method)
-    names = {each.name for each in fields(config)}
 
     def value_of(name: str) -> Any:
-        return given[name] if name in given else default_of(config, name) if name in names else None
+        return given[name] if name in given else _default(lengths.method, name)
 
     found: dict[str, Any] = {BATCH: lengths.batch}
     for name, tokens in _least_lengths(lengths, value_of("max_completion_length")).items():
@@ -153,9 +151,16 @@ def notes_of_lengths(lengths: RowLengths, given: Mapping[str, Any]) -> tuple[str
     names = _least_lengths(lengths, given.get("max_completion_length"))
     cut = [f"{name}={given[name]}" for name, tokens in names.items() if given.get(name) and given[name] < tokens]
     found = [f"{', '.join(cut)} would cut these rows, which are planned as long as they are given"] if cut else []
-    if given.get("packing"):
-        found.append("packing=True would fill rows up to max_length, and rows are planned as they are given: give that")
+    most = given["max_length"] if "max_length" in given else _default(lengths.method, "max_length")
+    if given.get("packing") and (most or 0) > lengths.longest:
+        found.append(f"packing=True would fill rows up to max_length={most}, and they are planned as they are given")
     return tuple(found)
+
+
+def _default(method: Method, name: str) -> Any:
+    """Of an option; None where the method has none of this name."""
+    config = config_class(method)
+    return default_of(config, name) if name in {each.name for each in fields(config)} else None
 
 
 def _least_lengths(lengths: RowLengths, written: int | None) -> dict[str, int]:

@@ -37,7 +37,10 @@ FOUND = ("eval_loss", "eval_scores", "eval_weighed")
 EVALUATED = {"evaluated": True, "per_device_eval_batch_size": 2, "include_num_input_tokens_seen": "all"}
 CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", "rehearsal": True, **EVALUATED},
-    "evaluated between steps": {"kind": "SFT", "eval_strategy": "steps", "eval_steps": 1},
+    "evaluated between steps": {
+        **{"kind": "SFT", "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.05, "max_steps": 4},
+        **{"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True},
+    },
     "moved between steps": {"kind": "SFT", "moved": True},
     "DPO": {"kind": "DPO", "tokens_per_microbatch": 90},
     **{name: {"kind": name} for name in ("KTO", "Reward", "ORPO", "CPO", "BCO")},

@@ -13,6 +13,7 @@ from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.teachers import DescribedTeacher
+from lowtide.planner.tracing_process import tracing_here
 from lowtide.planning import estimate_method
 from lowtide.run.options.configs import method_of
 from tests.support.distilling import talks
@@ -82,3 +83,16 @@ def test_by_names_as_the_command_asks(tmp_path):
     options = {"teacher_model_name_or_path": str(tmp_path / "teacher"), "per_device_train_batch_size": 2}
     found = estimate_method("gkd", str(tmp_path / "student"), talks(8), config=options)
     assert {held["reference"] for held in found.phases.values()} == {held_by_teacher()}
+
+
+@pytest.mark.slow
+def test_a_well_known_teacher_needs_no_hub(monkeypatch):
+    def asked(url: str) -> None:
+        raise AssertionError(f"the hub was asked for {url}")
+
+    monkeypatch.setattr("lowtide.planner.tracing.described_model.get_hf_file_metadata", asked)
+    known = "HuggingFaceTB/SmolLM2-135M"
+    options = {"teacher_model_name_or_path": known, "lmbda": 0.0, "save_strategy": "no"}
+    with tracing_here():
+        found = estimate_method("gkd", known, lengths="64x2", config=options)
+    assert all(held["reference"] > 4 * 134e6 for held in found.phases.values())

@@ -123,6 +123,7 @@ def prepared_rows(run: PlannedRun, rows: Dataset) -> tuple[Dataset, Sizes, tuple
         prepared=run.prepared,
         processing_class=run.processing_class,
         samples=run.samples,
+        teacher_model=run.teacher,
     )
     assembled = fake.assembled(run.device)
     of_positions = _check_positions(run, fake.dataset, assembled)

@@ -48,8 +48,9 @@ test-slow: $(VENV)/.extras $(VENV)/.site
 
 test-all: test test-slow
 
+# by files: a worker that stole a part of one would start its ranks again
 test-ranks: $(VENV)/.deepspeed
-	$(PY) -m pytest $(RANKS_TOO) $(RANKS_APART)
+	$(PY) -m pytest --dist loadfile $(RANKS_TOO) $(RANKS_APART)
 
 test-faults: $(VENV)/.extras
 	$(PY) -m tests.faults

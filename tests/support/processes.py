@@ -7,10 +7,14 @@ environment that it started with: what a test sets in `os.environ` is handed ove
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 PRELOAD = "tests.support.preload"
 """The module that the server imports."""
@@ -33,7 +37,17 @@ def run_ranks(function: Callable[..., object], *args: object, ranks: int = 2) ->
     import torch.multiprocessing as mp
 
     server_context()
-    mp.start_processes(_rank, (function, *args), nprocs=ranks, start_method="forkserver")
+    with _room_for(ranks):
+        mp.start_processes(_rank, (function, *args), nprocs=ranks, start_method="forkserver")
+
+
+@contextlib.contextmanager
+def _room_for(ranks: int) -> Iterator[None]:
+    """Lets more ranks than two run by themselves, whatever other workers of the tests want to start meanwhile: eight
+    processes that wait for one another spend most of two cores on switching between them."""
+    with (Path(tempfile.gettempdir()) / f"lowtide-ranks-{os.getuid()}").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX if ranks > 2 else fcntl.LOCK_SH)
+        yield
 
 
 def _rank(rank: int, function: Callable[..., object], *args: object) -> None:

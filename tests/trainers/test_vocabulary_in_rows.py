@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from lowtide.engine.forward import causal_model
 from lowtide.ops import linear_logprobs
-from tests.support import matrix
+from tests.support import matrix, sharded_training
 from tests.support.processes import run_ranks
 from tests.support.sharded_training import (
     assert_near,
@@ -32,6 +32,7 @@ SPLIT = {"fsdp": True, "fsdp_split_vocabulary": True}
 CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", "evaluated": True, "rehearsal": True},
     "tied": {"kind": "SFT", "model": "tied", "evaluated": True},
+    **{name: sharded_training.CASES[name] for name in ("evaluated between steps", "moved between steps")},
     "DPO": {"kind": "DPO", "tokens_per_microbatch": 90},
     "KTO": {"kind": "KTO"},
     "Reward": {"kind": "Reward"},

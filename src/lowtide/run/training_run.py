@@ -333,12 +333,13 @@ class TrainingRun:
             check_budget(
                 budget, self.row_lengths(dataset), name, bin_tokens, why_whole=lambda: why_whole or self.why_whole()
             )
-        models = {"the model": self.model, getattr(self._references, "what", ""): self._referred()}
-        for whose, model in models.items():
-            if model is None or (positions := position_table(model)) is None:
-                continue
-            written = self.args.max_completion_length if self.method.writes else 0
-            lengths = self.row_lengths(dataset) if getattr(self.args, "writes", False) else None
+        models, referred = {"the model": self.model}, self._referred()
+        if self._references is not None and referred is not None and referred is not self.model:
+            models[self._references.what] = referred
+        tables = {whose: most for whose, model in models.items() if (most := position_table(model)) is not None}
+        written = self.args.max_completion_length if self.method.writes else 0
+        lengths = self.row_lengths(dataset) if tables and getattr(self.args, "writes", False) else None
+        for whose, positions in tables.items():
             check_positions(dataset, positions, name, written, lengths, whose=whose)
 
     def _run_towers(self) -> None:
@@ -415,19 +416,11 @@ def _check_whole(args: Any, why: str) -> None:
     for size, what in {
         "sequence_parallel": f"sequences cannot be split over {{}} ranks {why}: leave sp_size and cp_size out",
         "tensor_parallel": f"layers cannot be split between {{}} ranks {why}: shard by fsdp=True in place of tp_size",
+        "pipeline_parallel": f"layers cannot be split over {{}} ranks {why}: shard by fsdp=True, or split each layer "
+        "by tp_size, in place of pipeline_parallel_size",
     }.items():
         if (ranks := getattr(args.sharding, size)) > 1:
             raise ValueError(f"{type(args).__name__}: {what.format(ranks)}")
-    _check_stages(args, why)
-
-
-def _check_stages(args: Any, why: str) -> None:
-    """Refuses ranks that have layers of their own; `why` completes the sentence."""
-    if (ranks := args.sharding.pipeline_parallel) > 1:
-        raise ValueError(
-            f"{type(args).__name__}: layers cannot be split over {ranks} ranks {why}: shard by fsdp=True, or split "
-            "each layer by tp_size, in place of pipeline_parallel_size"
-        )
 
 
 def _check_whole_vocabulary(args: Any, why: str) -> None:

@@ -44,6 +44,19 @@ def test_a_streamed_base_takes_a_layer():
     assert LAYER + ADAPTERS <= streamed["weights"] <= 1.01 * (2 * LAYER + ADAPTERS)
 
 
+@pytest.mark.parametrize("options", [{"base_weights": "stream"}, {"optim": "adamw_lora_fa"}], ids=str)
+def test_what_goes_by_adapters_is_estimated_by_the_name_of_the_method(options):
+    """Rows are prepared on a model without adapters, which once refused it."""
+    adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    common = {"peft_config": adapters, "lengths": TEXTS}
+    plain = {"use_cpu": True, "bf16": False, "report_to": "none"}
+    made = SFTConfig(output_dir="run", **plain, **options)
+    wanted = estimate(made, LlamaConfig(**SIZES), **common)
+    found = estimate("sft", LlamaConfig(**SIZES), config={**plain, **options}, **common)
+    for name in ("weights", "optimizer"):
+        assert found.phases["backward"][name] == pytest.approx(wanted.phases["backward"][name], abs=64)
+
+
 @pytest.mark.slow
 def test_on_a_gpu_the_layers_wait_in_pinned_memory():
     streamed = weights(SFTConfig, TEXTS, "H100-80GB", base_weights="stream")

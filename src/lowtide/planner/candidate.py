@@ -19,6 +19,7 @@ from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.positions import beyond, made_for, positions_of
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards
 from lowtide.planner.tracing.teachers import DescribedTeacher
+from lowtide.run.optimizers import LORA_FA
 from lowtide.run.options.configs import config_class
 from lowtide.run.training_run import TrainingRun
 from lowtide.step.heaviest import check_positions, heaviest_rows, longest_row
@@ -114,7 +115,7 @@ def prepared_rows(run: PlannedRun, rows: Dataset) -> tuple[Dataset, Sizes, tuple
     Raises:
         ValueError: rows cannot be prepared; one is longer than the model has positions.
     """
-    config = run.config({"tokens_per_microbatch": None})
+    config = run.config({"tokens_per_microbatch": None, **_of_adapters(run)})
     fake = FakeRun(
         run.method,
         config,
@@ -128,6 +129,12 @@ def prepared_rows(run: PlannedRun, rows: Dataset) -> tuple[Dataset, Sizes, tuple
     assembled = fake.assembled(run.device)
     of_positions = _check_positions(run, fake.dataset, assembled)
     return fake.dataset, _sizes_of(run, assembled, fake.dataset), (*fake.notes, *of_positions)
+
+
+def _of_adapters(run: PlannedRun) -> dict[str, Any]:
+    """In place of settings that are refused without adapters, which the model that prepares rows does not have: they
+    change no rows, and the traces have adapters."""
+    return {"base_weights": "resident"} | ({"optim": "adamw_torch"} if run.requested.get("optim") == LORA_FA else {})
 
 
 def _check_positions(run: PlannedRun, rows: Dataset, assembled: TrainingRun) -> tuple[str, ...]:

@@ -15,7 +15,13 @@ from torch import nn
 
 from lowtide.compat.torch import FakeTensor, leave_in_place, parts_of
 from lowtide.engine.forward import causal_model
-from lowtide.engine.weights.quantized import is_quantized, move_stored, stored_tensors
+from lowtide.engine.weights.quantized import (
+    check_brought,
+    compute_where_brought,
+    is_quantized,
+    move_stored,
+    stored_tensors,
+)
 from lowtide.engine.weights.streamed_files import check_streamable
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.weights.mapped_files import MappedFiles, lying_in_files
@@ -54,10 +60,19 @@ def check_before_loading(model: Any, args: Any, init: Mapping[str, Any], *, froz
         raise ValueError(
             f"base_weights='stream' needs Linux with a CPU or a CUDA device: here, leave it out ({args.device})"
         )
-    if init.get("quantization_config") is not None:
-        _check_device_of_quantized(args, what)
+    if (quantization := init.get("quantization_config")) is not None:
+        if args.device.type == "cuda":
+            check_brought(quantization)
     elif isinstance(model, str) and frozen:
         check_streamable(model, init, what=what)
+
+
+def loaded_on_host(init: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """The arguments of loading, with which a quantized model that is streamed to a GPU is made on the host: by itself
+    transformers makes all of it on the GPU."""
+    if wants_stream(args) and args.device.type == "cuda" and init.get("quantization_config") is not None:
+        return {**init, "device_map": {"": "cpu"}}
+    return {**init}
 
 
 def stream_frozen(model: nn.Module, args: Any, *, what: str = "model") -> None:
@@ -73,16 +88,18 @@ def stream_frozen(model: nn.Module, args: Any, *, what: str = "model") -> None:
     if not weights:
         return
     quantized = any(is_quantized(weight) for weight in weights)
-    if quantized:
-        _check_device_of_quantized(args, what)
     if isinstance(weights[0], FakeTensor):
         store: Store = Unresident(on_device=kind_of(args.device) == "cuda")
-    else:
+    elif args.device.type == "cpu":
         if quantized:
             _move_to_file(model, weights, args, what)
         else:
-            weights = _checked(model, weights, args, what)
-        store = MappedFiles() if args.device.type == "cpu" else PinnedLayers(args.device)
+            weights = _in_files(model, weights, args, what)
+        store = MappedFiles()
+    else:
+        _check_not_cast(weights, args, what)
+        compute_where_brought(model, args.device)
+        store = PinnedLayers(args.device)
     stream = WeightStream(model, weights, store, stored_tensors(model))
     vars(causal_model(model))[STREAM] = stream
     if isinstance(store, MappedFiles):
@@ -161,7 +178,8 @@ def text_of(stream: WeightStream | None) -> str:
 
 def _check_not_cast(weights: list[nn.Parameter], args: Any, what: str) -> None:
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    cast = next((w for w in weights if half is not None and w.dtype != half and w.dim() > 1), None)
+    plain = [weight for weight in weights if not is_quantized(weight) and weight.dim() > 1]
+    cast = next((weight for weight in plain if half is not None and weight.dtype != half), None)
     if cast is not None:
         asked = "bf16" if args.bf16 else "fp16"
         wanted = str(half).removeprefix("torch.")
@@ -172,11 +190,13 @@ def _check_not_cast(weights: list[nn.Parameter], args: Any, what: str) -> None:
         )
 
 
-def _checked(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str) -> list[nn.Parameter]:
-    """Those that can be streamed: few may stay resident."""
+def _in_files(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str) -> list[nn.Parameter]:
+    """Those that lie in files, and so can be streamed from there: few may stay resident.
+
+    Raises:
+        ValueError: more do not, or they are cast as they are used.
+    """
     _check_not_cast(weights, args, what)
-    if args.device.type != "cpu":
-        return weights
     in_files = lying_in_files(weights)
     names = {id(p): name for name, p in model.named_parameters()}
     lost = [weight for weight in weights if weight not in in_files]
@@ -191,19 +211,6 @@ def _checked(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str
     return [weight for weight in weights if weight in in_files]
 
 
-def _check_device_of_quantized(args: Any, what: str) -> None:
-    """Refuses quantized weights of a GPU.
-
-    Raises:
-        ValueError: names the device.
-    """
-    if kind_of(args.device) != "cpu":
-        raise ValueError(
-            f"base_weights='stream' streams quantized weights on a CPU alone, and {what} has some on {args.device}: "
-            f"load it in bfloat16 (without load_in_4bit, load_in_8bit), {OUT}"
-        )
-
-
 def _move_to_file(model: nn.Module, weights: list[nn.Parameter], args: Any, what: str) -> None:
     """Weights of a quantized model, which are made as it is loaded, go to a temporary file, and so do the others, since
     the model's own files, as long as one weight lies in them, keep all that was read of them resident.
@@ -211,11 +218,10 @@ def _move_to_file(model: nn.Module, weights: list[nn.Parameter], args: Any, what
     Raises:
         ValueError: no file can be written.
     """
-    plain = [weight for weight in weights if not is_quantized(weight)]
-    _check_not_cast(plain, args, what)
+    _check_not_cast(weights, args, what)
     file = file_beside(args.output_dir)
     move_stored(model, file.copy_of)
-    file.take(plain)
+    file.take([weight for weight in weights if not is_quantized(weight)])
 
 
 def _place_the_rest(model: nn.Module, stream: WeightStream, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from lowtide.run.engine import Engine
 from lowtide.run.inputs.arguments import check_kind
 from lowtide.run.inputs.loading import model_name
 from lowtide.run.references import Reference, ReferenceMaker, check_its_tokenizer, size_text
-from lowtide.run.streamed_weights import check_before_loading
+from lowtide.run.streamed_weights import check_before_loading, loaded_on_host
 
 MISSING = (
     "there is no teacher: pass a model or its name as `teacher_model`, or set teacher_model_name_or_path. With "
@@ -85,7 +85,7 @@ class TeacherMaker(ReferenceMaker):
         if isinstance(reference, str):
             init = {"dtype": embedding_weight(policy).dtype, **init}
             check_before_loading(name, self.args, init, frozen=True, what=self.what)
-            reference = load_model(name, **init)
+            reference = load_model(name, **loaded_on_host(init, self.args))
         check_kind(reference, head=LanguageModel, name="teacher_model")
         ours, theirs = vocabulary(policy), vocabulary(reference)
         tokens = min(ours, theirs) if tokenizer is None else len(tokenizer)

@@ -48,6 +48,43 @@ def move_stored(model: nn.Module, place: Callable[[Tensor], Tensor]) -> None:
             weight.CB = weight.data
 
 
+def compute_where_brought(model: nn.Module, device: torch.device) -> None:
+    """Has quantized layers compute on a device to which their codes and scales are brought for each use.
+
+    What does not grow with a weight is there from now on. Nothing keeps the codes of a use: neither autograd, for which
+    bitsandbytes' own product in 4 bits does, nor a second name.
+
+    Raises:
+        ValueError: a weight is in torchao's form, whose parts are not brought one by one.
+    """
+    for layer, weight in _quantized(model):
+        check_brought(weight)
+        if _is_4_bit(weight):
+            for state in (weight.quant_state, weight.quant_state.state2):
+                for name in ("code", "offset"):
+                    if isinstance(small := getattr(state, name, None), Tensor):
+                        setattr(state, name, small.to(device))
+            layer.forward = types.MethodType(_forward, layer)
+        else:
+            for holder in (weight, cast(Any, layer).state):
+                holder.CB, holder.SCB = None, None if holder.SCB is None else holder.SCB.to(device)
+    for module in model.modules():
+        vars(module).pop("hf_device_map", None)  # by which accelerate would take it for a model of the host
+
+
+def check_brought(what: Any) -> None:
+    """Refuses a weight, or a quantization config, of a form that cannot be brought to a device in parts.
+
+    Raises:
+        ValueError: it is torchao's.
+    """
+    if _is_torchao(what) or hasattr(what, "get_apply_tensor_subclass"):
+        raise ValueError(
+            "base_weights='stream' brings bitsandbytes' weights to a GPU, and these are in torchao's form: take "
+            "load_in_4bit or load_in_8bit, or leave base_weights out"
+        )
+
+
 def keep_trainable(model: nn.Module) -> None:
     """Has quantized layers pass on the gradients of the dequantized model.
 
@@ -139,9 +176,14 @@ def _is_8_bit(layer: Any) -> bool:
     return type(layer).__name__ == "Linear8bitLt" and layer.weight.dtype == torch.int8
 
 
+def _is_4_bit(weight: Any) -> bool:
+    return getattr(weight, "quant_state", None) is not None
+
+
 def _forward(self: Any, x: Tensor) -> Tensor:
-    out = cast(Tensor, _Product.apply(x, self))
-    return out if self.bias is None else out + self.bias.to(out.dtype)
+    computed_in = getattr(self, "compute_dtype", None) or x.dtype
+    out = cast(Tensor, _Product.apply(x.to(computed_in), self))
+    return (out if self.bias is None else out + self.bias.to(out.dtype)).to(x.dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -160,5 +202,9 @@ class _Product(torch.autograd.Function):
 def _dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
     if _is_torchao(layer.weight):
         return layer.weight.dequantize().to(dtype)
+    if _is_4_bit(layer.weight):
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(dtype)
     scale = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
     return layer.weight.data.to(dtype).mul_(scale[:, None] / 127)

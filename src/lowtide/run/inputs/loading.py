@@ -23,6 +23,7 @@ from lowtide.engine.weights.widening import load_waiting, waits
 from lowtide.option_values import check_ranges
 from lowtide.run.optimizers import OPTIMIZERS
 from lowtide.run.options.training import TrainingConfig, default_of
+from lowtide.run.streamed_weights import loaded_on_host
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ def load_inputs(
     processing_class: Any = tokenizer
     if isinstance(model, str):
         late = _may_wait(args, head) and not has_adapters and not begins_at_random(model) and waits(model, init)
-        model = (load_waiting if late else load_model)(model, head=head, labels=labels, **init)
+        load = load_waiting if late else load_model
+        model = load(model, head=head, labels=labels, **loaded_on_host(init, args))
     elif labels:
         name_labels(causal_model(model), labels)
     if tokenizer is not None:

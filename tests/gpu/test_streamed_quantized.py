@@ -46,7 +46,7 @@ def test_what_is_streamed_is_never_all_there(tmp_path, peak_above_start):
         gc.collect()
         found[where] = peak_above_start(lambda where=where: outcome(sft(name, tmp_path, base_weights=where, **options)))
     codes = 24 * (4 * 512 * 512 + 3 * 512 * 2048) // 2  # of the layers, in bytes
-    assert found["stream"] < found["resident"] - 0.8 * codes
+    assert found["stream"] < found["resident"] - 0.7 * codes
 
 
 def test_a_run_that_is_resumed_gives_the_same_bits(tmp_path):

@@ -157,12 +157,8 @@ def torch_varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: Atte
 
     shape = lengths(plan)
     key, value = gathered(key, shape.gather), gathered(value, shape.gather)
-    options = {}
-    if (repeat := query.shape[1] // key.shape[1]) > 1:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            options["enable_gqa"] = True
-        else:  # torch 2.11
-            key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    shares = query.shape[1] > key.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters
+    options = {"enable_gqa": True} if shares else {}  # before torch 2.12 the kernel takes fewer keys unasked
     out = varlen_attn(query, key, value, *shape[:4], scale=rules.scale, window_size=_window(rules), **options)
     assert isinstance(out, Tensor)
     return out

@@ -4,14 +4,18 @@ What is asked of CUDA is played by the stand-ins of `test_pinned_host`: a copy t
 that a missing wait shows as a wrong number.
 """
 
+import weakref
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowtide.engine.forward import install
+from lowtide.engine.weights.quantized import compute_where_brought, stored_tensors
 from lowtide.memory.weights.pinned_layers import PinnedLayers
 from lowtide.memory.weights.streaming import WeightStream
 from tests.support.late_copies import CPU, FakeCuda
-from tests.support.tiny_models import assert_same, build, checkpointed, gradients, loss_of, separate, with_adapters
+from tests.support.tiny_models import assert_close, assert_same, build, checkpointed, gradients, loss_of, separate, with_adapters
 
 
 class Layers(PinnedLayers):
@@ -67,3 +71,43 @@ def test_two_layers_at_most_are_on_the_device():
     assert len(layers) == len(stream.units) == 5
     stream.let_all_go()
     assert not store._visits
+
+
+QUANTIZATIONS = {
+    "4 bits": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"},
+    "4 bits, scales quantized": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    "8 bits": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_quantized_layers_compute_where_they_are_brought(quantization, tmp_path):
+    """And no graph keeps what was brought: the device's copies are gone before backward brings them again."""
+    pytest.importorskip("bitsandbytes")
+    build(hidden_size=128, intermediate_size=256, num_hidden_layers=4).save_pretrained(tmp_path)
+    found, brought = [], []
+
+    class Seen(Layers):
+        def bring(self, unit, following):
+            super().bring(unit, following)
+            brought.append(weakref.ref(self._visits[unit].buffer))
+
+    for streams in (False, True):
+        config = BitsAndBytesConfig(**QUANTIZATIONS[quantization])
+        torch.manual_seed(0)
+        model = with_adapters(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).train())
+        install(model)
+        if streams:
+            compute_where_brought(model, CPU)
+            frozen = [p for p in model.parameters() if not p.requires_grad]
+            stream = WeightStream(model, frozen, Seen(CPU, FakeCuda()), stored_tensors(model))
+            stream.let_all_go()
+            with stream.store.around():
+                loss = loss_of(model, separate())
+            assert len(brought) == 4
+            assert [each() for each in brought] == [None] * 4
+        else:
+            loss = loss_of(model, separate())
+        loss.backward()
+        found.append(gradients(model))
+    assert_close(found[1], found[0], 1e-5)

@@ -14,7 +14,7 @@ from lowtide.compat.torch import parts_of
 from lowtide.engine.forward import causal_model
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops import mapped
-from lowtide.run.streamed_weights import check_before_loading
+from lowtide.run.streamed_weights import check_before_loading, loaded_on_host
 from tests.support.streamed_runs import (
     LORA,
     WRITTEN,
@@ -158,10 +158,19 @@ def test_a_quantized_reference_is_streamed(tmp_path):
         assert stream_of(model) is not None
 
 
-def test_quantized_weights_of_a_gpu_are_refused():
+def test_weights_of_torchao_are_not_brought_to_a_gpu():
+    pytest.importorskip("torchao")
     args = SimpleNamespace(base_weights="stream", device=torch.device("cuda"))
-    with pytest.raises(ValueError, match="quantized weights on a CPU alone"):
-        check_before_loading("model", args, {"quantization_config": object()}, frozen=True)
+    with pytest.raises(ValueError, match="brings bitsandbytes' weights to a GPU, and these are in torchao's form"):
+        check_before_loading("model", args, {"quantization_config": QUANTIZATIONS["torchao"]()}, frozen=True)
+
+
+def test_what_is_streamed_to_a_gpu_is_quantized_on_the_host():
+    args = SimpleNamespace(base_weights="stream", device=torch.device("cuda"))
+    asked = {"quantization_config": object(), "device_map": {"": 0}}
+    assert loaded_on_host(asked, args)["device_map"] == {"": "cpu"}
+    resident = SimpleNamespace(base_weights="resident", device=torch.device("cuda"))
+    assert loaded_on_host(asked, resident) == asked
 
 
 def test_a_run_that_is_resumed_gives_the_same_bits(tmp_path):

@@ -37,6 +37,7 @@ CHAINS = "chains"
 PUBLISHED = "published"
 STREAMED = "streamed"
 BFLOAT16 = "bfloat16"
+LARGE = "large"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is counted apart."""
 FORWARD_FLOPS = 2

@@ -274,6 +274,16 @@ def test_trl_runs_the_file_that_is_written_for_it(plan, tmp_path):
 
 
 @pytest.mark.slow
+def test_quantized_weights_are_streamed_to_a_gpu_where_nothing_else_fits(capsys):
+    """A 70B takes 8 GB of embedding and head in float32, and 36 of layers in 4 bits."""
+    words = ["plan", "sft", "--model", "meta-llama/Llama-3.1-70B", "--lengths", "1024x1", "--device", "4090"]
+    assert main([*words, "--use_peft", "--load_in_4bit", "--gradient_checkpointing", "true", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["base_weights"] == "stream"
+    assert 36e9 < found["estimate"]["host_bytes"] < 90e9
+
+
+@pytest.mark.slow
 def test_frozen_weights_are_streamed_where_nothing_else_fits(capsys):
     words = ["plan", "sft", "--model", "meta-llama/Llama-3.1-70B", "--lengths", "1024x1", "--device", "4090"]
     adapted = [*words, "--use_peft", "--dtype", "bfloat16", "--gradient_checkpointing", "true", "--json"]

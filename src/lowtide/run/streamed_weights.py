@@ -7,7 +7,7 @@ that the probe and the making of adapters take no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from lowtide.engine.weights.streamed_files import check_streamable
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.weights.mapped_files import MappedFiles, lying_in_files
 from lowtide.memory.weights.pinned_layers import PinnedLayers
-from lowtide.memory.weights.streaming import STREAM, Store, Unresident, WeightStream, stream_of
+from lowtide.memory.weights.streaming import STREAM, Store, Unresident, WeightStream, stream_of, units_of
 from lowtide.memory.weights.trained_layers import TrainedLayers
 from lowtide.memory.weights.written_file import file_beside
 from lowtide.ops.mapped import can_let_go, declare, keep
@@ -97,7 +97,8 @@ def stream_frozen(model: nn.Module, args: Any, *, what: str = "model") -> None:
             weights = _in_files(model, weights, args, what)
         store = MappedFiles()
     else:
-        _check_not_cast(weights, args, what)
+        layers = units_of(model, weights, layers_only=True, lying={})
+        _check_not_cast([weight for unit in layers for weight in unit.weights], args, what)
         compute_where_brought(model, args.device)
         store = PinnedLayers(args.device)
     stream = WeightStream(model, weights, store, stored_tensors(model))
@@ -176,7 +177,7 @@ def text_of(stream: WeightStream | None) -> str:
     return f"{bytes_text(stream.bytes)} wait {waits}, of which a layer takes {bytes_text(stream.largest)}"
 
 
-def _check_not_cast(weights: list[nn.Parameter], args: Any, what: str) -> None:
+def _check_not_cast(weights: Sequence[torch.Tensor], args: Any, what: str) -> None:
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     plain = [weight for weight in weights if not is_quantized(weight) and weight.dim() > 1]
     cast = next((weight for weight in plain if half is not None and weight.dtype != half), None)

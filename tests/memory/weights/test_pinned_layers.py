@@ -15,7 +15,16 @@ from lowtide.engine.weights.quantized import compute_where_brought, stored_tenso
 from lowtide.memory.weights.pinned_layers import PinnedLayers
 from lowtide.memory.weights.streaming import WeightStream
 from tests.support.late_copies import CPU, FakeCuda
-from tests.support.tiny_models import assert_close, assert_same, build, checkpointed, gradients, loss_of, separate, with_adapters
+from tests.support.tiny_models import (
+    assert_close,
+    assert_same,
+    build,
+    checkpointed,
+    gradients,
+    loss_of,
+    separate,
+    with_adapters,
+)
 
 
 class Layers(PinnedLayers):

@@ -4,6 +4,7 @@ import copy
 import importlib
 import itertools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from lowtide.compat.torch import parts_of
 from lowtide.engine.forward import causal_model
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops import mapped
-from lowtide.run.streamed_weights import check_before_loading, loaded_on_host
+from lowtide.run import streamed_weights
+from lowtide.run.streamed_weights import check_before_loading, loaded_on_host, stream_frozen
 from tests.support.streamed_runs import (
     LORA,
     WRITTEN,
@@ -163,6 +165,21 @@ def test_weights_of_torchao_are_not_brought_to_a_gpu():
     args = SimpleNamespace(base_weights="stream", device=torch.device("cuda"))
     with pytest.raises(ValueError, match="brings bitsandbytes' weights to a GPU, and these are in torchao's form"):
         check_before_loading("model", args, {"quantization_config": QUANTIZATIONS["torchao"]()}, frozen=True)
+
+
+def test_beside_a_gpu_only_layers_are_held_to_the_dtype_of_the_computation():
+    """Embedding and head stay there as they are."""
+    args = SimpleNamespace(base_weights="stream", device=torch.device("cuda"), bf16=True, fp16=False)
+    model = build(num_hidden_layers=2)
+    with pytest.raises(ValueError, match="each weight of model, stored in float32, would be a resident copy"):
+        stream_frozen(model.requires_grad_(False), args)
+    model.model.layers.to(torch.bfloat16)
+    with mock.patch.object(streamed_weights, "PinnedLayers", side_effect=Reached), pytest.raises(Reached):
+        stream_frozen(model, args)
+
+
+class Reached(Exception):
+    """What comes after all checks."""
 
 
 def test_what_is_streamed_to_a_gpu_is_quantized_on_the_host():

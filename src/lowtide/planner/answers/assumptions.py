@@ -63,7 +63,7 @@ def files_dtype(run: PlannedRun, computed: torch.dtype | None) -> str:
     if not run.from_files:
         return ""
     if run.quantization_config is not None:  # quantized weights are made as they are loaded, of files in any dtype
-        return str(stored_dtype(run)).removeprefix("torch.") if run.device.kind == "cpu" else ""
+        return str(stored_dtype(run)).removeprefix("torch.")
     dtype = str(getattr(run.described, "dtype", None) or "").removeprefix("torch.")
     return dtype if computed is None or str(computed).removeprefix("torch.") == dtype else ""
 

@@ -63,9 +63,10 @@ def _of_adapters(run: PlannedRun) -> Iterator[str]:
         yield f"--load_in_4bit stores them in 4 bits (QLoRA, some {_in_bits(run, FOUR_BITS)})"
     if run.cluster is not None or run.requested.get("base_weights"):
         return
-    if quantized and run.device.kind == "cpu":
-        yield "--base_weights stream brings in a layer of them at a time, from a temporary file"
-    elif not quantized and (dtype := _streamed_in(run)) is not None:
+    if quantized:
+        where = "a temporary file" if run.device.kind == "cpu" else "host memory"
+        yield f"--base_weights stream brings in a layer of them at a time, from {where}"
+    elif (dtype := _streamed_in(run)) is not None:
         yield f"--base_weights stream{dtype} brings in a layer of them at a time, in the dtype of the model's files"
 
 

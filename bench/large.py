@@ -1,0 +1,124 @@
+"""`python -m bench.large`: models of 8B parameters and layers of 70B on one GPU, beside what the planner says of them.
+
+Where there is a GPU each run is trained on it: weights are random, and a few steps are taken. Elsewhere, or with
+`--predict`, peaks are predicted alone, beside what a record of that GPU has.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from bench.measure import GIGABYTE, hardware
+from bench.memory import device_here
+from bench.processes import ChildFailed, run_child
+from bench.results import LARGE, over_earlier, path_of, versions, write
+from bench.shapes import LLAMA_8B, LLAMA_70B, QWEN3_8B
+
+NAME = "large"
+CHILD = "bench.large_child"
+SECONDS = 1800
+"""After which a run is given up."""
+
+
+@dataclass(frozen=True)
+class LargeCase:
+    """One run; weights that are not quantized are in bfloat16, with checkpointing."""
+
+    shape: Mapping[str, Any]
+    rows: int
+    length: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lora: bool = True
+    """Rank 16 on all linear layers; else all weights are trained."""
+    four_bits: bool = False
+    steps: int = 4
+
+
+FOUR_LAYERS = {**LLAMA_70B, "num_hidden_layers": 4, "vocab_size": 32_000}
+STREAMED = {"trained_weights": "stream", "optimizer_in_backward": True, "max_grad_norm": 0.0}
+CASES = {
+    "Llama-3.1-8B, all weights, AdamW, streamed": LargeCase(LLAMA_8B, 2, 2048, STREAMED, lora=False),
+    "4 layers of a 70B, QLoRA": LargeCase(FOUR_LAYERS, 2, 2048, four_bits=True),
+    "4 layers of a 70B, QLoRA, streamed": LargeCase(FOUR_LAYERS, 2, 2048, {"base_weights": "stream"}, four_bits=True),
+    "Qwen3-8B, LoRA, a row of 65,536 tokens in pieces": LargeCase(
+        QWEN3_8B, 1, 65_536, {"tokens_per_microbatch": 16_384, "chain_storage": "host"}, steps=2
+    ),
+}
+"""By name."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Predicts, measures where there is a GPU, prints and records; returns 1 where a run fails."""
+    options, console = parse(argv), Console()
+    found, failed = {}, False
+    for name in options.only or CASES:
+        known = {} if options.measures else recorded(options.hardware).get(name, {})
+        try:
+            run = {**known, "predicted": child(name, "predict", options)}
+            if options.measures:
+                run |= {"measured": child(name, "measure", options), "versions": versions()}
+        except ChildFailed as failure:
+            failed = True
+            console.print(name, failure.reason, *failure.last_lines, sep="\n", markup=False, highlight=False)
+            continue
+        found[name] = run
+        console.print(line(name, run), markup=False, highlight=False)
+    if options.record and found and options.hardware:
+        results = {"kind": LARGE, "hardware": options.hardware}
+        results["runs"] = over_earlier(NAME, options.hardware, "runs", found)
+        console.print(f"recorded in {write(NAME, results)}")
+    return int(failed)
+
+
+def child(name: str, what: str, options: argparse.Namespace) -> dict[str, Any]:
+    return run_child({"case": name, "what": what, "device": options.gpu}, lambda step: None, SECONDS, CHILD)
+
+
+def recorded(machine: dict[str, Any]) -> dict[str, Any]:
+    """What is recorded of a machine, by the names of the runs."""
+    path = path_of(NAME, machine) if machine else None
+    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path is not None and path.exists() else {}
+
+
+def line(name: str, run: dict[str, Any]) -> str:
+    """A run in a line."""
+    parts = []
+    for which in ("predicted", "measured"):
+        if which in run:
+            allocated, reserved = (run[which][f"{each}_bytes"] / GIGABYTE for each in ("allocated", "reserved"))
+            parts.append(f"{which} {allocated:.2f} GB, {reserved:.2f} GB reserved")
+    if "measured" in run:
+        parts.append(f"{statistics.median(run['measured']['seconds']):.2f} s a step")
+    return f"{name}: {'; '.join(parts)}"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.large", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these runs")
+    parser.add_argument("--predict", metavar="GPU", help="predict alone, for a GPU by its name (such as 'NVIDIA H200')")
+    parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
+    options = parser.parse_args(argv)
+    options.measures = options.predict is None and device_here() == "cuda"
+    options.hardware = hardware("cuda") if options.measures else _of_record(options.predict)
+    options.gpu = options.hardware.get("gpu") or options.predict
+    if options.gpu is None:
+        parser.error("there is no GPU here: name one with --predict")
+    return options
+
+
+def _of_record(gpu: str | None) -> dict[str, Any]:
+    """The machine of a record of a GPU; empty where there is none."""
+    path = path_of(NAME, {"gpu": gpu}) if gpu else None
+    if path is None or not path.exists():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))["hardware"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

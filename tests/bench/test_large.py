@@ -1,0 +1,25 @@
+"""Large shapes are predicted where there is no GPU, as the runs on one are set up."""
+
+import dataclasses
+
+from bench import large_child
+from bench.large import CASES, line, parse
+
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALLER = {**SMALL, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 4000}
+
+
+def test_runs_are_predicted_for_a_gpu_that_is_not_here():
+    for name, case in CASES.items():
+        options = {**case.options, **({"tokens_per_microbatch": 64} if "pieces" in name else {})}
+        small = dataclasses.replace(case, shape={**case.shape, **SMALLER}, length=256, options=options)
+        found = large_child.predicted(small, "NVIDIA H200")
+        assert 0 < found["allocated_bytes"] < 2 * found["reserved_bytes"] < 2e9
+        waits = any("stream" in str(each) for each in case.options.values()) or "chain_storage" in case.options
+        assert (found["host_bytes"] > 0) == waits
+        assert "predicted" in line(name, {"predicted": found})
+
+
+def test_a_gpu_is_named_where_there_is_none():
+    assert parse(["--predict", "NVIDIA H200"]).hardware["gpu"] == "NVIDIA H200"
+    assert parse(["--predict", "NVIDIA B200"]).hardware == {}

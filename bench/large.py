@@ -93,8 +93,8 @@ def line(name: str, run: dict[str, Any]) -> str:
         if which in run:
             allocated, reserved = (run[which][f"{each}_bytes"] / GIGABYTE for each in ("allocated", "reserved"))
             parts.append(f"{which} {allocated:.2f} GB, {reserved:.2f} GB reserved")
-    if "measured" in run:
-        parts.append(f"{statistics.median(run['measured']['seconds']):.2f} s a step")
+    if seconds := run.get("measured", {}).get("seconds"):  # none of a run beside others
+        parts.append(f"{statistics.median(seconds):.2f} s a step")
     return f"{name}: {'; '.join(parts)}"
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def adapters_switched_off(model: Any) -> bool:
@@ -27,6 +28,22 @@ def own_targets(config: Any, model_type: str) -> Any:
     known = getattr(PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), "target_module_mapping", None)
     named = getattr(config, "target_modules", None) or getattr(config, "target_parameters", None)
     return () if named or not known else known.get(model_type)
+
+
+def cast_unless(model: nn.Module, taken: Callable[[nn.Module, Tensor], bool]) -> None:
+    """Has the LoRA layers of a model take activations as they come, where `taken` says so of a layer and them.
+
+    Elsewhere PEFT casts them to the adapter's dtype. Variants (DoRA), which compute with what they get, are left alone.
+    """
+
+    def cast(self: Any, x: Any, dtype: Any) -> Any:
+        return x if isinstance(x, Tensor) and taken(self, x) else type(self)._cast_input_dtype(self, x, dtype)
+
+    for module in model.modules():
+        layer: Any = module
+        adapts = isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) and hasattr(layer, "_cast_input_dtype")
+        if adapts and not getattr(layer, "lora_variant", None):
+            layer._cast_input_dtype = types.MethodType(cast, layer)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import set_attention
+from lowtide.engine.adapter_inputs import install_adapter_inputs
 from lowtide.engine.attention import NAME, PACKED, pair_inputs, planned_inputs, ragged_inputs
 from lowtide.engine.chains import why_not_chains
 from lowtide.engine.convolution import install_convolution
@@ -106,6 +107,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     if stage_of(inner) is not None:
         return  # it was, before it was cut
     keep_trainable(inner)
+    install_adapter_inputs(inner)
     install_head(inner)
     if inner.config.is_encoder_decoder:
         share_embedding(inner)

@@ -288,8 +288,8 @@ def cpu_flash_backward(
 def cuda_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """[queries, heads, dim] and [heads, queries]: what `varlen_attn` computes of one segment.
 
-    Its public form returns the log-sum-exp too, and has no way to backward from a softmax over more keys. Heads that
-    share keys are told so from torch 2.12 on; before, the same kernel asked for no word.
+    Its public form returns the log-sum-exp too, and has no way to backward from a softmax over more keys. Torch
+    2.11's takes keys that heads share unasked.
     """
     segment, forward = _one_segment(query, key, value), torch.ops.torch_attn._varlen_attn
     shares = (True,) if "enable_gqa" in argument_names(forward.default) else ()

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int32
@@ -159,7 +158,7 @@ def torch_varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: Atte
     shape = lengths(plan)
     key, value = gathered(key, shape.gather), gathered(value, shape.gather)
     shares = query.shape[1] > key.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"enable_gqa": True} if shares else {}  # before torch 2.12 the kernel takes fewer keys unasked
+    options: dict[str, Any] = {"enable_gqa": True} if shares else {}  # torch 2.11's kernel takes shared keys unasked
     out = varlen_attn(query, key, value, *shape[:4], scale=rules.scale, window_size=_window(rules), **options)
     assert isinstance(out, Tensor)
     return out

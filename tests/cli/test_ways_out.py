@@ -8,6 +8,7 @@ from itertools import takewhile
 import pytest
 
 from lowtide.cli.main import main
+from lowtide.planner.answers.ways_out import is_taken
 
 VALUES = {"stream", "resident", "two_pass", "true", "cpu", "8bit", "4bit", "bfloat16"}
 """Of the options that ways out name, as far as they have some."""
@@ -60,3 +61,9 @@ def test_weights_are_those_of_the_whole_model_where_they_are_streamed(capsys):
     found = ways(capsys, "sft", *words, "--optimizer_in_backward", "two_pass")
     assert any("in 16 bits (14.19 GiB)" in way for way in found), found
     assert any("in 4 bits (QLoRA, some 3.99 GiB)" in way for way in found), found
+
+
+def test_a_way_that_does_not_fit_is_known():
+    way = "--base_weights stream brings in a layer of them at a time, from host memory"
+    assert is_taken(way, {"gradient_checkpointing": True, "base_weights": "stream"})
+    assert not is_taken(way, {"gradient_checkpointing": True, "base": 1})

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.answers.assumptions import assumptions_of, files_dtype, in_bfloat16, stored_dtype, with_it
-from lowtide.planner.answers.ways_out import ways_out
+from lowtide.planner.answers.ways_out import is_taken, ways_out
 from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
 from lowtide.planner.cluster import Cluster
@@ -395,7 +395,7 @@ def _nothing_fits(searches: Searches, room: int, run: PlannedRun, exact: bool, s
     assert least.measured is not None
     option = _option(search, least, least)
     phase = max(least.measured.phases.values(), key=lambda each: sum(each.values()) - each.get(HOLES, 0))
-    inside = {name: size for name, size in phase.items() if name != "runtime" or size > room}
+    inside = {name: size for name, size in phase.items() if name not in ("runtime", HOLES) or size > room}
     (name, size), *_ = Counter(inside).most_common()
     whole = "" if searches.why_whole is None else f" {IN_PIECES.capitalize()} cannot work here: {searches.why_whole}."
     return PlanError(
@@ -405,7 +405,7 @@ def _nothing_fits(searches: Searches, room: int, run: PlannedRun, exact: bool, s
         f"{ADVICE.get(name, ADVICE['weights'])}.{whole}",
         option.peak_bytes,
         option.settings,
-        ways_out(run, exact=exact, streamed=streamed),
+        tuple(way for way in ways_out(run, exact=exact, streamed=streamed) if not is_taken(way, option.settings)),
         room,
     )
 

@@ -7,7 +7,7 @@ scales (QLoRA, arXiv 2305.14314: a float32 scale for each 64 weights) 4.5 of 32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,6 +46,11 @@ def ways_out(run: PlannedRun, *, exact: bool, streamed: bool = False) -> tuple[s
         found.append("--max_length or fewer tokens in a row, where activations are most")
     found.append(f"lowtide gpus {run.method.name} --model ... shows which devices this run fits")
     return tuple(found)
+
+
+def is_taken(way: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a way out is one of the settings that do not fit."""
+    return any(way.startswith(f"--{name} ") for name in settings)
 
 
 def _in_bits(run: PlannedRun, bits: float) -> str:

@@ -13,10 +13,12 @@ from transformers import BitsAndBytesConfig, TorchAoConfig
 from lowtide import SFTConfig
 from lowtide.compat.torch import parts_of
 from lowtide.engine.forward import causal_model
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops import mapped
 from lowtide.run import streamed_weights
 from lowtide.run.streamed_weights import check_before_loading, loaded_on_host, stream_frozen
+from lowtide.trainers.reports.start import StartReport
 from tests.support.streamed_runs import (
     LORA,
     WRITTEN,
@@ -188,6 +190,18 @@ def test_what_is_streamed_to_a_gpu_is_quantized_on_the_host():
     assert loaded_on_host(asked, args)["device_map"] == {"": "cpu"}
     resident = SimpleNamespace(base_weights="resident", device=torch.device("cuda"))
     assert loaded_on_host(asked, resident) == asked
+
+
+def test_the_report_says_what_waits(tmp_path):
+    """And its bar has what is resident."""
+    trainer = sft(saved(tmp_path / "model"), tmp_path / "out", base_weights="stream")
+    report = next(each for each in trainer.callback_handler.callbacks if isinstance(each, StartReport))
+    stream = stream_of(trainer.model)
+    lines = dict(report.lines())
+    assert lines["streamed weights"].startswith(f"{bytes_text(stream.bytes)} wait in files")
+    resident = report.states.weights - stream.bytes + stream.largest
+    assert 0 < resident < report.states.weights
+    assert f"weights {bytes_text(resident)}" in report.bar().plain.split("\n")[1]
 
 
 def test_a_run_that_is_resumed_gives_the_same_bits(tmp_path):

@@ -19,11 +19,13 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
+from lowtide.memory.weights.streaming import stream_of
 from lowtide.planner.devices import device_named
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import whole_shape
 from lowtide.run.engine import Engine
 from lowtide.run.options.without_effect import without_effect
+from lowtide.run.streamed_weights import text_of
 from lowtide.trainers.reports.memory_bar import memory_bar
 from lowtide.trainers.reports.reported import Reported
 
@@ -45,6 +47,7 @@ class StartReport(TrainerCallback):
     def __init__(self, trainer: Reported, engine: Engine) -> None:
         self.trainer, self.engine = trainer, engine
         self.states = predict_states(trainer.model, trainer.optimizer_name)
+        self.stream = stream_of(trainer.model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -99,6 +102,7 @@ class StartReport(TrainerCallback):
                 f"{bytes_text(self.states.total)} = weights {bytes_text(self.states.weights)} + gradients "
                 f"{bytes_text(self.states.gradients)}{optimizer}",
             ),
+            *([("streamed weights", text_of(self.stream))] if self.stream else []),
             *self._technique_lines(),
             *(
                 [("use_liger_loss", "an older name of the fused head, which is always on")]
@@ -115,7 +119,9 @@ class StartReport(TrainerCallback):
         """The bytes that stay against the device; with a prediction, what a step takes beside them too."""
         states, kind = self.states, self.trainer.args.device.type
         device = device_named(kind if kind == "cuda" else "cpu")  # Apple's GPUs share the memory of the system
-        parts = {"weights": states.weights, "gradients": states.gradients, "optimizer": states.optimizer or 0}
+        waiting = 0 if self.stream is None else self.stream.bytes - self.stream.largest
+        weights = max(0, states.weights - waiting)
+        parts = {"weights": weights, "gradients": states.gradients, "optimizer": states.optimizer or 0}
         if self.trainer.predicted_bytes:
             parts["the rest, predicted"] = max(0, self.trainer.predicted_bytes - sum(parts.values()))
         return memory_bar(parts, device.memory_bytes)

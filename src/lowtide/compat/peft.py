@@ -37,12 +37,12 @@ def cast_unless(model: nn.Module, taken: Callable[[nn.Module, Tensor], bool]) ->
     """
 
     def cast(self: Any, x: Any, dtype: Any) -> Any:
-        return x if isinstance(x, Tensor) and taken(self, x) else type(self)._cast_input_dtype(self, x, dtype)
+        takes = isinstance(x, Tensor) and not getattr(self, "lora_variant", None) and taken(self, x)
+        return x if takes else type(self)._cast_input_dtype(self, x, dtype)
 
     for module in model.modules():
         layer: Any = module
-        adapts = isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) and hasattr(layer, "_cast_input_dtype")
-        if adapts and not getattr(layer, "lora_variant", None):
+        if isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) and hasattr(layer, "_cast_input_dtype"):
             layer._cast_input_dtype = types.MethodType(cast, layer)
 
 

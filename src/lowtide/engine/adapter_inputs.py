@@ -32,4 +32,4 @@ def _is_as_autocast_wants(layer: Any, x: Tensor) -> bool:
     if not torch.is_autocast_enabled(kind) or x.dtype != torch.get_autocast_dtype(kind):
         return False
     drops = layer.training and any(getattr(each, "p", 0.0) > 0 for each in layer.lora_dropout.values())
-    return not drops or kind_of(x.device) == "cuda"
+    return not drops or x.is_cuda or kind_of(x.device) == "cuda"

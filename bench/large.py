@@ -5,7 +5,6 @@ Where there is a GPU each run is trained on it: weights are random, and a few st
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from rich.console import Console
 from bench.measure import GIGABYTE, hardware
 from bench.memory import device_here
 from bench.processes import ChildFailed, run_child
-from bench.results import LARGE, over_earlier, path_of, versions, write
+from bench.results import LARGE, over_earlier, versions, write
 from bench.shapes import LLAMA_8B, LLAMA_70B, QWEN3_8B
 
 NAME = "large"
@@ -57,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     """Predicts, measures where there is a GPU, prints and records; returns 1 where a run fails."""
     options, console = parse(argv), Console()
     found, failed = {}, False
+    earlier = {} if options.measures else over_earlier(NAME, {"gpu": options.gpu}, "runs", {})
     for name in options.only or CASES:
-        known = {} if options.measures else recorded(options.hardware).get(name, {})
         try:
-            run = {**known, "predicted": child(name, "predict", options)}
+            run = {**earlier.get(name, {}), "predicted": child(name, "predict", options)}
             if options.measures:
                 run |= {"measured": child(name, "measure", options), "versions": versions()}
         except ChildFailed as failure:
@@ -78,12 +77,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def child(name: str, what: str, options: argparse.Namespace) -> dict[str, Any]:
     return run_child({"case": name, "what": what, "device": options.gpu}, lambda step: None, SECONDS, CHILD)
-
-
-def recorded(machine: dict[str, Any]) -> dict[str, Any]:
-    """What is recorded of a machine, by the names of the runs."""
-    path = path_of(NAME, machine) if machine else None
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path is not None and path.exists() else {}
 
 
 def line(name: str, run: dict[str, Any]) -> str:
@@ -105,19 +98,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options = parser.parse_args(argv)
     options.measures = options.predict is None and device_here() == "cuda"
-    options.hardware = hardware("cuda") if options.measures else _of_record(options.predict)
-    options.gpu = options.hardware.get("gpu") or options.predict
+    own = hardware("cuda") if options.measures else {}
+    options.gpu = own.get("gpu") or options.predict
     if options.gpu is None:
         parser.error("there is no GPU here: name one with --predict")
+    options.hardware = own or over_earlier(NAME, {"gpu": options.gpu}, "hardware", {})
     return options
-
-
-def _of_record(gpu: str | None) -> dict[str, Any]:
-    """The machine of a record of a GPU; empty where there is none."""
-    path = path_of(NAME, {"gpu": gpu}) if gpu else None
-    if path is None or not path.exists():
-        return {}
-    return json.loads(path.read_text(encoding="utf-8"))["hardware"]
 
 
 if __name__ == "__main__":

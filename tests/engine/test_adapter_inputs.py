@@ -12,7 +12,7 @@ from lowtide.ops.target import planning_for
 from tests.support.tiny_models import assert_same, build, gradients, loss_of, separate, with_adapters
 
 
-def adapted(*, own: bool, computed_in=torch.bfloat16, **options):
+def adapted(*, own: bool, **options):
     torch.manual_seed(0)
     model = with_adapters(build(dtype=torch.bfloat16, num_hidden_layers=2), **options).train()
     for name, parameter in model.named_parameters():
@@ -22,7 +22,7 @@ def adapted(*, own: bool, computed_in=torch.bfloat16, **options):
         forward, "install_adapter_inputs", forward.install_adapter_inputs if own else lambda _: None
     ):
         install(model)
-    compute_in(model, computed_in)
+    compute_in(model, torch.bfloat16)
     return model
 
 

@@ -23,7 +23,7 @@ QUANTIZATIONS = {
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_a_quantized_base_is_streamed(tmp_path, quantization, checkpointing, peak_above_start):
+def test_a_quantized_base_is_streamed(tmp_path, quantization, checkpointing):
     pytest.importorskip("bitsandbytes")
     name = saved(tmp_path / "model", **WIDE)
     options = {**ON_CUDA, "gradient_checkpointing": checkpointing}

@@ -87,11 +87,10 @@ def stream_frozen(model: nn.Module, args: Any, *, what: str = "model") -> None:
     weights = [*frozen.values()]
     if not weights:
         return
-    quantized = any(is_quantized(weight) for weight in weights)
     if isinstance(weights[0], FakeTensor):
         store: Store = Unresident(on_device=kind_of(args.device) == "cuda")
     elif args.device.type == "cpu":
-        if quantized:
+        if any(map(is_quantized, weights)):
             _move_to_file(model, weights, args, what)
         else:
             weights = _in_files(model, weights, args, what)

@@ -8,8 +8,8 @@ made to compute in training, evaluation and as a reference alike, and with every
   gradient any more, and a warning alone says so;
 - bitsandbytes in 8 bits would round activations too, to a scale on which the other tokens of the batch have a say
   (LLM.int8, arXiv 2208.07339), on a CPU in evaluation alone. Torchao's layers keep a dequantized weight each until
-  backward. Both dequantize here, for one product at a time, in forward and once more in backward; so do layers in 4 bits
-  that are streamed to a GPU.
+  backward. Both dequantize here, for one product at a time, in forward and once more in backward; so do layers in
+  4 bits that are streamed to a GPU.
 """
 
 from __future__ import annotations

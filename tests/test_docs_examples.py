@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 import lowtide
-from lowtide.cli.launch import split
 from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
+from tests.support.pages import DOCS, PAGES, command_lines
 
-DOCS = Path(__file__).parents[1] / "docs"
 MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))
 TRAINERS = (
     "token-classification",
@@ -49,7 +48,6 @@ LOOKED_UP = (
     *("padding-free.md", "pipeline-parallel.md", "sequence-parallel.md", "tensor-parallel.md", "vision-language.md"),
 )
 """Pages whose Python needs several processes, a model of the hub, or what the reader has."""
-PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 UNNAMED = {"step", "epoch"}
 """Of every log entry of a `transformers.Trainer`."""
 
@@ -101,14 +99,6 @@ def test_the_arithmetic_of_prefix_sharing():
 def test_a_memory_techniques_example(page):
     trainer = run(page).get("trainer")
     assert trainer is None or trainer.state.global_step == trainer.args.max_steps
-
-
-def command_lines(text: str) -> list[list[str]]:
-    """The words of each `lowtide` command of a page; what stands in brackets, as in a usage line, is left out."""
-    joined = re.sub(r"\\\n\s*", " ", text)
-    lines = re.findall(r"^(?:    )?(?:[A-Z_]+=\S+ )*lowtide ([a-z][a-z0-9-]*(?: .*)?)$", joined, re.MULTILINE)
-    found = [re.sub(r"\[[^\]]*\]|\.\.\.", "", line) for line in lines if " --" in line or line in ("demo", "doctor")]
-    return [split(shlex.split(line, comments=True))[0] for line in found]
 
 
 @pytest.mark.parametrize("page", [*PAGES, "../README.md"])

@@ -8,14 +8,20 @@ import ast
 import dataclasses
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+from accelerate.commands.config import load_config_from_file
 
 import lowtide
+from lowtide.cli.launch import OF_LAUNCHER
 from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
-from tests.support.pages import DOCS, PAGES, command_lines
+from lowtide.cli.run_file import read_run_file
+from lowtide.cli.train import options_of_command
+from tests.support.pages import DOCS, PAGES, command_lines, fenced
 
 MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))
 TRAINERS = (
@@ -52,11 +58,6 @@ UNNAMED = {"step", "epoch"}
 """Of every log entry of a `transformers.Trainer`."""
 
 
-def python_blocks(page: str) -> list[str]:
-    """The fenced Python of a page."""
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-
-
 def logged_names(page: str) -> set[str]:
     """The names in the first column of the table under "Logged"."""
     (section,) = re.findall(
@@ -68,7 +69,7 @@ def logged_names(page: str) -> set[str]:
 
 def run(page: str) -> dict:
     names: dict = {}
-    blocks = python_blocks(page)
+    blocks = fenced(page, "python")
     assert blocks, f"{page} has no example"
     for block in blocks:
         exec(compile(block, page, "exec"), names)
@@ -113,13 +114,31 @@ def test_a_command_line_is_one(page):
             read_options(arguments, getattr(arguments, "options", {}))
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if fenced(page, "yaml")])
+def test_settings_in_yaml_are_read_by_what_they_are_for(page):
+    for block in fenced(page, "yaml"):
+        Path("settings.yaml").write_text(block, encoding="utf-8")
+        keys = yaml.safe_load(block).keys()
+        if "distributed_type" in keys:
+            assert load_config_from_file("settings.yaml").num_processes == 4
+        elif "apiVersion" not in keys:  # of Kubernetes
+            read = read_run_file(Path("settings.yaml"), options_of_command("sft"))
+            assert {*read} == keys - OF_LAUNCHER
+
+
+@pytest.mark.parametrize("page", [*(page for page in PAGES if fenced(page, "bash")), "../README.md"])
+def test_lines_for_a_shell_are_such(page):
+    for block in fenced(page, "bash"):
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+
+
 @pytest.mark.parametrize("page", MEMORY)
 def test_a_memory_technique_has_a_command_line(page):
     assert command_lines((DOCS / page).read_text(encoding="utf-8")), f"{page} has no command line"
 
 
 def test_every_pages_python_is_run_or_looked_up():
-    assert {page for page in PAGES if python_blocks(page)} == {*RUN, *ALONE, *LOOKED_UP}
+    assert {page for page in PAGES if fenced(page, "python")} == {*RUN, *ALONE, *LOOKED_UP}
 
 
 @pytest.mark.parametrize("page", ALONE)
@@ -127,9 +146,9 @@ def test_python_that_trains_nothing(page):
     run(page)
 
 
-@pytest.mark.parametrize("page", LOOKED_UP)
+@pytest.mark.parametrize("page", [*LOOKED_UP, "../README.md"])
 def test_names_and_options_of_python_that_is_not_run(page):
-    for block in python_blocks(page):
+    for block in fenced(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and node.module == "lowtide":
                 assert {each.name for each in node.names} <= {*lowtide.__all__}

@@ -16,3 +16,9 @@ def command_lines(text: str) -> list[list[str]]:
     lines = re.findall(r"^(?:    )?(?:[A-Z_]+=\S+ )*lowtide ([a-z][a-z0-9-]*(?: .*)?)$", joined, re.MULTILINE)
     found = [re.sub(r"\[[^\]]*\]|\.\.\.", "", line) for line in lines if " --" in line or line in ("demo", "doctor")]
     return [split(shlex.split(line, comments=True))[0] for line in found]
+
+
+def fenced(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page in a language."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)

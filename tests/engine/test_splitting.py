@@ -30,9 +30,9 @@ from tests.support.tiny_models import build, checkpointed, separate, shared, tok
 WANT = Want(entropies=True, mean_logprobs=True, top1=True)
 
 
-def family(name: str):
+def family(name: str, **changes):
     """In float64, in which the experts of a mixture have one implementation alone."""
-    model = architectures.build(name).double()
+    model = architectures.build(name, **changes).double()
     model.set_experts_implementation("eager")
     return model
 
@@ -72,6 +72,9 @@ MODELS = {
     "longrope": longrope,
     "growing": growing,
     "one key head": functools.partial(llama, num_key_value_heads=1),
+    "three heads": functools.partial(llama, hidden_size=24, num_attention_heads=3, num_key_value_heads=3),
+    "six heads": functools.partial(llama, hidden_size=48, num_attention_heads=6, num_key_value_heads=2),
+    "three heads, sinks": functools.partial(family, "gpt_oss", num_attention_heads=3, num_key_value_heads=1),
     "tied": functools.partial(llama, tie_word_embeddings=True),
     "checkpointed": lambda: checkpointed(llama()),
     "adapters": lambda: with_adapters(llama()),
@@ -80,7 +83,7 @@ MODELS = {
 }
 ROUNDED = {"gemma3": 1e-5}
 """Largest error where norms are taken in float32, whatever the weights are in; 1e-9 elsewhere."""
-MIXTURES = ("mixtral", "gpt_oss")
+MIXTURES = ("mixtral", "gpt_oss", "three heads, sinks")
 
 
 def packed() -> RaggedBatch:
@@ -196,6 +199,12 @@ def test_two_ranks_have_the_numbers_and_gradients_of_one(tmp_path):
 
 def test_four_ranks_repeat_key_heads_and_may_have_no_tokens(tmp_path):
     cases = [("llama", "prefixes"), ("llama", "few"), ("gpt_oss", "prefixes"), ("mixtral", "few")]
+    cases += [
+        ("three heads", "prefixes"),
+        ("six heads", "packed"),
+        ("six heads", "few"),
+        ("three heads, sinks", "prefixes"),
+    ]
     assert_same_on(4, cases, tmp_path)
 
 
@@ -294,16 +303,15 @@ def refusals(rank: int, rendezvous: str) -> None:
     together = meet(rank, 2, rendezvous)
     copied = build(num_key_value_heads=1)
     install(copied)
-    assert split_over(copied, together) == "key and value heads do not divide by 2 ranks: each of 1 is sent 2 times"
+    said = "heads do not divide by 2 ranks: each of 1 key and value heads is sent 2 times"
+    assert split_over(copied, together) == said
     assert sequence_of(copied) is sequence_of(copy.deepcopy(copied)) is together
     assert split_over(copied, None) == ""
     assert sequence_of(copied) is None
+    padded = build(hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
+    install(padded)
+    assert split_over(padded, together) == "heads do not divide by 2 ranks: 3 attention heads are computed as 4"
     for model, padding_free, reason in (
-        (
-            build(hidden_size=24, num_attention_heads=3, num_key_value_heads=3),
-            True,
-            "3 attention heads cannot be shared out among 2",
-        ),
         (architectures.build("lfm2"), True, "model type lfm2 cannot split .* short convolutions need the tokens"),
         (build(), False, "model type llama cannot split sequences over ranks, since it runs padded"),
     ):

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import math
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +34,7 @@ from lowtide.engine.forward import (
 )
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, Scores
-from lowtide.engine.split_plan import SplitPlan
+from lowtide.engine.split_plan import SharedHeads, SplitPlan
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.ops.varlen_attention import BACKENDS, observed_backends
@@ -167,18 +167,15 @@ def _of_other(model: nn.Module, ragged: bool) -> Probe | None:
         return probe(other, ragged=ragged)
 
 
-def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, float, Mapping[int, int]]:
+def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, float, frozenset[SharedHeads]]:
     """Runs two tiny segments whole and split over ranks, which call it together.
 
     Args:
         model: prepared by `install`.
 
     Returns:
-        the mean difference between the two, the largest that rounding explains, and by the number of key and value
-        heads of a layer how often each is sent.
-
-    Raises:
-        ValueError: the attention heads of a layer do not divide by the ranks.
+        the mean difference between the two, the largest that rounding explains, and how the heads of its layers were
+        shared out; the worse difference, and the heads of both, where another model is trained beside it.
     """
     weight, batch = embedding_weight(model), tiny_batch(model)
     scores, found, split = Scores(batch.score_index, batch.score_target), [], None
@@ -189,7 +186,12 @@ def probe_split(model: nn.Module, sequence: SequenceParallel) -> tuple[float, fl
                 split = inputs[PLAN]
     assert isinstance(split, SplitPlan)
     tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
-    return head_of(causal_model(model)).distances(*found).mean().item(), tolerance, split.copied
+    error, shared = head_of(causal_model(model)).distances(*found).mean().item(), frozenset(split.shared)
+    if (other := model_beside(model)) is None:
+        return error, tolerance, shared
+    with gathered(model, other):  # what of it is left to the whole model
+        others, _, more = probe_split(other, sequence)
+    return max(error, others), tolerance, shared | more
 
 
 def attention_backends(model: nn.Module) -> list[str]:

@@ -23,7 +23,7 @@ def split_over(model: nn.Module, sequence: SequenceParallel | None) -> str:
         sequence: its ranks; None ends it.
 
     Returns:
-        For a report, a sentence on key and value heads that are sent several times; empty where none is.
+        For a report, a sentence on heads that do not divide by the ranks; empty where all do.
 
     Raises:
         ValueError: the model cannot be split; names the reason, and what to do.
@@ -34,13 +34,13 @@ def split_over(model: nn.Module, sequence: SequenceParallel | None) -> str:
         return ""
     if reason := why_not_split(inner):
         raise ValueError(_refused(inner, reason))
-    error, tolerance, copied = probe_split(model, sequence)
+    error, tolerance, shared = probe_split(model, sequence)
     if not error <= tolerance:
         reason = f"its numbers on {sequence.size} ranks differ from those on one by {error:.2g} on average"
         raise ValueError(_refused(inner, reason))
     vars(inner)[SPLIT_OVER] = sequence
-    said = [f"each of {heads} is sent {times} times" for heads, times in sorted(copied.items()) if times > 1]
-    return f"key and value heads do not divide by {sequence.size} ranks: {', '.join(said)}" if said else ""
+    said = sorted(text for each in shared if (text := str(each)))
+    return f"heads do not divide by {sequence.size} ranks: {', '.join(said)}" if said else ""
 
 
 def split_traced(model: nn.Module, sequence: SequenceParallel) -> None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lowtide.compat.torch import PARTITIONED
-from lowtide.memory.activations.attention_heads import install_attention_heads, why_not_over_ranks
+from lowtide.memory.activations.attention_heads import install_attention_heads
 from lowtide.memory.activations.checkpointing import set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.spill_file import folder_on_a_disk
@@ -96,7 +96,7 @@ def _heads_refused(site: Site) -> str | None:
         return "it replaces what torch_compile replaces too: switch one of them off"
     if options.sharding.tensor_parallel > 1:
         return "ranks that layers are split between have some heads each already: raise tp_size in its place"
-    return why_not_over_ranks(site.model, options.attention_head_chunks, options.sharding.sequence_parallel)
+    return None
 
 
 def _compile_refused(site: Site) -> str | None:

@@ -26,7 +26,7 @@ from lowtide.ragged import NEXT_TOKEN, ScoreRule
 @dataclass(frozen=True)
 class TeacherStates:
     """What a teacher makes of a batch: hidden states in the place of its logits, and what would make these; where ranks
-    split the tokens, those of a rank's own."""
+    split the tokens, those of a rank's own, or with places for all (`Scores.placed`)."""
 
     states: Float[Tensor, "scores hidden"]
     parts: HeadParts
@@ -74,6 +74,8 @@ class Scores:
     """Uniform numbers with which a generator draws a token in each score's place (`engine.heads.replaced_tokens`)."""
     replacements: Replacements | None = None
     """What it drew."""
+    placed: bool = False
+    """Whether what ranks keep that split the tokens (`ScoreOutput.stays`) has a place for each score, 0 at others'."""
     teacher: TeacherStates | None = None
     """Whom the `divergences` of `want` are from; their loss is formed in forward."""
     beta: float = 0.5
@@ -82,11 +84,19 @@ class Scores:
     """The head that is asked; None for the one that `install_head` found on the model."""
 
 
+Held = Callable[[Scores], tuple[Int[Tensor, " held"], Scores]]
+"""Gives the numbers of the scores whose hidden states a rank has, and these with places among its own tokens."""
+
+
 class ScoreOutput(ModelOutput):
     """What the forward of a model returns when it is given scores; each head has a kind of its own."""
 
     stays: ClassVar[bool] = False
     """Whether ranks keep what each of them read, in place of putting it together or telling it to the others."""
+    of_tokens: ClassVar[frozenset[str]] = frozenset()
+    """Fields with a number for each token in place of each score; where tokens are split, for those of a rank."""
+    of_all_scores: ClassVar[frozenset[str]] = frozenset()
+    """Fields that each rank has for all scores where tokens are split."""
     loss: Tensor | None
     """[]: `factor` times the sum of the losses, where `Scores.loss` is known score by score."""
     entropies: Tensor | None
@@ -190,11 +200,14 @@ class Head(ABC):
         return None
 
     @classmethod
-    def run_first(cls, model: PreTrainedModel, scores: Scores, inputs: dict[str, Any]) -> tuple[Scores, dict[str, Any]]:
+    def run_first(
+        cls, model: PreTrainedModel, scores: Scores, inputs: dict[str, Any], held: Held | None = None
+    ) -> tuple[Scores, dict[str, Any]]:
         """What runs before the model's body, and may change its inputs; by default nothing.
 
         Args:
-            inputs: of the model's forward, by name.
+            inputs: of the model's forward, by name; where ranks split the tokens, of a rank's own.
+            held: finds, where ranks do, the scores among a rank's own tokens.
         """
         return scores, inputs
 

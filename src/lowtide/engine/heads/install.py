@@ -56,12 +56,13 @@ def _forward_scores(
     kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
     if (images := kwargs.pop(IMAGES, None)) is not None:
         kwargs["mm_encoder_outputs"] = encoded_images(body(model), images)
-    scores, kwargs = head.run_first(model, scores, kwargs)
+    plan = kwargs.get(PLAN)
+    split = plan if isinstance(plan, SplitPlan) else None
+    scores, kwargs = head.run_first(model, scores, kwargs, None if split is None else split.held)
     outputs = _run_body(model, args, kwargs)
     if (stage := stage_of(model)) is not None and not stage.pipeline.is_last:
         return HiddenOutput(outputs[0])
-    read, plan = functools.partial(head.outputs, model, outputs[0].flatten(0, -2)), kwargs.get(PLAN)
-    split = plan if isinstance(plan, SplitPlan) else None
+    read = functools.partial(head.outputs, model, outputs[0].flatten(0, -2))
     found = read(scores) if split is None else split.scored(scores, read)
     if scores.aux_loss:
         routed = outputs.router_logits if split is None else split.of_all_tokens(outputs.router_logits)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PretrainedConfig, PreTrainedModel
 
 from lowtide.compat.transformers import declare_tied
-from lowtide.engine.heads.head import Head, Replacements, ScoreOutput, Scores, is_one_of
+from lowtide.engine.heads.head import Head, Held, Replacements, ScoreOutput, Scores, is_one_of
 from lowtide.engine.heads.head_parts import head_parts, head_terms, projection_of
 from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, reading
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel, decoded, scores_alone
@@ -54,6 +54,8 @@ class ReplacedStats:
 class ReplacedOutput(ScoreOutput):
     """What both give."""
 
+    of_tokens: ClassVar[frozenset[str]] = frozenset({"all_logits", "replaced", "present"})
+    of_all_scores: ClassVar[frozenset[str]] = frozenset({"logprobs"})
     logits: Tensor
     """[scores]: that the token at a score was replaced."""
     logprobs: Tensor | None = None
@@ -123,7 +125,9 @@ class ReplacedTokens(Head):
         model.add_module(GENERATOR, generator)
 
     @classmethod
-    def run_first(cls, model: PreTrainedModel, scores: Scores, inputs: dict[str, Any]) -> tuple[Scores, dict[str, Any]]:
+    def run_first(
+        cls, model: PreTrainedModel, scores: Scores, inputs: dict[str, Any], held: Held | None = None
+    ) -> tuple[Scores, dict[str, Any]]:
         """The generator: it draws a token in the place of each score."""
         if scores.draws is None:
             return scores, inputs
@@ -133,8 +137,12 @@ class ReplacedTokens(Head):
         logprobs, drawn = _generated(
             cast(Any, cls.beside(model)), scores, inputs
         )  # of no score too: others wait for it
-        flat = flat.index_copy(0, scores.index, drawn)
-        replaced = replaced.index_copy(0, scores.index, drawn != scores.target)
+        own = scores
+        if held is not None:
+            place, own = held(scores)
+            drawn = drawn[place]
+        flat = flat.index_copy(0, own.index, drawn)
+        replaced = replaced.index_copy(0, own.index, drawn != own.target)
         present = torch.ones_like(replaced) if mask is None else mask.flatten().bool()
         found = Replacements(logprobs, replaced, present)
         return replace(scores, replacements=found), {**inputs, "input_ids": flat.view_as(token_ids)}

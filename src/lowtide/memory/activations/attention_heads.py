@@ -74,19 +74,6 @@ def install_attention_heads(model: nn.Module, chunks: int) -> int:
     return len(found)
 
 
-def why_not_over_ranks(model: nn.Module, chunks: int, ranks: int) -> str | None:
-    """What keeps ranks that split sequences from sharing out the heads of a group, with what to do."""
-    for module in model.modules():
-        if _is_attention(module):
-            heads = module.q_proj.out_features // module.head_dim  # type: ignore[union-attr, operator]
-            if heads // chunks % ranks:
-                return (
-                    f"{ranks} ranks that split sequences share out the heads of a group, and each of {chunks} groups "
-                    f"has {heads // chunks}: set a smaller attention_head_chunks"
-                )
-    return None
-
-
 def remove_attention_heads(model: nn.Module) -> None:
     """Undoes `install_attention_heads`."""
     for module in model.modules():

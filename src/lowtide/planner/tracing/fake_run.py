@@ -274,14 +274,8 @@ class FakeRun:
         )
 
     def _slice(self, count: Callable[[int], None]) -> TracedSlice | None:
-        """This rank among those that split the tokens.
-
-        Raises:
-            ValueError: the attention heads cannot be shared out among them.
-        """
-        ranks, heads = self.sequence_parallel, getattr(self.described.get_text_config(), "num_attention_heads", 0)
-        if heads and heads % ranks:
-            raise ValueError(f"{heads} attention heads cannot be shared out among {ranks} ranks that split sequences")
+        """This rank among those that split the tokens."""
+        ranks = self.sequence_parallel
         return TracedSlice(ranks=ranks, count=count) if ranks > 1 else None
 
     def _unrolled(self, device: Device) -> TracedRun:

@@ -37,10 +37,13 @@ def sharded_section(results: Measured) -> str:
         theirs, ours = found["trl"], found["lowtide"]
         rows.append(_row(case, "trl", theirs, sharded.LEAST_SPEED, sharded.MOST_MEMORY, ours))
         rows.append(_row(case, "lowtide", ours))
+        if apart := found.get(sharded.APART):
+            rows.append(_bound(case, apart, theirs))
     intro = (
         "llama-22m on gsm8k, 8 rows a step over all ranks, each rank a process with one thread, over gloo. Both "
         "libraries use the same engine and settings. The peak is that of the rank that holds most. What "
-        "ranks send each other takes time of the two cores that compute."
+        "ranks send each other takes time of the two cores that compute. In the last line of a case the ranks run "
+        "at once with whole weights, each on its share of the rows, and exchange nothing: no exchange is faster."
     )
     return _section("Over ranks, beside TRL", intro, rows, results, "python -m bench.sharded")
 
@@ -64,6 +67,12 @@ def _row(
     wanted = f"{least}x" if most is None else f"{least}x, {most}x"
     cells += [f"{faster:.2f}x, {smaller:.2f}x", wanted, "reached" if reached else "not reached"]
     return f"| {' | '.join(cells)} |"
+
+
+def _bound(case: str, apart: Measured, theirs: Measured) -> str:
+    """What ranks come to that exchange nothing."""
+    speed, text = _speed(apart)
+    return f"| {case} | lowtide, nothing exchanged | {text} | | {speed / _speed(theirs)[0]:.2f}x | | |"
 
 
 def _speed(found: Measured) -> tuple[float, str]:

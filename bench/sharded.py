@@ -4,6 +4,9 @@ Both libraries train the same model from the same files on the same rows of gsm8
 with one thread. FSDP2 is lowtide's `fsdp=True`; TRL has it on a CPU by a model that transformers shards as it loads
 (accelerate's own FSDP wants a GPU). The peak is that of the rank that holds most, of its resident memory while it
 trains, above what it held with its libraries imported; what loading took is recorded beside it.
+
+Beside them lowtide's ranks are run at once and apart, each with whole weights and its share of the rows, and exchange
+nothing. It is what any exchange can come to at most.
 """
 
 import argparse
@@ -22,7 +25,9 @@ from bench.results import SHARDED, over_earlier, versions, write
 from bench.tokenizer import tokenizer_for
 
 NAME = "sharded-llama-22m"
-CONTESTANTS = ("trl", "lowtide")
+APART = "apart"
+"""lowtide's ranks, which exchange nothing."""
+CONTESTANTS = ("trl", "lowtide", APART)
 ROWS = "gsm8k"
 """The case of each method whose rows are trained on."""
 LEAST_SPEED, MOST_MEMORY = 2.5, 0.4
@@ -35,7 +40,7 @@ class Case:
 
     method: str
     engine: str
-    """"fsdp2", "zero3" or "replicas"."""
+    """"fsdp2", "zero3", "replicas" or "apart"."""
     ranks: int = 2
     shape: str = "llama-22m"
     rows: int = 8
@@ -82,7 +87,8 @@ def run_case(case: Case, contestant: str, options: argparse.Namespace, **more: A
         more: for the child, see `bench.sharded_child`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        spec = {**asdict(case), "contestant": contestant, "folder": folder, **more}
+        who = {"contestant": "lowtide", "engine": APART} if contestant == APART else {"contestant": contestant}
+        spec = {**asdict(case), **who, "folder": folder, **more}
         spec["tokenizer"] = str(tokenizer_for(METHOD_CASES[case.method][ROWS].rows()))
         spec |= {"warmup": options.warmup, "timed": options.timed}
         found = results_of_ranks(spec, options)
@@ -109,14 +115,16 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 def report(name: str, found: dict[str, dict[str, Any]], console: Console) -> bool:
     """Prints a case against TRL, and whether its targets are reached."""
-    theirs, ours = found["trl"], found["lowtide"]
+    theirs, ours, apart = (found[each] for each in CONTESTANTS)
     speed = theirs["seconds_per_step"] / ours["seconds_per_step"]
     memory = ours["peak_above_start_bytes"] / theirs["peak_above_start_bytes"]
     reached = speed >= LEAST_SPEED and memory <= MOST_MEMORY
     console.print(
         f"{name}: {speed:.2f} times TRL's speed (target {LEAST_SPEED}), {memory:.3f} of its peak a rank (target "
         f"{MOST_MEMORY}; {ours['peak_above_start_bytes'] / 1e6:.0f} for {theirs['peak_above_start_bytes'] / 1e6:.0f} "
-        f"MB); {ours['seconds_per_step']:.2f} s for {theirs['seconds_per_step']:.2f} s a step: "
+        f"MB); {ours['seconds_per_step']:.2f} s for {theirs['seconds_per_step']:.2f} s a step, "
+        f"{apart['seconds_per_step']:.2f} s if nothing were exchanged "
+        f"({theirs['seconds_per_step'] / apart['seconds_per_step']:.2f} times): "
         f"{'reached' if reached else 'NOT reached'}"
     )
     return reached

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,23 @@ ZERO_3: dict[str, Any] = {
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds of each timed step, and the peak of the steps above what was held before the model was."""
-    import torch.distributed as dist
     from datasets import Dataset
 
-    _meet(spec)
+    rank = int(os.environ["RANK"])
+    meet = _meet(spec)
     if "gigabits" in spec:
         _slow_down(spec["gigabits"], spec["overlap"], spec["by_rows"])
     package = importlib.import_module(spec["contestant"])
     method, folder = METHODS[spec["method"]], Path(spec["folder"])
     config_class, trainer_class = getattr(package, method.config), getattr(package, method.trainer)
-    if dist.get_rank() == 0:
+    alone = spec["engine"] == "apart"
+    if rank == 0 or alone:
+        folder = folder / str(rank) if alone else folder
         build_model(OVER_RANKS[spec["shape"]]).save_pretrained(folder / "model")
-    dist.barrier()
+    meet()
     gc.collect()
-    dataset = Dataset.from_list(CASES[spec["method"]]["gsm8k"].rows())
+    rows = CASES[spec["method"]]["gsm8k"].rows()
+    dataset = Dataset.from_list(rows[rank :: spec["ranks"]] if alone else rows)
     steps, timer = spec["warmup"] + spec["timed"], clock("cpu")
     loading, training = PeakMeter("cpu"), PeakMeter("cpu")
     args = config_class(**_options(spec, steps))
@@ -71,17 +75,22 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return {"step_seconds": seconds, "peak_above_start_bytes": peak, "loading_bytes": loaded, **tensors}
 
 
-def _meet(spec: dict[str, Any]) -> None:
-    """The ranks find each other, in the way of the engine."""
+def _meet(spec: dict[str, Any]) -> Callable[[], object]:
+    """The ranks find each other, in the way of the engine; returns what waits for all of them."""
+    if spec["engine"] == "apart":
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name)
+        return lambda: None
+    import torch.distributed as dist
+
     if spec["engine"] == "zero3":
         importlib.import_module("torch._dynamo")  # deepspeed patches tensors, after which it cannot be imported
         import deepspeed
 
         deepspeed.init_distributed("gloo")
     else:
-        import torch.distributed as dist
-
         dist.init_process_group("gloo")
+    return dist.barrier
 
 
 class SlowWork:

@@ -1,4 +1,5 @@
-"""Replaced-token detection on two ranks of gloo against one: whole copies of the weights, and sharded ones."""
+"""Replaced-token detection on two ranks of gloo against one: whole copies of the weights, sharded ones, and sequences
+that are split."""
 
 from __future__ import annotations
 
@@ -33,17 +34,33 @@ CASES: dict[str, dict[str, Any]] = {
     "FSDP2, few masked": {"fsdp": "full_shard", "mlm_probability": 0.02, "tokens_per_microbatch": 40},
     "FSDP2, adapters": {"fsdp": "full_shard", "lora": True},
     "FSDP2, a file a rank": {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
+    "sequences": {"sequence": 2},
+    "sequences, one head": {"sequence": 2, "generator_size": 0.25, "gradient_checkpointing": True},
+    "sequences, few masked": {"sequence": 2, "mlm_probability": 0.02, "tokens_per_microbatch": 40},
+    "FSDP2, sequences": {"sequence": 2, "fsdp": "full_shard", "packing": True, "max_length": 40},
+    "FSDP2, sequences, adapters": {"sequence": 2, "fsdp": "full_shard", "lora": True},
     "ZeRO-2": {"deepspeed": config_of(2)},
     "ZeRO-3": {"deepspeed": config_of(3)},
     "ZeRO-3, adapters": {"deepspeed": config_of(3), "lora": True},
 }
 INSTALLED = [name for name, options in CASES.items() if "deepspeed" not in options or find_spec("deepspeed")]
-SPREAD = ("fsdp", "fsdp_config", "deepspeed")
+SPREAD = ("fsdp", "fsdp_config", "deepspeed", "sequence")
 """The options that one rank goes without."""
+EVALUATED = (
+    "generator_loss",
+    "discriminator_loss",
+    "discriminator_accuracy",
+    "discriminator_recall",
+    "generator_accuracy",
+)
 
 
-def trained(folder: Path, batch: int, *, lora: bool = False, sharded: bool = False, **options: Any) -> Any:
+def trained(
+    folder: Path, batch: int, *, lora: bool = False, sharded: bool = False, sequence: int = 1, **options: Any
+) -> Any:
     """Weights, losses and evaluation; what is saved lies in `saved`."""
+    if sequence > 1:
+        options["parallelism_config"] = {"sp_size": sequence}
     adapters = LoraConfig(r=4, target_modules=["query", "dense"]) if lora else None
     made = run(
         folder, 24, per_device_train_batch_size=batch, eval_dataset=texts(9, seed=1), peft_config=adapters, **options
@@ -51,14 +68,15 @@ def trained(folder: Path, batch: int, *, lora: bool = False, sharded: bool = Fal
     assert is_sharded(made.model) is sharded
     evaluated = made.evaluate()
     made.save_model(str(folder / "saved"))
-    found = {name: evaluated[name] for name in ("eval_generator_loss", "eval_discriminator_loss")}
+    found = {name: evaluated[f"eval_{name}"] for name in EVALUATED}
     return weights(made, trained=True), losses(made), found
 
 
 def rank_main(rank: int, folder: str) -> None:
     with rank_of(Path(folder), rank, 2):
         for name in INSTALLED:
-            found = trained(Path(folder) / name, 4, sharded=name.startswith(("FSDP2", "ZeRO-3")), **CASES[name])
+            batch = 4 * CASES[name].get("sequence", 1)
+            found = trained(Path(folder) / name, batch, sharded=name.startswith(("FSDP2", "ZeRO-3")), **CASES[name])
             if rank == 0:
                 torch.save(found, Path(folder) / f"{name}.pt")
 

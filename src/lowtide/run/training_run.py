@@ -67,7 +67,7 @@ from lowtide.run.streamed_weights import check_before_loading, declare_base, str
 from lowtide.run.teachers import TeacherMaker
 from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
-from lowtide.step.microbatches import EXPERTS, TAUGHT_APART, why_not_pieces
+from lowtide.step.microbatches import EXPERTS, why_not_pieces
 from lowtide.step.pieces import LEAST
 from lowtide.step.runner import StepRunner
 from lowtide.step.stage_updater import PipelineUpdater
@@ -124,7 +124,7 @@ class TrainingRun:
         if inputs.data_collator is not None and method.rows.collates_alone:
             raise ValueError(f"data_collator has no use in {method.title}: {method.rows.collates_alone}")
         if method.head.trains_beside is not None:
-            _check_whole(args, f"yet beside {method.head.trains_beside}")
+            _check_whole_layers(args, f"yet beside {method.head.trains_beside}")
             _check_whole_vocabulary(args, f"a vocabulary that {method.head.trains_beside} and the model share is whole")
         if method.compares and args.compares:
             maker = TeacherMaker if method.taught else ReferenceMaker
@@ -304,10 +304,6 @@ class TrainingRun:
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         if args.gradient_checkpointing and kwargs.get("use_reentrant"):
             return "reentrant checkpointing (gradient_checkpointing_kwargs) has no graph that pieces could go on from"
-        if args.sharding.pipeline_parallel > 1:
-            return "ranks have layers of their own, between which hidden states travel by the micro-batch"
-        if self.method.taught and args.sharding.sequence_parallel > 1:
-            return TAUGHT_APART
         if args.attention_head_chunks:
             return "attention_head_chunks computes a layer's heads one group after the other"
         if self.shows_images:
@@ -411,13 +407,12 @@ class TrainingRun:
         )
 
 
-def _check_whole(args: Any, why: str) -> None:
-    """Refuses ranks that compute the same rows; `why` completes the sentence."""
+def _check_whole_layers(args: Any, why: str) -> None:
+    """Refuses ranks that split layers; `why` completes the sentence."""
     for size, what in {
-        "sequence_parallel": f"sequences cannot be split over {{}} ranks {why}: leave sp_size and cp_size out",
         "tensor_parallel": f"layers cannot be split between {{}} ranks {why}: shard by fsdp=True in place of tp_size",
-        "pipeline_parallel": f"layers cannot be split over {{}} ranks {why}: shard by fsdp=True, or split each layer "
-        "by tp_size, in place of pipeline_parallel_size",
+        "pipeline_parallel": f"layers cannot be split over {{}} ranks {why}: shard by fsdp=True in place of "
+        "pipeline_parallel_size",
     }.items():
         if (ranks := getattr(args.sharding, size)) > 1:
             raise ValueError(f"{type(args).__name__}: {what.format(ranks)}")

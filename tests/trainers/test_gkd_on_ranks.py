@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "split sequences": {"sequence": 2},
     "split sequences, LoRA": {"sequence": 2, "lora": True, "beta": 1.0},
+    "split sequences, in pieces": {"sequence": 2, "tokens_per_microbatch": 20},
+    "split sequences, in pieces, shards": {"sequence": 2, "fsdp": True, "tokens_per_microbatch": 20, "beta": 0.0},
     "split sequences, written": {"sequence": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
     "split layers": {"tensor": 2},
     "split layers, LoRA": {"tensor": 2, "lora": True, "beta": 0.0, "tokens_per_microbatch": 60},

@@ -41,10 +41,10 @@ class AdapterOff:
         with self.active():
             return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
 
-    def states(self, batch: RaggedBatch) -> Tensor:
+    def states(self, batch: RaggedBatch, *, placed: bool = False) -> Tensor:
         """[scores, hidden]: as `teacher_states`."""
         with self.active():
-            return teacher_states(self.model, batch, padding_free=self.padding_free)
+            return teacher_states(self.model, batch, padding_free=self.padding_free, placed=placed)
 
 
 class FrozenModel:
@@ -71,9 +71,9 @@ class FrozenModel:
     def __call__(self, batch: RaggedBatch) -> Tensor:
         return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
 
-    def states(self, batch: RaggedBatch) -> Tensor:
+    def states(self, batch: RaggedBatch, *, placed: bool = False) -> Tensor:
         """[scores, hidden]: as `teacher_states`."""
-        return teacher_states(self.model, batch, padding_free=self.padding_free)
+        return teacher_states(self.model, batch, padding_free=self.padding_free, placed=placed)
 
     def check_follows(self, policy: nn.Module) -> None:
         """Refuses a policy whose weights, with its adapters in them, are not one for one those of this model.
@@ -136,11 +136,16 @@ def logprobs(
 
 
 @torch.no_grad()
-def teacher_states(model: nn.Module, batch: RaggedBatch, *, padding_free: bool) -> Tensor:
+def teacher_states(model: nn.Module, batch: RaggedBatch, *, padding_free: bool, placed: bool = False) -> Tensor:
     """[scores, hidden]: a model's hidden states at the scores of a micro-batch, without gradient and without dropout;
-    of no width on ranks that have layers of their own, and not the head."""
+    of no width on ranks that have layers of their own, and not the head.
+
+    Args:
+        placed: where ranks split the tokens, a rank has its own states in their places, and 0 in those of others. By
+            default it has its own alone.
+    """
     with _in_evaluation(model):
-        scores = Scores(batch.score_index, batch.score_target, head=HiddenStates)
+        scores = Scores(batch.score_index, batch.score_target, head=HiddenStates, placed=placed)
         found: Any = score_shared(model, batch, scores, padding_free=padding_free)
     return found.hidden.new_empty(batch.scores, 0) if isinstance(found, HiddenOutput) else found.states
 

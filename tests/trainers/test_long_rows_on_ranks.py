@@ -39,6 +39,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "sequences": {"sequence": 2},
     "sequences, fsdp": {"sequence": 2, "fsdp": True},
     "layers": {"tensor": 2},
+    "stages": {"stages": 2},
     "zero2": {"deepspeed": {"zero_optimization": {"stage": 2}}},
     "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}}},
 }
@@ -46,9 +47,10 @@ TWO_STEPS = {"max_steps": 2}
 FIRST = ("SFT", "DPO", "LoRA", "KTO")
 IN_PLACE = {
     "fsdp": CASES,
-    "sequences": [name for name in CASES if name != "GKD"],
+    "sequences": CASES,
     "sequences, fsdp": FIRST,
     "layers": ("SFT", "DPO", "LoRA", "windows", "tied", "GKD"),
+    "stages": [name for name in CASES if "shared keys" not in name],
     "zero2": ("SFT", "DPO", "few scores"),
     "zero3": ("SFT", "DPO", "LoRA", "few scores", "a loss of the whole batch", "accumulation"),
 }

@@ -86,11 +86,15 @@ class Chain:
     def last_pass(self) -> Iterator[int]:
         """The pieces in the order in which they go backward."""
         for number in reversed(range(len(self.keys))):
-            keys = self.keys[number]
-            if keys is not None:
-                keys.forget_values()  # all that go on from it are done
+            self.forget_values(number)
             yield number
         self._random.clear()
+
+    def forget_values(self, number: int) -> None:
+        """Drops what the layers keep of a piece, once all that go on from it went backward."""
+        keys = self.keys[number]
+        if keys is not None:
+            keys.forget_values()
 
     @contextlib.contextmanager
     def replayed(self, number: int) -> Iterator[None]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowtide.data.batches.values import DRAW, REFERENCE, TEACHER
 from lowtide.engine.adapters import adapter_of
 from lowtide.engine.chains import why_not_chains
-from lowtide.engine.forward import causal_model, same_rows_of, score_shared, sequence_of
+from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.reference import AdapterOff, FrozenModel, teaching
 from lowtide.engine.stage import Stage, stage_of
@@ -37,8 +37,6 @@ from lowtide.step.rank_sync import RankSync, random_state, set_random_state
 
 EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
 """What keeps a mixture of experts from running rows in pieces."""
-TAUGHT_APART = "ranks that split sequences each have a teacher's hidden states of their own tokens"
-"""What keeps a student from running rows in pieces there."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +90,10 @@ class Models:
 
     def why_not_chains(self, objective: Objective | OwnLoss) -> str | None:
         """What keeps rows above the token budget from being run in pieces, as a clause; None if nothing does."""
-        if self.stages > 1:
-            return "ranks have layers of their own, between which hidden states travel by the micro-batch"
         if isinstance(objective, OwnLoss):
             return "the loss is not the method's own"
         if objective.aux_coefficient:
             return EXPERTS
-        if objective.taught and sequence_of(self.policy) is not None:
-            return TAUGHT_APART
         return why_not_pieces(self.policy, self.teacher.model if objective.taught else None)
 
     def teaches_ahead(self, objective: Objective, batch: RaggedBatch, most: int | None) -> bool:

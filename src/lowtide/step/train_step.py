@@ -8,6 +8,7 @@ over all ranks, so that however the batch is cut, the gradients are the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -161,7 +162,7 @@ def train_step(
         with sync.local(waited_for=in_order or models.waited_for):
             batch = _with_reference(models, batch, objective, limits)
     parts = pieces_first(parts_of(batch, limits)) if even else parts_of(batch, limits, pieces)
-    idle = idle_part(batch, limits.tokens) if even else batch
+    idle = idle_part(batch, limits.tokens) if in_order else batch
     own = len(batch.plan_split(limits.tokens, limits.rows, pieces=1 if even else pieces, long_rows=True))
     first = _turns(models, parts, idle) if even else parts
     how = (counts, ranks, plan.accumulate)
@@ -170,7 +171,7 @@ def train_step(
     loss = torch.zeros(())
     with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
         if models.stages > 1:
-            loss = _through_stages(runs, parts, plan, sync, totals)
+            loss = _through_stages(runs, parts, idle, plan, sync, totals)
         else:
             passes = _passes_of(runs, parts, idle, even)
             loss = _forward_and_backward(runs[0], batch, passes, plan, sync, totals)
@@ -181,17 +182,22 @@ def train_step(
 def _through_stages(
     runs: Sequence[MicrobatchRun],
     parts: Sequence[RaggedBatch | LongRow],
+    idle: RaggedBatch,
     plan: BackwardPlan,
     sync: RankSync,
     totals: Totals,
 ) -> Tensor:
     """The loss of a batch, one run after the other, each of which takes all micro-batches through the pipeline; metrics
-    are those of the first."""
-    whole, losses = [part for part in parts if isinstance(part, RaggedBatch)], []
+    are those of the first.
+
+    Args:
+        idle: an empty micro-batch.
+    """
+    losses = []
     for run in runs:
         with run.models.adapter_of(run.objective):
             taking = totals if run is runs[0] else Totals()
-            losses.append(forward_and_backward(run, whole, plan.backward, sync, taking))
+            losses.append(forward_and_backward(run, parts, idle, plan.backward, sync, taking))
     return torch.stack(losses).sum()
 
 
@@ -499,7 +505,7 @@ def _with_reference(models: Models, batch: RaggedBatch, objective: Objective | O
     have no place for those of another model: pieces of a row go on from the policy's keys, and ranks may run forwards
     by a common order."""
     if objective.taught:
-        name, scorer = TEACHER, models.teacher.states
+        name, scorer = TEACHER, functools.partial(models.teacher.states, placed=True)
     elif isinstance(objective, RowObjective) and objective.needs_reference:
         name, scorer = REFERENCE, models.reference
     else:

@@ -46,6 +46,7 @@ class SharedHeads:
     ranks: int
 
     @classmethod
+    @functools.cache
     def of(cls, query: int, key: int, ranks: int) -> SharedHeads:
         """With as few query heads as there can be, and of these with as few key heads."""
         ways = []

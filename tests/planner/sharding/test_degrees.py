@@ -38,8 +38,10 @@ def test_whole_copies_come_first():
     assert all(8 % way.tensor_parallel == 0 for way in ways)
 
 
-def test_sequences_are_split_over_what_divides_heads_and_devices():
-    assert {way.sequence_parallel for way in shardings_over(Cluster.of("8xH100"), heads=14)} == {1, 2}
+def test_sequences_are_split_over_what_divides_devices_and_fills_up_few_heads():
+    assert {way.sequence_parallel for way in shardings_over(Cluster.of("8xH100"), heads=14)} == {1, 2, 4, 8}
+    assert {way.tensor_parallel for way in shardings_over(Cluster.of("8xH100"), heads=14)} == {1, 2}
+    assert {way.sequence_parallel for way in shardings_over(Cluster.of("8xH100"), heads=9)} == {1, 2}
     assert {way.sequence_parallel for way in shardings_over(Cluster.of("6xH100"), heads=32)} == {1, 2}
 
 

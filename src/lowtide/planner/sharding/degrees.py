@@ -10,6 +10,8 @@ from lowtide.ranks.sharding import Sharding
 
 DEGREES = (1, 2, 4, 8, 16)
 """Of ranks that split sequences or layers together: those within a node."""
+FILLED_UP = 1.25
+"""Attention heads that ranks which split sequences may compute for each of the model's (`engine.split_plan`)."""
 
 
 def shardings_over(cluster: Cluster, heads: int) -> list[Sharding]:
@@ -19,7 +21,8 @@ def shardings_over(cluster: Cluster, heads: int) -> list[Sharding]:
 
     Args:
         cluster: the devices.
-        heads: of the model's attention, which ranks that split sequences share out.
+        heads: of the model's attention, which ranks that split sequences share out, filled up by few, and ranks that
+            split layers have equally many of.
     """
     devices = cluster.devices
     if devices == 1:
@@ -32,16 +35,18 @@ def shardings_over(cluster: Cluster, heads: int) -> list[Sharding]:
         *(replace(shards, nodes=copies, hybrid=True) for copies in _copies(cluster.nodes)),
         replace(shards, offload_weights=True, offload_optimizer=True),
     ]
-    degrees = [each for each in DEGREES if cluster.per_node % each == 0 and heads % each == 0]
+    degrees = [each for each in DEGREES[1:] if cluster.per_node % each == 0]
     split = [
         replace(each, sequence_parallel=degree)
-        for degree in degrees[1:]
+        for degree in degrees
+        if -(-heads // degree) * degree <= FILLED_UP * heads
         for each in plain
         if not each.hybrid or each.shards > degree  # accelerate's sizes have no word for copies of sequences alone
     ]
     split += [
         replace(each, tensor_parallel=degree)
-        for degree in degrees[1:]
+        for degree in degrees
+        if heads % degree == 0
         for each in plain
         if degree < devices and not each.offload_weights
     ]

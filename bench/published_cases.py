@@ -2,8 +2,10 @@
 
 torchtune: the table "Memory and training speed" of its README (meta-pytorch/torchtune at bd2a0fc7c): batch 2 without
 accumulation, packed to 2,048, compiled; optimizer, ranks and checkpointing are those of
-`recipes/configs/llama3_1/8B_*_single_device.yaml`. torchtitan: `benchmarks/llama3_h100_202412_torchtitan.md`. Unsloth:
-the table of its page of requirements, which gives no settings and calls its numbers the absolute minimum.
+`recipes/configs/llama3_1/8B_*_single_device.yaml`. Adapters are trained in mixed precision here, as TRL's defaults have
+it: products in bfloat16 as theirs, and adapters in float32 where theirs are in bfloat16. torchtitan:
+`benchmarks/llama3_h100_202412_torchtitan.md`. Unsloth: the table of its page of requirements, which gives no settings
+and calls its numbers the absolute minimum.
 """
 
 from collections.abc import Mapping
@@ -61,7 +63,7 @@ def _tune(name: str, published: float, device: str, differs: str, **more: Any) -
 
 
 def _unsloth(name: str, model: str, published: float, *, four_bits: bool) -> Published:
-    saving = {"gradient_checkpointing": True, "activation_offloading": True}
+    saving = {"gradient_checkpointing": True, "activation_offloading": True, "bf16": True}
     settings = "settings are not published; ours: 1 row of 1,024 tokens, rank 16 on all linear layers"
     return Published(
         UNSLOTH, name, published, model, "A100-80GB" if published < 75 else "B200-180GB", saving, (1024,),
@@ -76,20 +78,24 @@ SIZES = {
 }  # fmt: skip
 """Unsloth's table: by its row the model that stands for it here, QLoRA and LoRA in GB."""
 LOGITS = "logits and their gradient, 2 x {gib:.1f} GiB in float32, are what lowtide never makes"
-IN_FLOAT32 = "Activations: PEFT has adapters in float32, torchtune in bfloat16, and each keeps a copy of its input"
-FLOAT32_INPUTS = "4 bytes x (5 x 4,096 + 14,336) x 4,096 tokens x 32 layers = 17.0 GiB"
+POINTWISE = (
+    "Activations: it is compiled, which computes again in backward what is pointwise; here are kept SiLU's output and "
+    "its product, 2 x 14,336 x 2 bytes x 4,096 tokens x 32 layers = 7.0 GiB, and the norms' inputs in float32, 2 x "
+    "4,096 x 4 bytes x 4,096 tokens x 32 layers = 4.0 GiB"
+)
+MIXED = {"optim": "adamw_torch_fused", "bf16": True}
 CASES: dict[str, Published] = {
     each.name: each
     for each in (
         _tune(
             "QLoRA, 4090", 7.4, "RTX-4090", "", lora=LORA, four_bits=True, double=True, strict=True,
-            options={"optim": "adamw_torch_fused"},
+            options=MIXED,
         ),
-        _tune("LoRA, 4090", 16.2, "RTX-4090", "", lora=LORA, strict=True, options={"optim": "adamw_torch_fused"}),
+        _tune("LoRA, 4090", 16.2, "RTX-4090", "", lora=LORA, strict=True, options=MIXED),
         _tune(
             "LoRA, A6000", 30.3, "RTX-A6000",
-            f"its settings are not given; ours: as on a 4090, without checkpointing. {IN_FLOAT32}: {FLOAT32_INPUTS}",
-            lora=LORA, options={"gradient_checkpointing": False, "optim": "adamw_torch_fused"},
+            f"its settings are not given; ours: as on a 4090, without checkpointing. {POINTWISE}",
+            lora=LORA, options={"gradient_checkpointing": False, **MIXED},
         ),
         _tune(
             "full, 4090", 18.9, "RTX-4090", PAGED, apart=("optimizer",),

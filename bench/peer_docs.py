@@ -42,9 +42,13 @@ def sharded_section(results: Measured) -> str:
     intro = (
         "llama-22m on gsm8k, 8 rows a step over all ranks, each rank a process with one thread, over gloo. Both "
         "libraries use the same engine and settings. The peak is that of the rank that holds most. What "
-        "ranks send each other takes time of the two cores that compute. In the last line of a case the ranks run "
-        "at once with whole weights, each on its share of the rows, and exchange nothing: no exchange is faster."
+        "ranks send each other takes time of the two cores that compute."
     )
+    if any(sharded.APART in found for found in results["cases"].values()):
+        intro += (
+            " In the last line of a case the ranks run at once with whole weights, each on its share of the rows, and "
+            "exchange nothing: no exchange is faster."
+        )
     return _section("Over ranks, beside TRL", intro, rows, results, "python -m bench.sharded")
 
 

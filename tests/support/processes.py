@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from tests.support.heap import young_heap
+
 PRELOAD = "tests.support.preload"
 """The module that the server imports."""
 
@@ -55,4 +57,5 @@ def _rank(rank: int, function: Callable[..., object], *args: object) -> None:
 
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # accelerate sets the threads again, and more where nothing is said
-    function(rank, *args)
+    with young_heap():
+        function(rank, *args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import tempfile
@@ -273,8 +274,12 @@ def of_equal_bits(folder: Path, name: str) -> dict[str, Tensor]:
 def rank_main(rank: int, folder: str, ranks: int) -> None:
     place = Path(folder)
     with rank_of(place, rank, ranks):
-        for name, case in json.loads((place / "cases.json").read_text()).items():
+        cases = json.loads((place / "cases.json").read_text())
+        for number, (name, case) in enumerate(cases.items()):
             found = trained(folder=place / f"run-{name}", ranks=ranks, **case)
+            if not number:  # what its engine imported is left out of later garbage collections too
+                gc.collect()
+                gc.freeze()
             if rank == 0:
                 torch.save(found, place / f"{name}.pt")
 

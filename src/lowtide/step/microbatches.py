@@ -206,6 +206,21 @@ class MicrobatchRun:
         """What the model gives for a piece of a long row, with gradients."""
         return self.forward(number, part)
 
+    def piece_forward(self, number: int, chain: Chain, piece: int) -> ScoreOutput:
+        """The same in the second pass of a row: a piece draws what it drew in the first."""
+        with chain.replayed(piece):
+            return self.of_piece(number, chain.batch(piece))
+
+    def piece_loss(self, number: int, chain: Chain, piece: int, slopes: Slopes | None, output: ScoreOutput) -> Tensor:
+        """What goes backward of a piece.
+
+        Args:
+            slopes: of `slopes_of`.
+        """
+        if slopes is None:
+            return self.loss_of(number, chain.row.pieces[piece].batch, output)
+        return slopes.product(output, chain.row.pieces[piece].scores)
+
     def begin(self) -> None:
         """What comes before the first micro-batch."""
 

@@ -58,22 +58,16 @@ class Passage:
         Args:
             slopes: the gradient of the loss at each score; None where each piece has a loss of its own.
         """
-        return [cls._of_piece(run, number, chain, piece, slopes) for piece in reversed(range(len(chain.keys)))]
-
-    @classmethod
-    def _of_piece(cls, run: MicrobatchRun, number: int, chain: Chain, piece: int, slopes: Slopes | None) -> Passage:
-        part = chain.batch(piece)
-
-        def forward() -> ScoreOutput:
-            with chain.replayed(piece):
-                return run.of_piece(number, part)
-
-        def loss_of(output: ScoreOutput) -> Tensor:
-            if slopes is None:
-                return run.loss_of(number, part, output)
-            return slopes.product(output, chain.row.pieces[piece].scores)
-
-        return cls(number, part, forward, loss_of, functools.partial(chain.forget_values, piece))
+        return [
+            cls(
+                number,
+                chain.batch(piece),
+                functools.partial(run.piece_forward, number, chain, piece),
+                functools.partial(run.piece_loss, number, chain, piece, slopes),
+                functools.partial(chain.forget_values, piece),
+            )
+            for piece in reversed(range(len(chain.keys)))
+        ]
 
 
 def forward_and_backward(

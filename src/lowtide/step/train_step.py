@@ -25,7 +25,7 @@ from lowtide.ops.float64 import float64_device
 from lowtide.ops.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed, worst_of_ranks
-from lowtide.step.chains import Chain, Slopes, detached, in_row_order, joined_output
+from lowtide.step.chains import Chain, detached, in_row_order, joined_output
 from lowtide.step.even_turns import EvenTurns, Turn, pieces_first
 from lowtide.step.metrics import Totals
 from lowtide.step.microbatches import (
@@ -333,27 +333,15 @@ def _row_in_pieces(
             with quiet, plan.around_last() if final else contextlib.nullcontext():
                 sync.part, sync.phase = chain.row.pieces[piece].batch, "forward"
                 with plan.overlap() if final else contextlib.nullcontext():
-                    outputs[piece], own = _piece_forward(run, number, chain, piece, slopes)
+                    output = run.piece_forward(number, chain, piece)
+                    own = run.piece_loss(number, chain, piece, slopes, output)
+                    outputs[piece] = output = detached(output)
                     sync.phase = "backward"
                     plan.backward(own)
             losses.append(own.detach())
             del own  # and with it what is left of the graph
     totals.take_in(joined_output(row, [outputs[piece] for piece in range(len(row.pieces))]), row.batch)
     return torch.stack(losses).sum() if loss is None else loss
-
-
-def _piece_forward(
-    run: MicrobatchRun, number: int, chain: Chain, piece: int, slopes: Slopes | None
-) -> tuple[ScoreOutput, Tensor]:
-    """What a piece gives, without its graph, and what goes backward of it."""
-    part = chain.batch(piece)
-    with chain.replayed(piece):
-        output = run.of_piece(number, part)
-    if slopes is None:
-        loss = run.loss_of(number, part, output)
-    else:
-        loss = slopes.product(output, chain.row.pieces[piece].scores)
-    return detached(output), loss
 
 
 def groups_of(models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 from lowtide.planner.cluster import Cluster
 from lowtide.ranks.sharding import Sharding
 
-DEGREES = (1, 2, 4, 8, 16)
+DEGREES = (2, 4, 8, 16)
 """Of ranks that split sequences or layers together: those within a node."""
 FILLED_UP = 1.25
 """Attention heads that ranks which split sequences may compute for each of the model's (`engine.split_plan`)."""
@@ -35,7 +35,7 @@ def shardings_over(cluster: Cluster, heads: int) -> list[Sharding]:
         *(replace(shards, nodes=copies, hybrid=True) for copies in _copies(cluster.nodes)),
         replace(shards, offload_weights=True, offload_optimizer=True),
     ]
-    degrees = [each for each in DEGREES[1:] if cluster.per_node % each == 0]
+    degrees = [each for each in DEGREES if cluster.per_node % each == 0]
     split = [
         replace(each, sequence_parallel=degree)
         for degree in degrees

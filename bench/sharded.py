@@ -22,11 +22,10 @@ from bench.cases import CASES as METHOD_CASES
 from bench.measure import hardware
 from bench.processes import PORT, ChildFailed, run_ranks
 from bench.results import SHARDED, over_earlier, versions, write
+from bench.sharded_child import APART
 from bench.tokenizer import tokenizer_for
 
 NAME = "sharded-llama-22m"
-APART = "apart"
-"""lowtide's ranks, which exchange nothing."""
 CONTESTANTS = ("trl", "lowtide", APART)
 ROWS = "gsm8k"
 """The case of each method whose rows are trained on."""

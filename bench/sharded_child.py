@@ -26,6 +26,8 @@ from bench.processes import MARK
 from bench.shapes import OVER_RANKS, build_model
 from bench.tokenizer import load_tokenizer
 
+APART = "apart"
+"""In place of an engine: ranks that exchange nothing."""
 ZERO_3: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
     "train_micro_batch_size_per_gpu": "auto",
@@ -45,7 +47,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     package = importlib.import_module(spec["contestant"])
     method, folder = METHODS[spec["method"]], Path(spec["folder"])
     config_class, trainer_class = getattr(package, method.config), getattr(package, method.trainer)
-    alone = spec["engine"] == "apart"
+    alone = spec["engine"] == APART
     if rank == 0 or alone:
         folder = folder / str(rank) if alone else folder
         build_model(OVER_RANKS[spec["shape"]]).save_pretrained(folder / "model")
@@ -77,7 +79,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 def _meet(spec: dict[str, Any]) -> Callable[[], object]:
     """The ranks find each other, in the way of the engine; returns what waits for all of them."""
-    if spec["engine"] == "apart":
+    if spec["engine"] == APART:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name)
         return lambda: None

@@ -107,10 +107,13 @@ def lay_out(words: list[str], method: str) -> None:
     parts = PARTS.get(method, _causal)()
     if any("bfloat16" in word for word in words):
         parts[0].bfloat16()
-    for name in MODELS:
-        shutil.rmtree(name, ignore_errors=True)
-        for part in parts:
-            part.save_pretrained(name)
+    shutil.rmtree(MODELS[0], ignore_errors=True)
+    for part in parts:
+        part.save_pretrained(MODELS[0])
+    for name in map(Path, MODELS[1:]):
+        if not name.exists():
+            name.parent.mkdir(exist_ok=True)
+            name.symlink_to(Path(MODELS[0]).resolve())
     written = "".join(json.dumps(row) + "\n" for row in ROWS[method]())
     for name in DATA:
         file = Path(name) if name.endswith(".jsonl") else Path(name, "train.jsonl")

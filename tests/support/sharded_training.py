@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import json
 import os
 import tempfile
@@ -26,6 +25,7 @@ from lowtide.ranks.shards import is_sharded, whole_of
 from lowtide.trainers.checkpoints.shards import whole_state
 from tests.support import matrix
 from tests.support.classifiers import classifier
+from tests.support.heap import leave_out
 from tests.support.online_runs import online
 from tests.support.parity_world import build_model, tokenizer
 from tests.support.processes import run_ranks
@@ -278,8 +278,7 @@ def rank_main(rank: int, folder: str, ranks: int) -> None:
         for number, (name, case) in enumerate(cases.items()):
             found = trained(folder=place / f"run-{name}", ranks=ranks, **case)
             if not number:  # what its engine imported is left out of later garbage collections too
-                gc.collect()
-                gc.freeze()
+                leave_out()
             if rank == 0:
                 torch.save(found, place / f"{name}.pt")
 

@@ -224,6 +224,8 @@ class RaggedBatch:
     piece: Any = None
     """`ops.piece_keys.PieceKeys` of a batch that is a piece of a long row: all its segments go on from the piece before
     it. What is made of parts of the batch has none."""
+    stands_in: bool = False
+    """Whether its rows only keep a rank that has none busy: they are not scored, and no row counts."""
 
     def __post_init__(self) -> None:
         _validate(self)

@@ -36,6 +36,8 @@ LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
 FOUND = ("eval_loss", "eval_scores", "eval_weighed")
 """What is compared of an evaluation."""
 EVALUATED = {"evaluated": True, "per_device_eval_batch_size": 2, "include_num_input_tokens_seen": "all"}
+A_RANK_WITHOUT = 12
+"""Rows of a step, of 16: the second has four, and half of the ranks have none of them."""
 CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", "rehearsal": True, **EVALUATED},
     "evaluated between steps": {
@@ -44,14 +46,15 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "moved between steps": {"kind": "SFT", "moved": True},
     "DPO": {"kind": "DPO", "tokens_per_microbatch": 90},
-    **{name: {"kind": name} for name in ("KTO", "Reward", "ORPO", "CPO", "BCO")},
+    **{name: {"kind": name} for name in ("Reward", "ORPO", "CPO", "BCO")},
+    "KTO": {"kind": "KTO", "rows": A_RANK_WITHOUT},
     "packed": {"kind": "SFT", "packing": True, "max_length": 52, "rows": 2, "max_steps": 2},
     "epochs": {"kind": "SFT", "max_steps": -1, "num_train_epochs": 2, "rows": 4, **EVALUATED},
-    "LoRA": {"kind": "SFT", "lora": True},
+    "LoRA": {"kind": "SFT", "lora": True, "rows": A_RANK_WITHOUT},
     "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
-    "few scores": {"kind": "SFT", "unscored": True},
-    "few scores, small micro-batches": {"kind": "SFT", "unscored": True, "tokens_per_microbatch": 40},
-    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot"},
+    "few scores": {"kind": "SFT", "scored": "half"},
+    "few scores, small micro-batches": {"kind": "SFT", "scored": "half", "tokens_per_microbatch": 40},
+    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot", "rows": A_RANK_WITHOUT},
     "reference computed before": {"kind": "DPO", "precompute_ref_log_probs": True},
     "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
     "accumulation": {"kind": "SFT", "gradient_accumulation_steps": 2, "tokens_per_microbatch": 64},
@@ -107,13 +110,28 @@ def build(name: str, vocab_size: int | None = None) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def unscored_half(number: int) -> Any:
+def half_scored(number: int) -> Any:
     """Token rows of which those of every second batch are not scored: with two ranks, one has no scores at all."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(4, 20, (number,), generator=generator).tolist()
-    rows = [torch.randint(1, 40, (length,), generator=generator).tolist() for length in lengths]
+    rows = token_rows(number)
     labels = [row if n // 4 % 2 == 0 else [-100] * len(row) for n, row in enumerate(rows)]
     return Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+def answers_scored(number: int) -> Any:
+    """Token rows of which the last third is scored, as an assistant's answers are."""
+    rows = token_rows(number)
+    labels = [[-100] * (len(row) - len(row) // 3) + row[len(row) - len(row) // 3 :] for row in rows]
+    return Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+def token_rows(number: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 20, (number,), generator=generator).tolist()
+    return [torch.randint(1, 40, (length,), generator=generator).tolist() for length in lengths]
+
+
+SCORED = {"half": half_scored, "answers": answers_scored}
+"""By the name of what is scored, token rows."""
 
 
 def trained(
@@ -123,7 +141,7 @@ def trained(
     *,
     lora: bool | Mapping[str, Any] = False,
     model: str | None = None,
-    unscored: bool = False,
+    scored: str = "",
     checkpoint: str | None = None,
     save_to: Path | None = None,
     sequence: int = 1,
@@ -135,6 +153,7 @@ def trained(
 
     Args:
         ranks: that train, each on its share of the rows of a step.
+        scored: of `SCORED`; empty: all tokens.
         lora: whether adapters are trained; with what differs from `LORA`.
         sequence: so many of them split sequences, and have the same rows.
         tensor: so many of them split layers, likewise.
@@ -153,13 +172,13 @@ def trained(
     task = "SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
     adapters = LoraConfig(**{**LORA, **(lora if isinstance(lora, Mapping) else {})}, task_type=task) if lora else None
     given = None if model is None else build(model)
-    if unscored:
+    if scored:
         config = SFTConfig(**{**matrix.COMMON, **options}, dataset_kwargs={"skip_prepare_dataset": True})
-        trainer = SFTTrainer(matrix.build(kind, 64), config, train_dataset=unscored_half(matrix.ROWS))
+        trainer = SFTTrainer(matrix.build(kind, 64), config, train_dataset=SCORED[scored](matrix.ROWS))
     else:
         trainer = matrix.make(kind, model=given, **{"peft_config": adapters, **options})
     if evaluated:
-        trainer.compute_metrics = scored
+        trainer.compute_metrics = metrics
     if moved:
         trainer.add_callback(Moved())
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -187,7 +206,7 @@ def trained_weights(model: Any) -> dict[str, Tensor]:
     return {name: found[name] for name, p in stage.whole.named_parameters() if p.requires_grad and name in found}
 
 
-def scored(evaluated: Any) -> dict[str, float]:
+def metrics(evaluated: Any) -> dict[str, float]:
     """Metrics of an evaluation: all scored targets with their log-probabilities, each once."""
     return {"scores": len(evaluated.label_ids), "weighed": float((evaluated.predictions * evaluated.label_ids).sum())}
 

@@ -19,7 +19,7 @@ from tests.support.marks import slow_but
 from tests.support.online_runs import online
 from tests.support.parity_world import build_model
 from tests.support.processes import run_ranks
-from tests.support.sharded_training import assert_near, meeting_place, on_ranks, rank_of, trained
+from tests.support.sharded_training import A_RANK_WITHOUT, assert_near, meeting_place, on_ranks, rank_of, trained
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install deepspeed")
 SIZES = {
@@ -36,13 +36,19 @@ KEPT = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", "evaluated": True},
     "DPO": {"kind": "DPO", "tokens_per_microbatch": 90, "evaluated": True},
-    **{name: {"kind": name} for name in ("KTO", "Reward", "ORPO", "CPO", "BCO", *matrix.ONLINE)},
-    "LoRA": {"kind": "SFT", "lora": True},
+    **{name: {"kind": name} for name in ("Reward", "ORPO", "CPO", "BCO", *matrix.ONLINE)},
+    "KTO": {"kind": "KTO", "rows": A_RANK_WITHOUT},
+    "LoRA": {"kind": "SFT", "lora": True, "rows": A_RANK_WITHOUT},
     "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
     "LoRA, Reward": {"kind": "Reward", "lora": True},
-    "no scores on a rank": {"kind": "SFT", "unscored": True},
-    "no scores, small micro-batches": {"kind": "SFT", "unscored": True, "tokens_per_microbatch": 40},
-    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot", "tokens_per_microbatch": 110},
+    "no scores on a rank": {"kind": "SFT", "scored": "half"},
+    "no scores, small micro-batches": {"kind": "SFT", "scored": "half", "tokens_per_microbatch": 40},
+    "a loss of the whole batch": {
+        "kind": "DPO",
+        "loss_type": "aot",
+        "tokens_per_microbatch": 110,
+        "rows": A_RANK_WITHOUT,
+    },
     "reference computed before": {"kind": "DPO", "precompute_ref_log_probs": True},
     "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
     "not clipped": {"kind": "SFT", "max_grad_norm": 0.0},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sharded_training import EVALUATED, assert_as_on_one_rank, on_ranks
+from tests.support.sharded_training import A_RANK_WITHOUT, EVALUATED, assert_as_on_one_rank, on_ranks
 
 PIECES = {"tokens_per_microbatch": 16}
 """Some rows fit, and others take several pieces."""
@@ -19,12 +19,13 @@ CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", **EVALUATED},
     "DPO": {"kind": "DPO"},
     "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
-    "LoRA": {"kind": "SFT", "lora": True},
+    "LoRA": {"kind": "SFT", "lora": True, "rows": A_RANK_WITHOUT},
     "rehearsed": {"kind": "SFT", "rehearsal": True},
-    **{name: {"kind": name} for name in ("KTO", "Reward", "BCO", "ORPO")},
+    "KTO": {"kind": "KTO", "rows": A_RANK_WITHOUT},
+    **{name: {"kind": name} for name in ("Reward", "BCO", "ORPO")},
     "epochs": {"kind": "SFT", "max_steps": -1, "num_train_epochs": 2, "rows": 4, **EVALUATED},
-    "few scores": {"kind": "SFT", "unscored": True},
-    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot"},
+    "few scores": {"kind": "SFT", "scored": "half"},
+    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot", "rows": A_RANK_WITHOUT},
     "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
     "accumulation": {"kind": "SFT", "gradient_accumulation_steps": 2},
     "checkpointing": {"kind": "SFT", "gradient_checkpointing": True},
@@ -45,12 +46,14 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 TWO_STEPS = {"max_steps": 2}
 FIRST = ("SFT", "DPO", "LoRA", "KTO")
+AS_OTHERS = ("Reward", "BCO", "ORPO", "rehearsed")
+"""What takes the same way through ranks as other cases."""
 IN_PLACE = {
     "fsdp": CASES,
-    "sequences": CASES,
+    "sequences": [name for name in CASES if name not in AS_OTHERS],
     "sequences, fsdp": FIRST,
     "layers": ("SFT", "DPO", "LoRA", "windows", "tied", "GKD"),
-    "stages": [name for name in CASES if "shared keys" not in name],
+    "stages": [name for name in CASES if "shared keys" not in name and name not in AS_OTHERS],
     "zero2": ("SFT", "DPO", "few scores"),
     "zero3": ("SFT", "DPO", "LoRA", "few scores", "a loss of the whole batch", "accumulation"),
 }

@@ -1,4 +1,5 @@
-"""Two processes with gloo against one: the same weights, the same losses, the same evaluation; a user's loss too."""
+"""Two processes with gloo against one: the same weights, the same losses, the same evaluation; a user's loss too, and
+a stream."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class OwnMean(SFTTrainer):
         return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
 
 
-KINDS = {"the method's loss": SFTTrainer, "a loss of one's own": OwnMean}
+KINDS = {"the method's loss": SFTTrainer, "a loss of one's own": OwnMean, "a stream": SFTTrainer}
 
 
 def run(folder: str, batch_size: int, kind: str) -> tuple[dict[str, torch.Tensor], list[float], dict[str, float]]:
@@ -44,7 +45,7 @@ def run(folder: str, batch_size: int, kind: str) -> tuple[dict[str, torch.Tensor
         per_device_eval_batch_size=batch_size,
         gradient_accumulation_steps=2,
         train_sampling_strategy="sequential",
-        max_steps=2,
+        max_steps=4,  # the third has a batch of one row
         logging_steps=1,
         learning_rate=1e-2,
         max_grad_norm=0.1,
@@ -54,7 +55,8 @@ def run(folder: str, batch_size: int, kind: str) -> tuple[dict[str, torch.Tensor
         disable_tqdm=True,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    trainer = KINDS[kind](model, args, train_dataset=data, eval_dataset=data)
+    given = data.to_iterable_dataset() if kind == "a stream" else data
+    trainer = KINDS[kind](model, args, train_dataset=given, eval_dataset=given)
     trainer.train()
     evaluation = trainer.evaluate()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -18,6 +18,7 @@ from lowtide.ops import linear_logprobs
 from tests.support import matrix, sharded_training
 from tests.support.processes import run_ranks
 from tests.support.sharded_training import (
+    A_RANK_WITHOUT,
     assert_near,
     build,
     meeting_place,
@@ -34,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"kind": "SFT", "model": "tied", "evaluated": True},
     **{name: sharded_training.CASES[name] for name in ("evaluated between steps", "moved between steps")},
     "DPO": {"kind": "DPO", "tokens_per_microbatch": 90},
-    "KTO": {"kind": "KTO"},
+    "KTO": {"kind": "KTO", "rows": A_RANK_WITHOUT},
     "Reward": {"kind": "Reward"},
     "LoRA": {"kind": "SFT", "lora": True},
     "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
@@ -42,8 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
     "LoRA on the head, DPO": {"kind": "DPO", "lora": {"target_modules": ["q_proj", "lm_head"]}},
     "head trained whole": {"kind": "SFT", "lora": {"modules_to_save": ["lm_head"]}},
     "head and embedding trained whole": {"kind": "SFT", "lora": {"modules_to_save": ["lm_head", "embed_tokens"]}},
-    "no scores on a rank": {"kind": "SFT", "unscored": True, "tokens_per_microbatch": 40},
-    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot"},
+    "no scores on a rank": {"kind": "SFT", "scored": "half", "tokens_per_microbatch": 40},
+    "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot", "rows": A_RANK_WITHOUT},
     "label smoothing": {"kind": "SFT", "label_smoothing_factor": 0.1},
     "clipped": {"kind": "SFT", "max_grad_norm": 0.01},
     "offloading": {"kind": "DPO", "gradient_checkpointing": True, "activation_offloading": True},

@@ -362,8 +362,9 @@ class WholeRun(MicrobatchRun):
         with self.sync.local(waited_for=self.models.waited_for):
             self._first_pass(leaves, rows)
         self.sync.meet(self.device)
-        outcome = self.outcome(join_rows(gathered_rows(join_rows(rows), self.models.same_rows)))
-        slopes = torch.autograd.grad(outcome.loss, [*leaves.values()])
+        own = join_rows(rows) if rows else None
+        outcome = self.outcome(join_rows(gathered_rows(own, self.device, self.models.same_rows)))
+        slopes = torch.autograd.grad(outcome.loss, [*leaves.values()]) if leaves else ()
         self.slopes = dict(zip(leaves, slopes, strict=True))
         self.loss = outcome.loss.detach()
         self.totals.take_outcome(outcome)
@@ -437,23 +438,29 @@ def join_rows(rows: Sequence[Any]) -> Any:
     return type(first)(**joined)
 
 
-def gathered_rows(rows: Any, same: RankGroup | None = None) -> list[Any]:
+def gathered_rows(rows: Any, device: torch.device, same: RankGroup | None = None) -> list[Any]:
     """Statistics of this rank's rows, with gradients, and those of the other ranks, in the order of ranks.
 
     Args:
+        rows: None of a rank that has none.
         same: the ranks that hold the same rows as this one, which are taken once.
     """
     if not distributed():
         return [rows]
-    detached = {each.name: getattr(rows, each.name) for each in fields(rows)}
-    mine = {name: None if value is None else value.detach().cpu() for name, value in detached.items()}
     leader = dist.get_rank() if same is None else same.leader
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, (leader, mine))
-    device = next(value.device for value in detached.values() if value is not None)
+    dist.all_gather_object(everyones, (leader, _with_tensors(rows, lambda value: value.detach().cpu())))
     others = {
-        rank: type(rows)(**{name: None if value is None else value.to(device) for name, value in each.items()})
+        rank: _with_tensors(each, lambda value: value.to(device))
         for rank, (first, each) in enumerate(everyones)
-        if rank == first
+        if rank == first and each is not None
     }
     return [rows if rank == leader else each for rank, each in others.items()]
+
+
+def _with_tensors(rows: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Statistics of rows with each tensor changed."""
+    if rows is None:
+        return None
+    values = {each.name: getattr(rows, each.name) for each in fields(rows)}
+    return type(rows)(**{name: None if value is None else change(value) for name, value in values.items()})

@@ -145,6 +145,8 @@ def train_step(
     """
     models = model if isinstance(model, Models) else Models(model, place=limits.place)
     totals = totals if totals is not None and models.leads else Totals()
+    stands_in = batch.stands_in
+    batch = idle_part(batch, limits.tokens) if stands_in else batch
     sync = RankSync("baseline", part=batch)
     batch, known = _synced_baseline(sync, models, batch, objective, limits)
     device = batch.token_ids.device
@@ -153,6 +155,8 @@ def train_step(
         pieces = max(len(groups_of(models, batch, objective, limits)), models.stages)
     is_cut = limits.tokens is not None and max(batch.row_tokens, default=0) > limits.tokens
     own_counts = {**objective.counts(batch), **known}
+    if stands_in:
+        own_counts = dict.fromkeys(own_counts, 0)
     counts, pieces, ranks, some_cut = agree(own_counts, pieces, device, models.copies, long_rows=is_cut)
     if not pieces:
         sync.meet(device)
@@ -164,6 +168,7 @@ def train_step(
     parts = pieces_first(parts_of(batch, limits)) if even else parts_of(batch, limits, pieces)
     idle = idle_part(batch, limits.tokens) if in_order else batch
     own = len(batch.plan_split(limits.tokens, limits.rows, pieces=1 if even else pieces, long_rows=True))
+    own = 0 if stands_in else own
     first = _turns(models, parts, idle) if even else parts
     how = (counts, ranks, plan.accumulate)
     runs = _runs_of(models, objective, how, plan.grad_scale, own, first, sync, totals)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -43,10 +44,10 @@ from lowtide.step.train_step import Limits
 from lowtide.step.updater import NotFiniteStep
 from lowtide.trainers.checkpoints.resuming import ResumableRuns
 from lowtide.trainers.checkpoints.stopping import StoppableRuns
-from lowtide.trainers.evaluation import PaddedPredictions, Predictions, real_rows
+from lowtide.trainers.evaluation import PaddedPredictions, Predictions
 from lowtide.trainers.losses.own_loss import OwnLosses
 from lowtide.trainers.optimizers import OwnOptimizers
-from lowtide.trainers.order import RepeatableOrder
+from lowtide.trainers.order import RepeatableOrder, own_rows
 from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
 from lowtide.trainers.reports.model_card import ModelCards
 from lowtide.trainers.reports.progress import RichProgress
@@ -151,14 +152,21 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         return batch
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
-        """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
-        batches = []
+        """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty.
+
+        Rows that fill up the last batch of a pass are left out, and a rank without others has one that stands in: a
+        step is that of one process, which has each row once.
+        """
+        batches, taken, batch = [], 0, None
         for _, inputs in zip(range(num_batches), epoch_iterator, strict=False):
-            batches.append(self.drawn(self.as_ragged(inputs), self.place[0]))
-            self.place = self.place[0], self.place[1] + 1
-        if not batches:
+            batch = self.drawn(self.as_ragged(inputs), self.place[0])
+            self.place, taken = (self.place[0], self.place[1] + 1), taken + 1
+            if count := own_rows(self.accelerator, batch.rows):
+                batches.append(batch if count == batch.rows else batch.select_rows(range(count)))
+        if batch is None:
             return [], None
-        return [None] * (len(batches) - 1) + [RaggedBatch.concat(batches)], None
+        step = RaggedBatch.concat(batches) if batches else replace(batch.idle(), stands_in=True)
+        return [None] * (taken - 1) + [step], None
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -192,7 +200,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         if every and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.seconds_in_steps += time.perf_counter() - start
-        self.tokens_in_steps += inputs.tokens // self.args.sharding.same_rows
+        self.tokens_in_steps += self._own_tokens(inputs)
         return loss
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -249,12 +257,15 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         """6 FLOPs a parameter a real token that this rank computes."""
         if inputs is None:
             return 0
-        own = inputs.tokens // self.args.sharding.same_rows
-        return 6 * own * self.model.num_parameters(exclude_embeddings=True)
+        return 6 * self._own_tokens(inputs) * self.model.num_parameters(exclude_embeddings=True)
+
+    def _own_tokens(self, inputs: RaggedBatch) -> int:
+        """Of a step, those that this rank computes alone."""
+        return 0 if inputs.stands_in else inputs.tokens // self.args.sharding.same_rows
 
     def _track_num_input_tokens(self, inputs: RaggedBatch | None) -> None:
         if inputs is not None and self.args.include_num_input_tokens_seen != "no":
-            tokens = torch.tensor(inputs.tokens, device=self.args.device)
+            tokens = torch.tensor(0 if inputs.stands_in else inputs.tokens, device=self.args.device)
             seen = int(cast(Tensor, self.accelerator.reduce(tokens, "sum")).item())
             self.state.num_input_tokens_seen += seen // self.args.sharding.same_rows
 
@@ -309,7 +320,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         for number, inputs in enumerate(dataloader):
             self.leave_evaluation_if_stopped()
             batch = self.drawn(self.as_ragged(inputs), EVALUATION)
-            count = real_rows(self.accelerator, batch.rows, self.args)
+            count = own_rows(self.accelerator, batch.rows)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last
                 self.runner.accompany(batch, model)

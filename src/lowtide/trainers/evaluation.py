@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
@@ -16,14 +15,6 @@ from lowtide.engine.heads.head import ScoreOutput
 from lowtide.methods.method import Findings
 from lowtide.ragged import IGNORE, RaggedBatch
 from lowtide.ranks.world import distributed
-
-
-def real_rows(accelerator: Accelerator, rows: int, args: Any) -> int:
-    """How many rows of this rank's batch are its own; the last batch is filled up so that ranks have equally many."""
-    state = accelerator.gradient_state
-    if not distributed() or not state.end_of_dataloader or state.remainder <= 0:
-        return rows
-    return max(0, min(rows, state.remainder - args.data_rank * args.eval_batch_size))
 
 
 class Predictions:

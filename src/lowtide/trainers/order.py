@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import BatchSamplerShard
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import Trainer
@@ -89,6 +90,66 @@ def deal_evenly(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]
     return [sorted(rows) for rows in found] if max(tokens) < max(map(sum, lengths)) else before
 
 
+class CountedPass:
+    """A stream whose rows are counted as they are read.
+
+    Attributes:
+        count: the rows of the last pass that was read to its end; None before there was one.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.count: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for row in self.stream:
+            count += 1
+            yield row
+        self.count = count
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the stream has."""
+        if name == "stream":  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+
+def own_rows(accelerator: Accelerator, rows: int) -> int:
+    """How many rows of the batch that was taken last are this rank's own: the last batch of a dataset is filled up with
+    its first rows, so that ranks take equally many. (Of a stream that other processes read they count as its own.)"""
+    loader: Any = accelerator.gradient_state.active_dataloader
+    shard = None if loader is None or not loader.end_of_dataloader else _shard_of(loader)
+    if shard is None or shard.drop_last or not getattr(shard, "even_batches", True):
+        return rows
+    counted = getattr(loader.dataset, "dataset", None)
+    whole = counted.count if isinstance(counted, CountedPass) else len(loader.dataset)
+    own = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
+    left = (whole or 0) % (own * shard.num_processes)
+    return max(0, min(rows, left - own * shard.process_index)) if left else rows
+
+
+def _shard_of(loader: Any) -> Any:
+    """What deals the rows of a loader to ranks; None where nothing does."""
+    if isinstance(loader.dataset, IterableDatasetShard):
+        return loader.dataset
+    shard = getattr(loader, "batch_sampler", None)
+    while shard is not None and not isinstance(shard, BatchSamplerShard):
+        shard = getattr(shard, "batch_sampler", None)
+    return shard
+
+
+def counted(loader: DataLoader) -> DataLoader:
+    """A loader whose stream is counted, where it is dealt to ranks."""
+    shard: Any = loader.dataset
+    if isinstance(shard, IterableDatasetShard):
+        shard.dataset = CountedPass(shard.dataset)
+    return loader
+
+
 class RepeatableOrder(Trainer):
     """`transformers.Trainer` that knows the lengths of rows of all kinds, and finds its place in a stream again."""
 
@@ -122,7 +183,7 @@ class RepeatableOrder(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """As the Trainer's; the rows of a step are dealt evenly to ranks, where their lengths are known."""
-        loader = super().get_train_dataloader()
+        loader = counted(super().get_train_dataloader())
         shard: Any = loader.batch_sampler
         if isinstance(shard, BatchSamplerShard) and type(shard.batch_sampler) is BatchSampler and self.deals_rows:
             lengths = None if shard.split_batches else self.row_lengths()
@@ -130,6 +191,14 @@ class RepeatableOrder(Trainer):
                 turns = self.args.gradient_accumulation_steps
                 shard.batch_sampler = DealtEvenly(shard.batch_sampler, lengths, shard.num_processes, turns)
         return loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As the Trainer's; a stream's rows are counted."""
+        return counted(super().get_eval_dataloader(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As the Trainer's; a stream's rows are counted."""
+        return counted(super().get_test_dataloader(test_dataset))
 
     @property
     def deals_rows(self) -> bool:

@@ -95,7 +95,8 @@ def _rank(rank: int, folder: str, ranks: int) -> None:
 def distance(found: Any, case: Mapping[str, Any]) -> tuple[float, float]:
     """Relative, of the loss of any step, and of the norm of any weight."""
     losses, weights, _ = found
-    expected_losses, expected, _ = on_one_rank(json.dumps(case, sort_keys=True))
+    with contextlib.redirect_stdout(io.StringIO()):
+        expected_losses, expected, _ = on_one_rank(json.dumps(case, sort_keys=True))
     assert len(losses) == len(expected_losses) == STEPS
     assert weights.keys() == expected.keys()
     scale = max(map(abs, expected_losses))  # a loss may pass zero

@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     **sharded_training.CASES,
     "padded": {"kind": "DPO", "padding_free": False},
     "Lion": {"kind": "SFT", "optim": "lion_32bit"},
+    "grouped": {"kind": "SFT", "train_sampling_strategy": "group_by_length", "rows": 6},
     "experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.0},
 }
 CONFIGS: dict[str, dict[str, Any]] = {

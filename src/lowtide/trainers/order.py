@@ -162,7 +162,8 @@ class RepeatableOrder(Trainer):
         raise NotImplementedError
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        """As the Trainer's, which looks for the lengths of rows in a column, and for whom each rank has its own."""
+        """As the Trainer's, which looks for the lengths of rows in a column, and for whom each rank has its own; rows
+        of like lengths meet in the batches of all ranks together, so that the order is that of one rank."""
         args = self.args
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
         column = args.length_column_name
@@ -179,7 +180,7 @@ class RepeatableOrder(Trainer):
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
         seed = args.seed if args.data_seed is None else args.data_seed
-        return GroupedByLength(sampler.batch_size, sampler.lengths, seed)
+        return GroupedByLength(sampler.batch_size * args.data_ranks, sampler.lengths, seed)
 
     def get_train_dataloader(self) -> DataLoader:
         """As the Trainer's; the rows of a step are dealt evenly to ranks, where their lengths are known."""

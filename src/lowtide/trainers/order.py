@@ -122,11 +122,13 @@ def own_rows(accelerator: Accelerator, rows: int) -> int:
     """How many rows of the batch that was taken last are this rank's own: the last batch of a dataset is filled up with
     its first rows, so that ranks take equally many. (Of a stream that other processes read they count as its own.)"""
     loader: Any = accelerator.gradient_state.active_dataloader
-    shard = None if loader is None or not loader.end_of_dataloader else _shard_of(loader)
+    if loader is None or not loader.end_of_dataloader:
+        return rows
+    shard = _shard_of(loader)
     if shard is None or shard.drop_last or not getattr(shard, "even_batches", True):
         return rows
-    counted = getattr(loader.dataset, "dataset", None)
-    whole = counted.count if isinstance(counted, CountedPass) else len(loader.dataset)
+    stream = getattr(loader.dataset, "dataset", None)
+    whole = stream.count if isinstance(stream, CountedPass) else len(loader.dataset)
     own = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
     left = (whole or 0) % (own * shard.num_processes)
     return max(0, min(rows, left - own * shard.process_index)) if left else rows
@@ -144,8 +146,8 @@ def _shard_of(loader: Any) -> Any:
 
 def counted(loader: DataLoader) -> DataLoader:
     """A loader whose stream is counted, where it is dealt to ranks."""
-    shard: Any = loader.dataset
-    if isinstance(shard, IterableDatasetShard):
+    shard: Any = _shard_of(loader)
+    if shard is loader.dataset and not isinstance(shard.dataset, CountedPass):
         shard.dataset = CountedPass(shard.dataset)
     return loader
 

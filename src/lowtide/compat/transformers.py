@@ -316,6 +316,7 @@ HOOKS = (
     ),
     Hook("get_train_dataloader", (), "_inner_training_loop", "rows are collated once their completions are written"),
     Hook("get_eval_dataloader", ("eval_dataset",), "evaluate", "rows are collated once their completions are written"),
+    Hook("get_test_dataloader", ("test_dataset",), "predict", "the rows of a stream are counted over ranks"),
     Hook(
         "_get_dataloader",
         ("dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),

@@ -145,8 +145,7 @@ def train_step(
     """
     models = model if isinstance(model, Models) else Models(model, place=limits.place)
     totals = totals if totals is not None and models.leads else Totals()
-    stands_in = batch.stands_in
-    batch = idle_part(batch, limits.tokens) if stands_in else batch
+    stands_in, batch = batch.stands_in, idle_part(batch, limits.tokens) if batch.stands_in else batch
     sync = RankSync("baseline", part=batch)
     batch, known = _synced_baseline(sync, models, batch, objective, limits)
     device = batch.token_ids.device
@@ -154,9 +153,7 @@ def train_step(
     with sync.local():
         pieces = max(len(groups_of(models, batch, objective, limits)), models.stages)
     is_cut = limits.tokens is not None and max(batch.row_tokens, default=0) > limits.tokens
-    own_counts = {**objective.counts(batch), **known}
-    if stands_in:
-        own_counts = dict.fromkeys(own_counts, 0)
+    own_counts = _own_counts(objective, batch, known, stands_in)
     counts, pieces, ranks, some_cut = agree(own_counts, pieces, device, models.copies, long_rows=is_cut)
     if not pieces:
         sync.meet(device)
@@ -165,10 +162,8 @@ def train_step(
     if in_order or (is_cut and objective.taught):
         with sync.local(waited_for=in_order or models.waited_for):
             batch = _with_reference(models, batch, objective, limits)
-    parts = pieces_first(parts_of(batch, limits)) if even else parts_of(batch, limits, pieces)
+    parts, own = _micro_batches(batch, limits, pieces, even=even, stands_in=stands_in)
     idle = idle_part(batch, limits.tokens) if in_order else batch
-    own = len(batch.plan_split(limits.tokens, limits.rows, pieces=1 if even else pieces, long_rows=True))
-    own = 0 if stands_in else own
     first = _turns(models, parts, idle) if even else parts
     how = (counts, ranks, plan.accumulate)
     runs = _runs_of(models, objective, how, plan.grad_scale, own, first, sync, totals)
@@ -182,6 +177,28 @@ def train_step(
             loss = _forward_and_backward(runs[0], batch, passes, plan, sync, totals)
     _exchange(loss, plan, sync, device)
     return loss
+
+
+def _own_counts(objective: Objective | OwnLoss, batch: RaggedBatch, known: Counts, stands_in: bool) -> Counts:
+    """What this rank adds to the counts of a step: nothing where its rows stand in."""
+    own = {**objective.counts(batch), **known}
+    return dict.fromkeys(own, 0) if stands_in else own
+
+
+def _micro_batches(
+    batch: RaggedBatch, limits: Limits, pieces: int, *, even: bool, stands_in: bool
+) -> tuple[list[RaggedBatch | LongRow], int]:
+    """The micro-batches of this rank, and how many of them have rows of its own.
+
+    Args:
+        pieces: so many at least.
+        even: rows in pieces go first, as on other ranks, which are waited for then; there need be no more.
+        stands_in: none of the rows is this rank's own.
+    """
+    least = 1 if even else pieces
+    parts = parts_of(batch, limits, least)
+    own = 0 if stands_in else len(batch.plan_split(limits.tokens, limits.rows, pieces=least, long_rows=True))
+    return pieces_first(parts) if even else parts, own
 
 
 def _through_stages(

@@ -393,6 +393,12 @@ def test_an_image_in_an_answer_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, [row], "DPO")
 
 
+def test_an_older_transformers_shows_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    with pytest.raises(ValueError, match=r"with transformers 5\.17\.0 vision-language .* install transformers 5\.23"):
+        trainer(tmp_path, conversations(4))
+
+
 def test_freezing_needs_a_tower(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=400, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from lowtide.data.batches.images import ImageReader
@@ -13,6 +14,9 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.images import blank_image
 from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.engine.vision import encodes_images, position_rule
+
+OLDEST = (5, 23)
+"""The version of transformers from which on vision-language models are known to give the padded rows' numbers."""
 
 
 def is_processor(processing_class: Any) -> bool:
@@ -47,6 +51,11 @@ def check_images(model: nn.Module, args: Any, title: str, *, writes: bool) -> No
     Raises:
         ValueError: names the option, and what to do.
     """
+    if (*map(int, transformers.__version__.split(".")[:2]),) < OLDEST:
+        raise ValueError(
+            f"the rows of {title} show images, and with transformers {transformers.__version__} vision-language models "
+            f"do not give the numbers of padded rows here: install transformers {'.'.join(map(str, OLDEST))} or newer"
+        )
     sharding = args.sharding
     split = {
         "sp_size, cp_size": (sharding.sequence_parallel > 1, "tokens of a batch are not split beside their images"),

@@ -46,14 +46,12 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 TWO_STEPS = {"max_steps": 2}
 FIRST = ("SFT", "DPO", "LoRA", "KTO")
-AS_OTHERS = ("Reward", "BCO", "ORPO", "rehearsed")
-"""What takes the same way through ranks as other cases."""
 IN_PLACE = {
     "fsdp": CASES,
-    "sequences": [name for name in CASES if name not in AS_OTHERS],
+    "sequences": CASES,
     "sequences, fsdp": FIRST,
     "layers": ("SFT", "DPO", "LoRA", "windows", "tied", "GKD"),
-    "stages": [name for name in CASES if "shared keys" not in name and name not in AS_OTHERS],
+    "stages": [name for name in CASES if "shared keys" not in name],
     "zero2": ("SFT", "DPO", "few scores"),
     "zero3": ("SFT", "DPO", "LoRA", "few scores", "a loss of the whole batch", "accumulation"),
 }

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import io
 import json
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +14,7 @@ from typing import Any
 import torch
 
 from tests.support import matrix
-from tests.support.heap import leave_out
-from tests.support.processes import run_ranks
-from tests.support.sharded_training import meeting_place, on_one_rank, rank_of, trained
+from tests.support.sharded_training import on_one_rank, on_ranks
 
 STEPS = 10
 WITHIN = 1e-5
@@ -54,42 +51,18 @@ def compare(argv: list[str] | None, description: str | None) -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options, far = parser.parse_args(argv), False
     cases = {name: {**CASES[name], "max_steps": STEPS} for name in options.cases}
-    print("| | ranks | trainings | losses | weights | refused |\n|---|---:|---:|---:|---:|---|")
+    print("| | ranks | losses | weights |\n|---|---:|---:|---:|")
     for way in options.ways:
         for ranks in (4,) if way in ON_FOUR_ALONE else (2, 4):
-            found = over_ranks({name: {**case, **WAYS[way]} for name, case in cases.items()}, ranks)
-            refused = [name for name, each in found.items() if isinstance(each, str)]
-            distances = {name: distance(each, cases[name]) for name, each in found.items() if name not in refused}
+            with tempfile.TemporaryDirectory() as folder:
+                on_ranks(Path(folder), {name: {**case, **WAYS[way]} for name, case in cases.items()}, ranks)
+                found = {name: torch.load(Path(folder) / f"{name}.pt") for name in cases}
+            distances = {name: distance(found[name], cases[name]) for name in cases}
             losses, weights = (max(distances, key=lambda name: distances[name][n]) for n in (0, 1))
             cells = (f"{distances[name][n]:.1e} ({name})" for n, name in enumerate((losses, weights)))
-            print(f"| {way} | {ranks} | {len(distances)} | {' | '.join(cells)} | {', '.join(refused)} |", flush=True)
-            for name in refused:
-                print(f"{name}: {found[name]}", file=sys.stderr)
+            print(f"| {way} | {ranks} | {' | '.join(cells)} |", flush=True)
             far |= max(max(each) for each in distances.values()) > WITHIN
     return int(far)
-
-
-def over_ranks(cases: Mapping[str, Mapping[str, Any]], ranks: int) -> dict[str, Any]:
-    """What came of each case on so many ranks, or why it was refused."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = meeting_place(Path(folder))
-        (place / "cases.json").write_text(json.dumps(cases))
-        run_ranks(_rank, folder, ranks, ranks=ranks)
-        return torch.load(place / "found.pt")
-
-
-def _rank(rank: int, folder: str, ranks: int) -> None:
-    place, found = Path(folder), {}
-    with rank_of(place, rank, ranks), contextlib.redirect_stdout(io.StringIO()):
-        for name, case in json.loads((place / "cases.json").read_text()).items():
-            try:
-                found[name] = trained(folder=place / name, ranks=ranks, **case)
-            except ValueError as refusal:  # as the trainer is made, on all ranks alike
-                found[name] = str(refusal)
-            if len(found) == 1:
-                leave_out()
-    if rank == 0:
-        torch.save(found, place / "found.pt")
 
 
 def distance(found: Any, case: Mapping[str, Any]) -> tuple[float, float]:

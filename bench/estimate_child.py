@@ -148,7 +148,7 @@ def model_of(case: EstimateCase, device: str, weights: str) -> Any:
 
     if case.four_bit:
         model = quantized(Path(weights), device)
-        trim_heap()
+        trim_heap(near=1)
         reset_high_water_mark()  # making and quantizing weights takes more than keeping them, and is not predicted
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()

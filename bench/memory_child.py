@@ -53,7 +53,7 @@ def measure(case: MemoryCase, batch: int, length: int, device: str, weights: str
     imports = resident_bytes("VmRSS") if device == "cpu" else 0
     model = quantized(Path(weights), device) if case.four_bit else build_model(Shape(QWEN_05B, device, case.dtype))
     parameters = parameter_counts(model)[0]
-    trim_heap()
+    trim_heap(near=1)
     meter.start()  # not before: making or quantizing weights takes more than keeping them
     with tempfile.TemporaryDirectory() as output_dir:
         args = config_class(**common(device, output_dir) | flags(case, batch, length))

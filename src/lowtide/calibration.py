@@ -72,7 +72,8 @@ def peak_of_training(adapters: bool, engine: str) -> int:
     from lowtide.memory.allocators import host_heap
     from lowtide.memory.allocators.measure import peak_resident_bytes
 
-    host_heap.LARGE, host_heap.TRIM_ABOVE = 0, 1 << 20  # without holes, what is beside tensors is the process
+    # without holes, what is beside tensors is the process
+    host_heap.LARGE, host_heap.TRIM_ABOVE, host_heap.NEAR = 0, 1 << 20, 1.0
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         run = small_run(folder, adapters, engine)
@@ -96,7 +97,7 @@ def predicted_bytes(adapters: bool, engine: str) -> int:
     from lowtide.run.options.configs import method_of
     from lowtide.run.options.sharding import sharding_of
 
-    host_heap.LARGE, host_heap.TRIM_ABOVE = 0, 1 << 20
+    host_heap.LARGE, host_heap.TRIM_ABOVE, host_heap.NEAR = 0, 1 << 20, 1.0
     with tempfile.TemporaryDirectory() as folder:
         run = small_run(folder, adapters, engine)
         traced = FakeRun(method_of(run["config"]), **run, processing_class=make_tokenizer())

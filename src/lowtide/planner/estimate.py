@@ -7,7 +7,7 @@ top comes what the process holds beside tensors. Spread over devices, formulas t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from lowtide.planner.sharding.tensor_parallel import local_layout, one_rank
 from lowtide.planner.sharding.traced_step import one_device
 from lowtide.planner.tracing.fake_run import FakeRun, TracedRun
 from lowtide.planner.tracing.host_memory import host_bytes
+from lowtide.planner.tracing.trace import Event
 from lowtide.ranks.sharding import Sharding
 
 PACKED = 32 << 20
@@ -146,7 +147,7 @@ def estimate_run(
     if sharding.devices > 1:
         return _sharded(run, device, sharding, beside)
     traced = run.traced(device)
-    allocator: Allocator = CudaAllocator() if device.kind == "cuda" else heap_of(run)
+    allocator: Allocator = CudaAllocator() if device.kind == "cuda" else heap_of(run, traced.events)
     for number, size in enumerate(device.workspaces):
         allocator.born(("workspace", number), size)
     events = list(run_of(traced.events, rehearsal=run.rehearsal))
@@ -154,9 +155,15 @@ def estimate_run(
     return replace(found, host_bytes=host_bytes(events), heaviest_tokens=traced.tokens)
 
 
-def heap_of(run: FakeRun) -> GlibcHeap:
-    """A CPU's, with the workspaces of its libraries."""
-    heap = GlibcHeap(host_heap.MMAP_ABOVE, host_heap.TRIM_ABOVE, thread_cache=has_thread_cache())
+def heap_of(run: FakeRun, events: Iterable[Event]) -> GlibcHeap:
+    """A CPU's, as it is set up where layers trim it or not, with the workspaces of its libraries."""
+    trims = any(event.block is None and not event.born for event in events)
+    heap = GlibcHeap(
+        host_heap.MMAP_ABOVE_OF_LARGE if trims else host_heap.MMAP_ABOVE,
+        host_heap.TRIM_ABOVE,
+        near=host_heap.NEAR,
+        thread_cache=has_thread_cache(),
+    )
     packed = min(PACKED, 4 * run.method.head.packed_elements(run.described))
     heap.born("workspace", packed + (PACKED if run.has_16_bits else 0))
     return heap
@@ -184,7 +191,8 @@ class RankTrace:
         """
         part = run if sharding.tensor_parallel == 1 else _of_split_layers(run, sharding.tensor_parallel)
         part = part.split(sharding.sequence_parallel).gathering(sharding.cuts_weights or sharding.by_deepspeed)
-        traced, heap = part.traced(device), heap_of(run) if device.kind == "cpu" else None
+        traced = part.traced(device)
+        heap = heap_of(run, traced.events) if device.kind == "cpu" else None
         events = list(run_of(traced.events, rehearsal=run.rehearsal and not sharding.by_deepspeed))
         found = one_device(events, heap, tokens=traced.tokens, micro_batches=traced.micro_batches)
         found = replace(found, sent=traced.sent_bytes, on_host=host_bytes(events))

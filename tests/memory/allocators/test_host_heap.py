@@ -1,5 +1,7 @@
 """Settling the host's heap changes no value; a large model's layers look at it in forward and in backward."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -68,5 +70,19 @@ def test_a_trim_gives_memory_back():
     from lowtide.memory.allocators.measure import resident_bytes
 
     before = resident_bytes()
-    host_heap.trim_heap()
+    host_heap.trim_heap(near=1)
     assert resident_bytes() < before - (20 << 20)
+
+
+def test_holes_are_kept_while_the_process_held_more_before(monkeypatch):
+    trims = []
+    heap = SimpleNamespace(mallinfo2=lambda: SimpleNamespace(fordblks=1 << 30), malloc_trim=trims.append)
+    monkeypatch.setattr(host_heap, "glibc", lambda: heap)
+    monkeypatch.setattr(host_heap, "peak_resident_bytes", lambda: 1600)
+    for now, due in ((1490, 0), (1510, 1)):  # a sixteenth is 100
+        monkeypatch.setattr(host_heap, "resident_bytes", lambda now=now: now)
+        host_heap.trim_heap()
+        assert len(trims) == due
+    monkeypatch.setattr(host_heap, "resident_bytes", lambda: 1)
+    host_heap.trim_heap(near=1)
+    assert len(trims) == 2

@@ -27,3 +27,16 @@ def test_they_are_so_many_bytes_at_most():
 
 def test_a_heap_that_is_trimmed_has_none():
     assert held(100, trims=True) == pytest.approx(100 * MIB, rel=1e-3)
+
+
+@pytest.mark.parametrize(("more", "left"), [(10, 50), (300, 100)])
+def test_holes_stay_where_the_heap_held_much_more_before(more, left):
+    heap = GlibcHeap(mmap_above=1 << 40, trim_above=24 * MIB, near=0.25)
+    for number in range(100):
+        heap.born(number, MIB)
+    heap.born("once", more * MIB, mapped=True)
+    heap.died("once")
+    for number in range(0, 100, 2):
+        heap.died(number)
+    heap.trim()
+    assert heap.held == pytest.approx(left * MIB, rel=0.02)

@@ -4,7 +4,8 @@ glibc gives freed memory back to the system as soon as it lies at the heap's end
 page at a time: a small model spends a quarter of its step on that. So the heap is told to keep what it has. But each
 layer also frees tensors of a few megabytes between others that stay, and the next layer's rarely fit into such holes:
 the resident peak of a large model grows with every layer, although nothing holds that memory. There the holes are
-given back whenever they add up, which costs a percent of the time.
+given back where they add up, while the process is near the most that it ever held: below that, to keep them costs
+nothing, and to take them anew a quarter of a step.
 
 Exact: no value is touched. On CUDA and on systems without glibc it does nothing.
 """
@@ -18,13 +19,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide.memory.allocators.measure import peak_resident_bytes, resident_bytes
+
 LARGE = 1 << 28
 """Bytes of weights from which holes are given back, be they half a billion in four bits; below, they are small beside
 what the imports hold."""
 TRIM_ABOVE = 24 << 20
 """Free bytes inside the heap that are worth a trim."""
+NEAR = 1 / 16
+"""The share of the most that the process ever held, within which it is near that: more than a layer takes anew before
+the next one looks."""
 MMAP_ABOVE = 4 << 20
 """Bytes from which a tensor is mapped by itself, and leaves no hole: a twentieth slower for a quarter less."""
+MMAP_ABOVE_OF_LARGE = 64 << 20
+"""The same where holes are given back."""
 M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
 """Numbers of `mallopt`'s parameters."""
 
@@ -53,18 +61,25 @@ def settle_heap(model: nn.Module, *, gathers: bool = False) -> bool:
     if heap is None or any(p.device.type != "cpu" for p in parameters):
         return False
     heap.mallopt(M_MXFAST, 0)  # slivers between tensors are parts of the holes again, see `allocator`
-    heap.mallopt(M_MMAP_THRESHOLD, MMAP_ABOVE)
-    heap.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     large = gathers or sum(p.numel() * p.element_size() for p in parameters) >= LARGE
+    heap.mallopt(M_MMAP_THRESHOLD, MMAP_ABOVE_OF_LARGE if large else MMAP_ABOVE)
+    heap.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     if large:
         trim_in_layers(model, trim_heap)
     return large
 
 
-def trim_heap() -> None:
-    """Gives the heap's holes back to the system if they add up; without glibc it does nothing."""
+def trim_heap(near: float | None = None) -> None:
+    """Gives the heap's holes back to the system, if they add up and the process is near the most that it ever held;
+    without glibc it does nothing.
+
+    Args:
+        near: the share of that within which it is near, 1 for always; by default `NEAR`.
+    """
     heap = glibc()
-    if heap is not None and heap.mallinfo2().fordblks > TRIM_ABOVE:
+    if heap is None or heap.mallinfo2().fordblks <= TRIM_ABOVE:
+        return
+    if resident_bytes() >= peak_resident_bytes() * (1 - (NEAR if near is None else near)):
         heap.malloc_trim(0)
 
 

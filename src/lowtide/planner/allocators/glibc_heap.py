@@ -31,13 +31,16 @@ class GlibcHeap:
     Args:
         mmap_above: blocks from which bytes on are mapped by themselves.
         trim_above: bytes of holes from which a trim is made.
+        near: the share of the most it ever held within which a trim is made.
         thread_cache: whether each thread has its cache.
     """
 
-    def __init__(self, mmap_above: int, trim_above: int, *, thread_cache: bool = False) -> None:
-        self.mmap_above, self.trim_above, self.thread_cache = mmap_above, trim_above, thread_cache
+    def __init__(self, mmap_above: int, trim_above: int, *, near: float = 1.0, thread_cache: bool = False) -> None:
+        self.mmap_above, self.trim_above, self.near, self.thread_cache = mmap_above, trim_above, near, thread_cache
         self.mapped = 0
         self.end = 0
+        self.most = 0
+        """Bytes that were ever resident."""
         self.cold = 0
         """Bytes inside the heap that a trim gave back."""
         self._placed: dict[Hashable, tuple[int, int]] = {}
@@ -51,11 +54,15 @@ class GlibcHeap:
     @property
     def held(self) -> int:
         """Bytes resident now."""
-        whole = self.mapped + self.end - self.cold
+        whole = self._touched
         if self.trimmed or not self.end:
             return whole
         small = min(int(SMALL_SHARE * self.end), SMALL_MOST)
         return whole + small + (int(CUT_SHARE * self.end) if self.thread_cache else 0)
+
+    @property
+    def _touched(self) -> int:
+        return self.mapped + self.end - self.cold
 
     def born(self, key: Hashable, size: int, mapped: bool = False) -> None:
         """A block, by a key that is its own.
@@ -63,8 +70,11 @@ class GlibcHeap:
         Args:
             mapped: maps it whatever its size, as glibc does before it is told how.
         """
-        if size < LEAST:
-            return
+        if size >= LEAST:
+            self._place(key, size, mapped)
+            self.most = max(self.most, self._touched)
+
+    def _place(self, key: Hashable, size: int, mapped: bool) -> None:
         need = _rounded(size + 16, ALIGNMENT) + ALIGNMENT
         place = bisect_left(self._by_size, (need, -1))
         if mapped or (place == len(self._by_size) and size >= self.mmap_above):
@@ -94,9 +104,9 @@ class GlibcHeap:
         """Nothing: that is of a device's allocator."""
 
     def trim(self) -> None:
-        """Holes go back to the system if they add up."""
+        """Holes go back to the system if they add up, near the most that was ever held."""
         self.trimmed = True
-        if self._free <= self.trim_above:
+        if self._free <= self.trim_above or self._touched < self.most * (1 - self.near):
             return
         for start, (size, cold) in self._at.items():
             whole = (start + size) // PAGE * PAGE - _rounded(start, PAGE)

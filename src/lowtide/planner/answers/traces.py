@@ -159,7 +159,7 @@ def point_of(
     """
     fake = run.faked(lengths.rows(), options)
     traced = fake.traced(run.device)
-    allocator = CudaAllocator() if run.device.kind == "cuda" else heap_of(fake)
+    allocator = CudaAllocator() if run.device.kind == "cuda" else heap_of(fake, traced.events)
     first, *_ = spaces = sorted(spaces, key=sum)
     for number, size in enumerate(first):
         allocator.born(("workspace", number), size)

@@ -49,19 +49,23 @@ from lowtide.ops.rows_of import Rows, rows_of
 from lowtide.ops.split_vocabulary import SplitRows, SplitScores, SplitVocabulary
 from lowtide.ops.target import in_turn, target_of
 
-CAST_ROWS = 2048
+CAST_BYTES = 3 << 20
 """Of a weight's gradient, whose product is cast at a time: smaller than what a heap has mapped anew for each."""
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Workspace for a chunk's logits: large enough for an efficient matmul, small beside everything else."""
-ENOUGH_ROWS = 128
+ENOUGH_ROWS = 256
 """Scores of a chunk in 16 bits on a CPU, above which half the workspace does: with fewer, adding each chunk's product
-to a weight's gradient in float32 takes longer than the products."""
+to a weight's gradient in float32 takes longer than the products. Beside such a gradient there are twice as many, if
+their logits take no more than half of the weight in 16 bits."""
+EVEN_ROWS = 32
+"""Of products in 16 bits on a CPU: oneDNN makes a kernel for each number of rows that it has not seen lately, in 2 to
+20 ms (32,000 x 256, AVX-512 and AMX), so that a chunk of fewer rows is filled up to a multiple of so many."""
 FEW_ROWS = 32
 """Scores up to which a CPU multiplies the weight band by band."""
 BANDS = 32
 """So many bands of a weight, each a product of its own: 5.6 ms in place of 11.4 for 8 scores and 9.6 for 18.5 for 32
 (32,000 x 384 in float32, two cores, MKL), and no slower in bfloat16."""
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 2 << 20
 """On a CPU the passes over a chunk's logits go in blocks that stay in the second-level cache."""
 COMPARED_BYTES = 32 << 20
 """Elsewhere a student's logits are compared with a teacher's in blocks of so many bytes, small beside a chunk."""
@@ -78,6 +82,7 @@ def chunk_rows(vocab: int, dtype: torch.dtype, kind: str, *, split: bool = False
     most = CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"]) // (vocab * dtype.itemsize)
     if kind == "cpu" and dtype.itemsize == 2:  # whose products take packed copies beside
         most = max(most // 2, min(most, ENOUGH_ROWS))
+        most -= most % EVEN_ROWS
     return max(16, most)
 
 
@@ -248,7 +253,7 @@ def read_logits(
         found = []
         for span, _, logits in chunks:
             logits = logits if split is None else split.all_columns(logits)
-            found.append(read(TorchRows(logits, index[span], projection).x, span))
+            found.append(read(TorchRows(logits[: span.stop - span.start], index[span], projection).x, span))
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
@@ -363,12 +368,20 @@ def _scores_of(spec: _Spec, index: Tensor, target: Tensor, terms: Sequence[Term]
     first, split = terms[0].x, spec.split
     vocab = terms[0].weight.shape[0] if split is None else split.each
     kind = target_of(first).kind
-    most = spec.chunk or chunk_rows(vocab, _dtype_of(first), kind, split=split is not None)
+    dtype = _dtype_of(first)
+    most = spec.chunk or chunk_rows(vocab, dtype, kind, split=split is not None)
+    if kind == "cpu" and spec.chunk is None and split is None and _is_summed_wider(terms, dtype):
+        most = max(most, min(2 * ENOUGH_ROWS, terms[0].weight.shape[1] // 2))
     if split is not None and spec.chunk is None and _copies_blocks(spec, kind):
         most = max(most // 3, 1)  # a block is a whole chunk there, and has two copies
     if split is None or split.same_scores:
         return OwnScores(index, target, most, split)
     return SplitScores(split, index, target, most)
+
+
+def _is_summed_wider(terms: Sequence[Term], dtype: torch.dtype) -> bool:
+    """Whether products in 16 bits are added to the gradient of a weight in float32."""
+    return any(term.weight.requires_grad and term.weight.dtype.itemsize > dtype.itemsize == 2 for term in terms)
 
 
 def _holds_slopes_of_one(dtype: torch.dtype) -> bool:
@@ -399,6 +412,7 @@ class ChunkedHead:
         self.bias = None if bias is None else lies_here(bias)
         self.projection, self.want = spec.projection, spec.want
         self.vocab = len(self.terms[0].weight)
+        self.evens = kind == "cpu" and self.dtype.itemsize == 2 and self.split is None
         self.teacher, self.theirs = spec.teacher, iter(())
         if spec.teacher is not None:
             self.theirs = self._logits_of(spec.teacher)
@@ -422,15 +436,20 @@ class ChunkedHead:
         head = ChunkedHead(_Spec(teacher.projection), _in_order(self.scores), bias, terms)
         return (_columns(logits, ours, theirs) for _, _, logits in head.chunks())  # without `self`, which holds this
 
+    def _even(self, rows: int) -> int:
+        """How many rows the products of so many are made of."""
+        return -(-rows // EVEN_ROWS) * EVEN_ROWS if self.evens else rows
+
     def workspace(self) -> Float[Tensor, "rows vocab"]:
         """For the logits of a chunk."""
-        shape = (self.scores.rows, self.vocab)
+        shape = (self._even(self.scores.rows), self.vocab)
         return torch.empty(shape, dtype=self.dtype, device=self.scores.index.device)
 
     def chunks(
         self, buffer: Tensor | None = None, kept: slice | None = None
     ) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-        """(scores of the chunk, their x of each term, raw logits [rows, vocab]).
+        """(scores of the chunk, their x of each term, raw logits [rows, vocab]); both may be filled up with rows that
+        are no score's, whose x is 0.
 
         Args:
             buffer: that the logits are written to, chunk after chunk.
@@ -439,8 +458,9 @@ class ChunkedHead:
         scores, buffer = self.scores, self.workspace() if buffer is None else buffer
         spans = [span for span in scores.spans() if span != kept]
         for span in spans if kept is None else [kept, *spans]:
-            xs = [scores.taken(term.x, span, self.dtype) for term in self.terms]
-            logits = buffer[: span.stop - span.start]
+            rows = self._even(span.stop - span.start)
+            xs = [_filled_up(scores.taken(term.x, span, self.dtype), rows) for term in self.terms]
+            logits = buffer[:rows]
             if span is not kept:
                 for x, term in zip(xs, self.terms, strict=True):
                     _put_logits(logits, x, term.weight, add=x is not xs[0])
@@ -462,12 +482,13 @@ class ChunkedHead:
     def blocks(self, span: slice, logits: Tensor) -> Iterator[tuple[slice, Rows | SplitRows]]:
         """Rows of a chunk that are worked on together: (their scores, the rows)."""
         theirs = next(self.theirs, None)
-        starts = range(0, logits.shape[0], self.block)
+        count = span.stop - span.start
+        starts = range(0, count, self.block)
         for start in in_turn(starts) if self.split is None and self.teacher is None else starts:
-            part = logits[start : start + self.block]
+            part = logits[start : min(start + self.block, count)]
             scores = slice(span.start + start, span.start + start + part.shape[0])
             target = self.scores.target[scores]
-            beside = None if theirs is None else theirs[start : start + self.block]
+            beside = None if theirs is None else theirs[start : start + part.shape[0]]
             if self.split is None:
                 yield scores, self._rows(part, beside, target)
             else:
@@ -547,30 +568,48 @@ class _Gradients:
         self.head = head
         self.bias = torch.zeros_like(lies_here(bias)) if needs_bias and bias is not None else None
         self.xs = [torch.zeros_like(t.x) if n else None for t, n in zip(terms, needs_terms[::2], strict=True)]
+        made = torch.empty_like if head.scores.rows else torch.zeros_like
         self.weights = [
-            (torch.zeros_like(lies_here(t.weight)) if sink is None else sink) if n else None
+            (made(lies_here(t.weight)) if sink is None else sink) if n else None
             for t, n, sink in zip(terms, needs_terms[1::2], sinks, strict=True)
         ]
+        self.fresh = [sink is None for sink in sinks]
+        """Whether the gradient of a weight has nothing in it, which the first chunk overwrites."""
 
     def add(self, span: slice, xs: Sequence[Tensor], slope: Tensor) -> None:
-        """Takes in a chunk: `slope` [rows, vocab] is the gradient at its raw logits."""
+        """Takes in a chunk: `slope` [rows, vocab] is the gradient at its raw logits, filled up as the chunk is."""
+        count = span.stop - span.start
         for number, (x, term) in enumerate(zip(xs, self.head.terms, strict=True)):
             into_x, into_weight = self.xs[number], self.weights[number]
             if into_x is not None:
-                self.head.scores.add_back(into_x, span, _back(slope, term.weight).to(into_x.dtype))
+                self.head.scores.add_back(into_x, span, _back(slope, term.weight)[:count].to(into_x.dtype))
             if into_weight is not None:
-                _add_product(into_weight, slope, x, self.head.scores.factor)
+                _add_product(into_weight, slope, x, self.head.scores.factor, fresh=self.fresh[number])
+                self.fresh[number] = False
         if self.bias is not None:
-            self.bias.add_(slope.sum(0), alpha=self.head.scores.factor)
+            self.bias.add_(slope[:count].sum(0), alpha=self.head.scores.factor)
 
 
-def _add_product(into: Tensor, slope: Tensor, x: Tensor, factor: float) -> None:
-    """into += factor * slope.T @ x, without a second tensor of that size where the dtypes differ."""
+def _filled_up(x: Tensor, rows: int) -> Tensor:
+    """With rows of zeros after its own, up to so many."""
+    return x if len(x) == rows else torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
+
+
+def _add_product(into: Tensor, slope: Tensor, x: Tensor, factor: float, *, fresh: bool) -> None:
+    """into += factor * slope.T @ x, without a second tensor of that size where the dtypes differ; what is `fresh` has
+    nothing in it."""
     if into.dtype == x.dtype:
-        into.addmm_(slope.t(), x, alpha=factor)
+        into.addmm_(slope.t(), x, beta=0 if fresh else 1, alpha=factor)
         return
-    for part, columns in zip(into.split(CAST_ROWS), slope.split(CAST_ROWS, dim=1), strict=True):
-        part.add_(columns.t() @ x, alpha=factor)
+    rows = max(1, CAST_BYTES // (into.shape[1] * into.element_size()))
+    for part, columns in zip(into.split(rows), slope.split(rows, dim=1), strict=True):
+        product = columns.t() @ x
+        if not fresh:
+            part.add_(product, alpha=factor)
+        elif factor == 1.0:
+            part.copy_(product)
+        else:
+            torch.mul(product, factor, out=part)
 
 
 class _Leaves(NamedTuple):
@@ -649,7 +688,7 @@ class _LinearLogprobs(torch.autograd.Function):
                         rows.gradient(Slopes(torch.ones_like(columns[-1].lse)), columns[-1].entropies)
                 for into, term in zip(ctx.formed, head.terms, strict=False):
                     if into is not None:
-                        into[span] = _back(logits, term.weight)
+                        into[span] = _back(logits, term.weight)[: span.stop - span.start]
         stats = _joined(columns, terms[0].x, len(scores.index))
         logprobs, entropies, means, top1, _, collisions, _ = map(scores.own, stats)
         ctx.spec, ctx.dtype = spec, head.dtype
@@ -679,7 +718,7 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(index.device.type, enabled=False):
             for span, xs, logits in head.chunks(buffer, kept):
                 if span is kept:
-                    logits.mul_(of_logprobs[span, None])
+                    logits[: span.stop - span.start].mul_(of_logprobs[span, None])
                 else:
                     _slopes_of(head, span, logits, lse, entropies, (of_logprobs, of_entropies, of_means))
                 gradients.add(span, xs, logits)

@@ -30,6 +30,7 @@ from lowtide.engine.heads.head import ScoreOutput, Scores, body
 from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import NextToken
 from lowtide.engine.images import shown_images, shown_or_blank
+from lowtide.engine.linear import install_linear
 from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.rotary import Run, install_rotary, rows_of
 from lowtide.engine.stage import stage_of
@@ -114,6 +115,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     vars(inner)[READS_MEANS] = head_of(inner).means(inner)
     install_embedding(inner)
     install_dropout(inner)
+    install_linear(inner)
     install_rotary(inner)
     if padding_free:
         inner.set_attn_implementation(NAME)

@@ -45,6 +45,7 @@ from lowtide.ops.in_place import (
 )
 from lowtide.ops.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
 from lowtide.ops.mapped import bands, is_mapped
+from lowtide.ops.narrow_linear import AS_THEY_ARE, filled_up, recurring
 from lowtide.ops.rows_of import Rows, rows_of
 from lowtide.ops.split_vocabulary import SplitRows, SplitScores, SplitVocabulary
 from lowtide.ops.target import in_turn, target_of
@@ -57,9 +58,6 @@ ENOUGH_ROWS = 256
 """Scores of a chunk in 16 bits on a CPU, above which half the workspace does: with fewer, adding each chunk's product
 to a weight's gradient in float32 takes longer than the products. Beside such a gradient there are twice as many, if
 their logits take no more than half of the weight in 16 bits."""
-EVEN_ROWS = 32
-"""Of products in 16 bits on a CPU: oneDNN makes a kernel for each number of rows that it has not seen lately, in 2 to
-20 ms (32,000 x 256, AVX-512 and AMX), so that a chunk of fewer rows is filled up to a multiple of so many."""
 FEW_ROWS = 32
 """Scores up to which a CPU multiplies the weight band by band."""
 BANDS = 32
@@ -82,7 +80,7 @@ def chunk_rows(vocab: int, dtype: torch.dtype, kind: str, *, split: bool = False
     most = CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"]) // (vocab * dtype.itemsize)
     if kind == "cpu" and dtype.itemsize == 2:  # whose products take packed copies beside
         most = max(most // 2, min(most, ENOUGH_ROWS))
-        most -= most % EVEN_ROWS
+        most -= most % AS_THEY_ARE
     return max(16, most)
 
 
@@ -412,7 +410,7 @@ class ChunkedHead:
         self.bias = None if bias is None else lies_here(bias)
         self.projection, self.want = spec.projection, spec.want
         self.vocab = len(self.terms[0].weight)
-        self.evens = kind == "cpu" and self.dtype.itemsize == 2 and self.split is None
+        self.recurs = kind == "cpu" and self.dtype.itemsize == 2 and self.split is None
         self.teacher, self.theirs = spec.teacher, iter(())
         if spec.teacher is not None:
             self.theirs = self._logits_of(spec.teacher)
@@ -436,13 +434,13 @@ class ChunkedHead:
         head = ChunkedHead(_Spec(teacher.projection), _in_order(self.scores), bias, terms)
         return (_columns(logits, ours, theirs) for _, _, logits in head.chunks())  # without `self`, which holds this
 
-    def _even(self, rows: int) -> int:
-        """How many rows the products of so many are made of."""
-        return -(-rows // EVEN_ROWS) * EVEN_ROWS if self.evens else rows
+    def _rows_for(self, scores: int) -> int:
+        """How many rows the products of so many scores are made of."""
+        return recurring(scores) if self.recurs else scores
 
     def workspace(self) -> Float[Tensor, "rows vocab"]:
         """For the logits of a chunk."""
-        shape = (self._even(self.scores.rows), self.vocab)
+        shape = (self._rows_for(self.scores.rows), self.vocab)
         return torch.empty(shape, dtype=self.dtype, device=self.scores.index.device)
 
     def chunks(
@@ -458,8 +456,8 @@ class ChunkedHead:
         scores, buffer = self.scores, self.workspace() if buffer is None else buffer
         spans = [span for span in scores.spans() if span != kept]
         for span in spans if kept is None else [kept, *spans]:
-            rows = self._even(span.stop - span.start)
-            xs = [_filled_up(scores.taken(term.x, span, self.dtype), rows) for term in self.terms]
+            rows = self._rows_for(span.stop - span.start)
+            xs = [filled_up(scores.taken(term.x, span, self.dtype), rows, self.dtype) for term in self.terms]
             logits = buffer[:rows]
             if span is not kept:
                 for x, term in zip(xs, self.terms, strict=True):
@@ -588,11 +586,6 @@ class _Gradients:
                 self.fresh[number] = False
         if self.bias is not None:
             self.bias.add_(slope[:count].sum(0), alpha=self.head.scores.factor)
-
-
-def _filled_up(x: Tensor, rows: int) -> Tensor:
-    """With rows of zeros after its own, up to so many."""
-    return x if len(x) == rows else torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
 
 
 def _add_product(into: Tensor, slope: Tensor, x: Tensor, factor: float, *, fresh: bool) -> None:

@@ -86,7 +86,8 @@ def test_the_steps_in_backward_are_those_of_resident_weights(name, kwargs):
     stream.settle()
     wanted = dict(plain.named_parameters())
     for each, got in model.named_parameters():
-        torch.testing.assert_close(got, wanted[each], rtol=1e-5, atol=1e-7)
+        # a step of 1e-2 in the direction of a tiny gradient, whose last bits depend on the processor
+        torch.testing.assert_close(got, wanted[each], rtol=1e-5, atol=2e-6)
     assert stream.store.most <= 3
     assert not stream.store._visits
     assert not states._arriving

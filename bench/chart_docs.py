@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.charts import Bar, Group, bar_chart
-from bench.measure import GIGABYTE
+from bench.measure import GIGABYTE, where_measured
 from bench.methods import METHODS
 from bench.processes import ROOT
 
@@ -29,7 +29,10 @@ def write_charts(comparisons: list[dict[str, Any]], estimates: list[dict[str, An
 def comparison_charts(comparisons: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """Returns the charts of speed and of memory beside TRL, each with what it says in words."""
     cases = [
-        (f"{METHODS[result['method']].title}, {case}{_on_gpu(result)}", [contestants[side] for side in SIDES])
+        (
+            f"{METHODS[result['method']].title}, {case}, {where_measured(result['hardware'])}",
+            [contestants[side] for side in SIDES],
+        )
         for result in comparisons
         for case, contestants in result["cases"].items()
         if set(SIDES) <= contestants.keys()

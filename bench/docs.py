@@ -17,7 +17,7 @@ from bench.contestants import BATCH, PACKED_BATCH
 from bench.estimate import cells as estimate_cells
 from bench.estimate import summary as estimate_summary
 from bench.matrix_charts import write_matrix_charts
-from bench.measure import GIGABYTE
+from bench.measure import GIGABYTE, where_measured
 from bench.memory_docs import costs_table, longest_section, memory_section, techniques_table, write_measured
 from bench.methods import METHODS
 from bench.peer_docs import sharded_section, tasks_section
@@ -142,8 +142,8 @@ def write_readme(comparisons: list[dict[str, Any]]) -> None:
                 for measured in (theirs, ours)
             ]
             title, machine = METHODS[results["method"]].title, results["hardware"]
-            where = machine.get("gpu") or f"{machine['threads']} cores"
-            what = f"{title}, {case}, {results['shape']}, {where}"
+            cores = "" if "gpu" in machine else f", {machine['threads']} cores"
+            what = f"{title}, {case}, {results['shape']}, {where_measured(machine)}{cores}"
             lines.append(f"| {what} | {' | '.join(cells)} | **{speed:.1f}x** | **{peak:.2f}x** |")
     write_between(README, RESULTS_MARK, lines, RESULTS_END)
 

@@ -4,7 +4,9 @@ import gc
 import platform
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 GIGABYTE = 1e9
 
@@ -140,6 +142,13 @@ def hardware(device: str) -> dict[str, str | int | float]:
         card = torch.cuda.get_device_properties(0)
         facts |= {"gpu": card.name, "gpu_memory_gb": round(card.total_memory / GIGABYTE, 1)}
     return facts
+
+
+def where_measured(machine: Mapping[str, Any]) -> str:
+    """A machine of `hardware` in few words: its GPU, or its CPU without the marks of its maker."""
+    if "gpu" in machine:
+        return machine["gpu"]
+    return machine["cpu"].replace("(R)", "").removesuffix(" Processor")
 
 
 def _cpu_model() -> str:

@@ -3,7 +3,7 @@
 oneDNN makes a kernel for each shape of a product, and keeps those of the last thousand with what they work in. Without
 padding nearly every step has another number of tokens, so that each would make all of its kernels anew (2 to 5 ms
 each), and the kept ones grow to hundreds of megabytes. Here rows of zeros fill up what is multiplied, to one of eight
-numbers between one power of two and the next.
+numbers between one power of two and the next. Compiled layers multiply as they are.
 
 Of a weight in float32 no copy in 16 bits waits for backward: it is made there again. A gradient of a weight is rounded
 once, as autocast rounds it.
@@ -46,7 +46,9 @@ def filled_up(x: Float[Tensor, "some width"], rows: int, dtype: torch.dtype) -> 
 
 def narrow_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """In which 16 bits a linear layer computes on a CPU; None where it does not, or not on plain tensors."""
-    if target_of(x).kind != "cpu" or not x.numel() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # first: what follows would break its graph
+        return None
+    if target_of(x).kind != "cpu" or not x.numel():
         return None
     if type(weight) not in (Tensor, torch.nn.Parameter):
         return None

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowtide.compat.torch import version_of
-from lowtide.ops.target import target_of
+from lowtide.ops.target import kind_of
 
 AS_THEY_ARE = 32
 """Rows up to which their number is left, and the least by which others differ."""
@@ -48,7 +48,7 @@ def narrow_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """In which 16 bits a linear layer computes on a CPU; None where it does not, or not on plain tensors."""
     if torch.compiler.is_compiling():  # first: what follows would break its graph
         return None
-    if target_of(x).kind != "cpu" or not x.numel():
+    if kind_of(x.device) != "cpu" or not x.numel():
         return None
     if type(weight) not in (Tensor, torch.nn.Parameter):
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.longest import FULL, LEAN
 from bench.measure import GIGABYTE, hardware
 from bench.memory import device_here
 from bench.processes import ChildFailed, run_child
@@ -45,6 +46,10 @@ CASES = {
     "Llama-3.1-8B, all weights, AdamW, streamed": LargeCase(LLAMA_8B, 2, 2048, STREAMED, lora=False),
     "4 layers of a 70B, QLoRA": LargeCase(FOUR_LAYERS, 2, 2048, four_bits=True),
     "4 layers of a 70B, QLoRA, streamed": LargeCase(FOUR_LAYERS, 2, 2048, {"base_weights": "stream"}, four_bits=True),
+    "Llama-3.1-8B, LoRA, a row of 32,768 tokens, offloaded and tiled": LargeCase(LLAMA_8B, 1, 32_768, LEAN, steps=2),
+    "Llama-3.1-8B, all weights, 8-bit moments, a row of 32,768 tokens, offloaded and tiled": LargeCase(
+        LLAMA_8B, 1, 32_768, {**FULL, **LEAN}, lora=False, steps=2
+    ),
     "Qwen3-8B, LoRA, a row of 65,536 tokens in pieces": LargeCase(
         QWEN3_8B, 1, 65_536, {"tokens_per_microbatch": 16_384, "chain_storage": "host"}, steps=2
     ),

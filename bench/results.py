@@ -88,12 +88,15 @@ def ratios(contestant: dict[str, Any], other: dict[str, Any]) -> tuple[float, fl
 
 def versions() -> dict[str, str]:
     """Returns the date, the libraries' versions and lowtide's commit, marked where files differ from it."""
-    libraries = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "lowtide")
+    import lowtide
+
+    libraries = ("torch", "transformers", "trl", "accelerate", "datasets", "peft")
     commit = _git("rev-parse", "--short=10", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "src") != ""
     return {
         "date": date.today().isoformat(),
         **{library: importlib.metadata.version(library) for library in libraries},
+        "lowtide": lowtide.__version__,  # a source tree may not be installed
         "lowtide_commit": commit + " with changes" * changed,
     }
 

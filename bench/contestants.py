@@ -30,9 +30,21 @@ class Contestant:
     """What its numbers leave out, for the page of results."""
 
 
+WITH_ROOM = {
+    "trl-no-recomputation": Contestant("trl", {"gradient_checkpointing": False}),
+    "lowtide-auto": Contestant(
+        "lowtide",
+        {"memory_budget": "auto"},
+        against="trl-no-recomputation",
+        remark="recomputed is what the machine's memory has no room for, which here is nothing",
+    ),
+}
+"""Both libraries recompute by default; these where there is room."""
+
 SFT_CONTESTANTS = {
     "trl": Contestant("trl"),
     "lowtide": Contestant("lowtide", against="trl-best"),
+    **WITH_ROOM,
     "trl-best": Contestant("trl", {"padding_free": True, "max_length": None}, fastest_attention=True),
     "trl-packing": Contestant("trl", {"packing": True}, rows=PACKED_BATCH),
     "lowtide-packing": Contestant("lowtide", {"packing": True}, rows=PACKED_BATCH, against="trl-packing"),
@@ -41,6 +53,7 @@ SFT_CONTESTANTS = {
 DPO_CONTESTANTS = {
     "trl": Contestant("trl"),
     "lowtide": Contestant("lowtide"),
+    **WITH_ROOM,
     "lowtide-precompute": Contestant(
         "lowtide",
         {"precompute_ref_log_probs": True},
@@ -55,8 +68,8 @@ GKD_CONTESTANTS = {
 }
 """Distillation on the data's completions: what is written differs from run to run, and so would the tokens."""
 
-DEFAULTS = {"trl": Contestant("trl"), "lowtide": Contestant("lowtide")}
-"""For methods that are measured with the defaults alone."""
+DEFAULTS = {"trl": Contestant("trl"), "lowtide": Contestant("lowtide"), **WITH_ROOM}
+"""For methods that are measured with the defaults, and where there is room."""
 
 
 def common_flags(contestant: Contestant, shape: Shape, steps: int, output_dir: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ WITH_ROOM = {
         "lowtide",
         {"memory_budget": "auto"},
         against="trl-no-recomputation",
-        remark="recomputed is what the machine's memory has no room for, which here is nothing",
+        remark="recomputes only what memory has no room for",
     ),
 }
 """Both libraries recompute by default; these where there is room."""

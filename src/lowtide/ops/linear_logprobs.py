@@ -251,7 +251,7 @@ def read_logits(
         found = []
         for span, _, logits in chunks:
             logits = logits if split is None else split.all_columns(logits)
-            found.append(read(TorchRows(logits[: span.stop - span.start], index[span], projection).x, span))
+            found.append(read(TorchRows(logits[: _count(span)], index[span], projection).x, span))
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
@@ -394,6 +394,11 @@ def _copies_blocks(spec: _Spec, kind: str) -> bool:
     return kind == "cpu" and (twice or spec.projection.softcap is not None)
 
 
+def _count(span: slice) -> int:
+    """Of the scores in a span."""
+    return span.stop - span.start
+
+
 def _dtype_of(x: Tensor) -> torch.dtype:
     """The dtype of the matmuls."""
     kind = x.device.type
@@ -456,7 +461,7 @@ class ChunkedHead:
         scores, buffer = self.scores, self.workspace() if buffer is None else buffer
         spans = [span for span in scores.spans() if span != kept]
         for span in spans if kept is None else [kept, *spans]:
-            rows = self._rows_for(span.stop - span.start)
+            rows = self._rows_for(_count(span))
             xs = [filled_up(scores.taken(term.x, span, self.dtype), rows, self.dtype) for term in self.terms]
             logits = buffer[:rows]
             if span is not kept:
@@ -480,7 +485,7 @@ class ChunkedHead:
     def blocks(self, span: slice, logits: Tensor) -> Iterator[tuple[slice, Rows | SplitRows]]:
         """Rows of a chunk that are worked on together: (their scores, the rows)."""
         theirs = next(self.theirs, None)
-        count = span.stop - span.start
+        count = _count(span)
         starts = range(0, count, self.block)
         for start in in_turn(starts) if self.split is None and self.teacher is None else starts:
             part = logits[start : min(start + self.block, count)]
@@ -576,7 +581,7 @@ class _Gradients:
 
     def add(self, span: slice, xs: Sequence[Tensor], slope: Tensor) -> None:
         """Takes in a chunk: `slope` [rows, vocab] is the gradient at its raw logits, filled up as the chunk is."""
-        count = span.stop - span.start
+        count = _count(span)
         for number, (x, term) in enumerate(zip(xs, self.head.terms, strict=True)):
             into_x, into_weight = self.xs[number], self.weights[number]
             if into_x is not None:
@@ -681,7 +686,7 @@ class _LinearLogprobs(torch.autograd.Function):
                         rows.gradient(Slopes(torch.ones_like(columns[-1].lse)), columns[-1].entropies)
                 for into, term in zip(ctx.formed, head.terms, strict=False):
                     if into is not None:
-                        into[span] = _back(logits, term.weight)[: span.stop - span.start]
+                        into[span] = _back(logits, term.weight)[: _count(span)]
         stats = _joined(columns, terms[0].x, len(scores.index))
         logprobs, entropies, means, top1, _, collisions, _ = map(scores.own, stats)
         ctx.spec, ctx.dtype = spec, head.dtype
@@ -711,7 +716,7 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(index.device.type, enabled=False):
             for span, xs, logits in head.chunks(buffer, kept):
                 if span is kept:
-                    logits[: span.stop - span.start].mul_(of_logprobs[span, None])
+                    logits[: _count(span)].mul_(of_logprobs[span, None])
                 else:
                     _slopes_of(head, span, logits, lse, entropies, (of_logprobs, of_entropies, of_means))
                 gradients.add(span, xs, logits)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.support.matrix import ROUNDING, TECHNIQUES, Cell, check, has_options, with_it
+from tests.support.matrix import ROUNDING, TECHNIQUES, Cell, check, has_options, uncompiled, with_it
 from tests.support.processes import run_ranks
 from tests.support.sharded_training import meeting_place, rank_of, trained
 
@@ -44,8 +44,10 @@ def rank_main(rank: int, folder: str, way: str) -> None:
     place = Path(folder)
     with rank_of(place, rank, 2):
         for number, name in enumerate(techniques()):
+            technique = TECHNIQUES[name]
             try:
-                found: Any = trained("SFT", 2, place / str(number), **with_it(TECHNIQUES[name]), **WAYS[way])
+                with uncompiled(technique):
+                    found: Any = trained("SFT", 2, place / str(number), **with_it(technique), **WAYS[way])
             except ValueError as error:
                 found = str(error)
             if rank == 0:
@@ -68,7 +70,8 @@ def _cell(name: str, found: Any, folder: Path) -> Cell:
     if isinstance(found, str):
         return Cell("refused", found.partition(" cannot work here: ")[2] or found)
     technique, (losses, weights, _) = TECHNIQUES[name], found
-    expected_losses, expected, _ = trained("SFT", 1, folder, **with_it(technique))
+    with uncompiled(technique):
+        expected_losses, expected, _ = trained("SFT", 1, folder, **with_it(technique))
     apart = max(float((weights[n].float() - w.float()).norm() / w.float().norm()) for n, w in expected.items())
     apart = max([apart, *(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))])
     if apart <= ROUNDING:

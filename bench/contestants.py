@@ -30,7 +30,9 @@ class Contestant:
     """What its numbers leave out, for the page of results."""
 
 
-WITH_ROOM = {
+COMMON = {
+    "trl": Contestant("trl"),
+    "lowtide": Contestant("lowtide"),
     "trl-no-recomputation": Contestant("trl", {"gradient_checkpointing": False}),
     "lowtide-auto": Contestant(
         "lowtide",
@@ -39,21 +41,18 @@ WITH_ROOM = {
         remark="recomputes only what memory has no room for",
     ),
 }
-"""Both libraries recompute by default; these where there is room."""
+"""Both libraries by their defaults, which recompute in backward, and where there is room for not doing so."""
 
 SFT_CONTESTANTS = {
-    "trl": Contestant("trl"),
+    **COMMON,
     "lowtide": Contestant("lowtide", against="trl-best"),
-    **WITH_ROOM,
     "trl-best": Contestant("trl", {"padding_free": True, "max_length": None}, fastest_attention=True),
     "trl-packing": Contestant("trl", {"packing": True}, rows=PACKED_BATCH),
     "lowtide-packing": Contestant("lowtide", {"packing": True}, rows=PACKED_BATCH, against="trl-packing"),
 }
 
 DPO_CONTESTANTS = {
-    "trl": Contestant("trl"),
-    "lowtide": Contestant("lowtide"),
-    **WITH_ROOM,
+    **COMMON,
     "lowtide-precompute": Contestant(
         "lowtide",
         {"precompute_ref_log_probs": True},
@@ -67,9 +66,6 @@ GKD_CONTESTANTS = {
     "lowtide": Contestant("lowtide", ON_THE_DATA),
 }
 """Distillation on the data's completions: what is written differs from run to run, and so would the tokens."""
-
-DEFAULTS = {"trl": Contestant("trl"), "lowtide": Contestant("lowtide"), **WITH_ROOM}
-"""For methods that are measured with the defaults, and where there is room."""
 
 
 def common_flags(contestant: Contestant, shape: Shape, steps: int, output_dir: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.contestants import DEFAULTS, DPO_CONTESTANTS, GKD_CONTESTANTS, SFT_CONTESTANTS, Contestant
+from bench.contestants import COMMON, DPO_CONTESTANTS, GKD_CONTESTANTS, SFT_CONTESTANTS, Contestant
 
 Row = dict[str, Any]
 
@@ -54,6 +54,6 @@ METHODS = {
     "sft": Method("SFT", "SFTConfig", "SFTTrainer", SFT_CONTESTANTS, tokens_of_text),
     "dpo": Method("DPO", "DPOConfig", "DPOTrainer", DPO_CONTESTANTS, tokens_of_pair, reference=True),
     "gkd": Method("GKD", "GKDConfig", "GKDTrainer", GKD_CONTESTANTS, tokens_of_text, teacher=True),
-    "kto": Method("KTO", "KTOConfig", "KTOTrainer", DEFAULTS, tokens_of_completion, reference=True),
-    "reward": Method("Reward model", "RewardConfig", "RewardTrainer", DEFAULTS, tokens_of_pair, rewards=True),
+    "kto": Method("KTO", "KTOConfig", "KTOTrainer", COMMON, tokens_of_completion, reference=True),
+    "reward": Method("Reward model", "RewardConfig", "RewardTrainer", COMMON, tokens_of_pair, rewards=True),
 }

@@ -14,7 +14,7 @@ from typing import Any
 from bench.arguments import specification
 from bench.cases import CASES
 from bench.child import say
-from bench.contestants import DEFAULTS, common_flags
+from bench.contestants import COMMON, common_flags
 from bench.measure import PeakMeter
 from bench.shapes import SHAPES, build_model, parameter_counts
 from bench.tokenizer import load_tokenizer
@@ -80,7 +80,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         meters = step_meters(meter, Path(output_dir) / "trace.json")
         trainer = DPOTrainer(
             model=model,
-            args=DPOConfig(**common_flags(DEFAULTS["lowtide"], shape, STEPS, output_dir)),
+            args=DPOConfig(**common_flags(COMMON["lowtide"], shape, STEPS, output_dir)),
             train_dataset=dataset,
             processing_class=tokenizer,
             callbacks=[meters],

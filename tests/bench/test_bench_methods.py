@@ -98,7 +98,8 @@ def test_all_methods_run_unless_some_are_named(capsys: pytest.CaptureFixture):
     options = parse(["--method", "dpo", "kto", "--contestants", "trl", "lowtide"])
     assert options.method == ["dpo", "kto"]
     assert Run("kto", "llama-22m", options).contestants == ["trl", "lowtide"]
-    assert Run("dpo", "llama-22m", parse([])).contestants == list(METHODS["dpo"].contestants)
+    with_room = ["trl-no-recomputation", "lowtide-auto"]
+    assert Run("dpo", "llama-22m", parse([])).contestants == ["trl", "lowtide", *with_room, "lowtide-precompute"]
     with pytest.raises(SystemExit):
         parse(["--method", "dpo", "kto", "--contestants", "lowtide-precompute"])
     assert "'lowtide-precompute' is none of kto's" in capsys.readouterr().err

@@ -46,7 +46,6 @@ def measured(case: LargeCase) -> dict[str, Any]:
         trainer.train()
     return {
         "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "active_bytes": torch.cuda.memory_stats()["active_bytes.all.peak"],
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "seconds": differences(timer.ends),
     }

@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import lowtide
 from bench.processes import ROOT
 
 FOLDER = Path(__file__).parent / "results"
@@ -88,8 +89,6 @@ def ratios(contestant: dict[str, Any], other: dict[str, Any]) -> tuple[float, fl
 
 def versions() -> dict[str, str]:
     """Returns the date, the libraries' versions and lowtide's commit, marked where files differ from it."""
-    import lowtide
-
     libraries = ("torch", "transformers", "trl", "accelerate", "datasets", "peft")
     commit = _git("rev-parse", "--short=10", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "src") != ""

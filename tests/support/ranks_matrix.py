@@ -40,14 +40,19 @@ def techniques() -> list[str]:
     return [name for name in known if name not in LEFT_OUT and "compiled" not in name]
 
 
+def _trained(name: str, ranks: int, folder: Path, way: Mapping[str, Any]) -> Any:
+    """What `trained` returns of SFT with a technique, by its name."""
+    technique = TECHNIQUES[name]
+    with uncompiled(technique):
+        return trained("SFT", ranks, folder, **with_it(technique), **way)
+
+
 def rank_main(rank: int, folder: str, way: str) -> None:
     place = Path(folder)
     with rank_of(place, rank, 2):
         for number, name in enumerate(techniques()):
-            technique = TECHNIQUES[name]
             try:
-                with uncompiled(technique):
-                    found: Any = trained("SFT", 2, place / str(number), **with_it(technique), **WAYS[way])
+                found: Any = _trained(name, 2, place / str(number), WAYS[way])
             except ValueError as error:
                 found = str(error)
             if rank == 0:
@@ -69,13 +74,12 @@ def _cell(name: str, found: Any, folder: Path) -> Cell:
     """Raises `AssertionError` where the numbers are not those of one rank."""
     if isinstance(found, str):
         return Cell("refused", found.partition(" cannot work here: ")[2] or found)
-    technique, (losses, weights, _) = TECHNIQUES[name], found
-    with uncompiled(technique):
-        expected_losses, expected, _ = trained("SFT", 1, folder, **with_it(technique))
+    changes, (losses, weights, _) = TECHNIQUES[name].changes, found
+    expected_losses, expected, _ = _trained(name, 1, folder, {})
     apart = max(float((weights[n].float() - w.float()).norm() / w.float().norm()) for n, w in expected.items())
     apart = max([apart, *(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))])
     if apart <= ROUNDING:
         return Cell("exact")
-    check(technique.changes is not None, f"{name}: {apart:.1e} from what one rank trains")
+    check(changes is not None, f"{name}: {apart:.1e} from what one rank trains")
     check(apart <= APART, f"{name}: {apart:.1e} from what one rank trains")
-    return Cell("not exact", technique.changes or "")
+    return Cell("not exact", changes or "")

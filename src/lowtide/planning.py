@@ -367,7 +367,9 @@ def _run(
     beside: dict[str, Any] = {"rewards": rewards, "teacher": teacher}
     beside["prepared"] = known is not None
     place = place.with_rates() if timed else place
-    run = PlannedRun(declared, described, given, place, processing_class, adapters, quantized, **beside)
+    beside["adapters_trained"] = bool(inputs.get("adapters_trained"))
+    adapted = {"peft_config": adapters, "quantization_config": quantized}
+    run = PlannedRun(declared, described, given, place, processing_class, **adapted, **beside)
     return run, load_rows(cast(Source, dataset)) if known is None else known.rows()
 
 

@@ -2,27 +2,36 @@
 
 import sys
 import types
+from typing import Any
 
 import peft
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowtide.compat.peft import (
     adapter_active,
+    adapters_are_new,
     adapters_switched_off,
     caches_kept,
+    parameters_of_adapters,
     same_weights_trained,
+    train_beside_adapters,
     without_bitsandbytes,
 )
 
 TINY = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
+def build() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**TINY))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def model():
-    return LlamaForCausalLM(LlamaConfig(**TINY))  # type: ignore[arg-type]
+    return build()
 
 
 def test_virtual_tokens_say_that_they_are_switched_off(model):
@@ -89,3 +98,39 @@ def test_switched_off_and_on_again_the_same_is_trained(model):
     with same_weights_trained(wrapped), wrapped.disable_adapter():
         pass
     assert trained == {name for name, p in wrapped.named_parameters() if p.requires_grad}
+
+
+def test_parameters_of_adapters_are_those_without_effect_while_they_are_off():
+    model = get_peft_model(build(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    found = parameters_of_adapters(model)
+    names = {name for name, p in model.named_parameters() if p in found}
+    assert names == {name for name, _ in model.named_parameters() if "lora_" in name or "modules_to_save" in name}
+    virtual: Any = get_peft_model(build(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    assert parameters_of_adapters(virtual) == {*virtual.prompt_encoder.parameters()}
+
+
+def test_adapters_are_new_until_one_of_their_numbers_tells():
+    def made() -> Any:
+        return get_peft_model(build(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+
+    assert adapters_are_new(made())
+    for part in ("lora_B", "modules_to_save"):
+        model = made()
+        next(p for name, p in model.named_parameters() if part in name).data[0, 0] += 1
+        assert not adapters_are_new(model), part
+    assert not adapters_are_new(get_peft_model(build(), LoraConfig(target_modules=["q_proj"], use_dora=True)))
+
+
+def test_a_module_is_trained_and_saved_beside_adapters_that_are_there():
+    model: Any = get_peft_model(build(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    saved = model.base_model.model.lm_head.modules_to_save["default"].weight
+    saved.data += 1
+    before = saved.detach().clone()
+    model.base_model.model.add_module("value_head", nn.Linear(8, 1))
+    train_beside_adapters(model, "value_head")
+    state = get_peft_model_state_dict(model)
+    assert any(name.endswith("value_head.weight") for name in state)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and "value_head" in name]
+    assert trained
+    assert all("modules_to_save" in name for name in trained)
+    assert torch.equal(model.base_model.model.lm_head.modules_to_save["default"].weight, before)

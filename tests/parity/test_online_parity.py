@@ -24,9 +24,11 @@ from tests.support.parity_world import (
     build_model,
     first_steps,
     lora,
+    same_start,
     sums,
     tokenizer,
     train,
+    trained_before,
     user,
 )
 
@@ -49,6 +51,8 @@ class Case:
     ours: dict[str, Any] = field(default_factory=dict)
     method: str = "GRPO"
     lora: bool = False
+    came: bool = False
+    """Whether the adapters come with the model, trained."""
     model: str = "llama"
     chat: bool = False
     tools: bool = False
@@ -82,6 +86,7 @@ CASES = {
     "reference that follows": flags(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2),
     "lora": Case({"num_generations": 4, "learning_rate": 5e-3}, lora=True),
     "lora with a reference": Case({"num_generations": 4, "beta": 0.1, "learning_rate": 5e-3}, lora=True),
+    "lora trained before": Case({"num_generations": 4, "beta": 0.1, "learning_rate": 5e-3}, lora=True, came=True),
     "truncated completions masked": flags(mask_truncated_completions=True),
     "truncated completions masked, grpo": flags(mask_truncated_completions=True, loss_type="grpo"),
     "tokens of highest entropy": flags(top_entropy_quantile=0.3),
@@ -133,6 +138,9 @@ CASES = {
     "rloo, normalized": Case({"num_generations": 4, "normalize_advantages": True}, method="RLOO"),
     "rloo, clipped rewards": Case({"num_generations": 4, "reward_clip_range": (-0.4, 0.4)}, method="RLOO"),
     "rloo, lora": Case({"num_generations": 4, "learning_rate": 5e-3}, method="RLOO", lora=True),
+    "rloo, lora trained before": Case(
+        {"num_generations": 4, "learning_rate": 5e-3}, method="RLOO", lora=True, came=True
+    ),
     "rloo, two rewards": Case({"num_generations": 4}, method="RLOO", two=True),
 }
 QUICK = ("dapo", "vllm, token_truncate", "vllm, sequence_mask", "grpo, several iterations", "rloo")
@@ -212,11 +220,14 @@ def build_trainer(library: Any, case: Case, folder: Any, steps: int, more: dict[
     if case.lora:
         torch.manual_seed(1)
         arguments["peft_config"] = lora()
+    model: Any = AutoModelForCausalLM.from_pretrained(saved(case.model, folder))  # TRL loads its reference from there
+    if case.came:
+        model = trained_before(model, arguments.pop("peft_config"))
     writer = Writer(case.tools, bool(case.flags.get("use_vllm")))
     if library is lowtide or case.method == "GRPO":
         arguments["rollout_func"] = writer
     trainer = getattr(library, f"{case.method}Trainer")(
-        model=AutoModelForCausalLM.from_pretrained(saved(case.model, folder)),  # TRL loads its reference from there
+        model=model,
         reward_funcs=[brief, vowels] if case.two else brief,
         args=config,
         train_dataset=Dataset.from_list(rows(40, case.chat)),
@@ -273,7 +284,7 @@ def check_agreement(case: Case, steps: int, folder: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr("lowtide.run.writing.make_vllm_generator", lambda *_: (NoVLLM(), "nobody"))
     theirs = build_trainer(trl, case, folder / "theirs", steps)
     ours = build_trainer(lowtide, case, folder / "ours", steps, case.ours)
-    ours.model.load_state_dict(theirs.model.state_dict())
+    same_start(ours.model, theirs.model)
     expected, actual = train(theirs), train(ours)
     assert len(actual["loss"]) == len(expected["loss"]) == steps
     scale = max(expected["loss"].abs().max().item(), 0.1)

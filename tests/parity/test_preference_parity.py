@@ -26,9 +26,11 @@ from tests.support.parity_world import (
     build_model,
     first_steps,
     lora,
+    same_start,
     sums,
     tokenizer,
     train,
+    trained_before,
     user,
 )
 
@@ -51,6 +53,8 @@ class Case:
     flags: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    came: bool = False
+    """Whether the adapters come with the model, trained."""
     model: str = "llama"
     rows: int = 40
 
@@ -80,6 +84,7 @@ CASES = {
     "dpo, conversations": Case(format="explicit chat"),
     "dpo, conversations, implicit prompts": Case(format="implicit chat"),
     "dpo, lora": Case(lora=True, flags={"learning_rate": 3e-3}),
+    "dpo, lora trained before": Case(lora=True, came=True, flags={"learning_rate": 3e-3}),
     "dpo, cut": Case(flags={"max_length": 70}),
     "dpo, padded by us": Case(ours={"padding_free": False}),
     "dpo, prompts repeated": Case(ours={"prefix_sharing": False}),
@@ -94,6 +99,7 @@ CASES = {
     "kto, from pairs": Case("kto", "explicit"),
     "kto, conversations": Case("kto", "unpaired chat"),
     "kto, lora": Case("kto", "unpaired", lora=True, flags={"learning_rate": 3e-3}),
+    "kto, lora trained before": Case("kto", "unpaired", lora=True, came=True, flags={"learning_rate": 3e-3}),
     "kto, batch of two": Case("kto", "unpaired", flags={"per_device_train_batch_size": 2}),
     "kto, reference precomputed": Case("kto", "unpaired", ours={"precompute_ref_log_probs": True}),
     "reward": Case("reward"),
@@ -114,7 +120,7 @@ CASES = {
     "cpo, alphapo": Case("cpo", flags={"loss_type": "simpo", "alpha": 0.1}),
 }
 
-QUICK = ("sigmoid",)
+QUICK = ("sigmoid", "dpo, lora trained before")
 LONG = (*QUICK, "reward", "kto", "orpo", "cpo", "dpo, lora", "sync_ref_model")
 
 
@@ -173,6 +179,8 @@ def build_trainer(library: Any, case: Case, output_dir: Any, steps: int, more: d
         save = {"modules_to_save": ["score"], "task_type": "SEQ_CLS"} if case.method == "reward" else {}
         torch.manual_seed(1)
         arguments["peft_config"] = lora(**save)
+    if case.came:
+        model = trained_before(model, arguments.pop("peft_config"))
     return getattr(library, f"{name}Trainer")(
         model=model,
         args=config,
@@ -204,7 +212,7 @@ def check_agreement(case: Case, steps: int, folder: Any) -> None:
     """Trains both libraries' trainers, and compares the loss, the gradient's norm and the metrics of every step."""
     theirs = build_trainer(THEIRS[case.method], case, folder, steps)
     ours = build_trainer(lowtide, case, folder, steps, case.ours)
-    ours.model.load_state_dict(theirs.model.state_dict())
+    same_start(ours.model, theirs.model)
     expected, actual = train(theirs), train(ours)
     assert len(actual["loss"]) == len(expected["loss"]) == steps
     scale = expected["loss"].abs().mean().item()

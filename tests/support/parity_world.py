@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -72,6 +72,21 @@ def build_model(name: str) -> PreTrainedModel:
 def lora(**more: Any) -> LoraConfig:
     """Returns adapters on attention and on the feed-forward part."""
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **more)
+
+
+def trained_before(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """Returns a model with adapters that are far from new, as after an earlier training."""
+    made = get_peft_model(model, config)
+    torch.manual_seed(2)
+    for p in made.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p, std=0.05)
+    return made
+
+
+def same_start(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    """Gives our model the weights of TRL's, which may have a copy of its adapters beside them ("ref")."""
+    ours.load_state_dict({name: p for name, p in theirs.state_dict().items() if ".ref." not in name})
 
 
 def sums(count: int, seed: int = 0) -> list[tuple[str, str]]:

@@ -9,12 +9,12 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "epochs": {"kind": "SFT", "max_steps": -1, "num_train_epochs": 2, "rows": 4, **EVALUATED},
     "LoRA": {"kind": "SFT", "lora": True, "rows": A_RANK_WITHOUT},
     "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
+    "trained LoRA, DPO": {"kind": "DPO", "lora": {"init_lora_weights": False}, "came": True},
     "few scores": {"kind": "SFT", "scored": "half"},
     "few scores, small micro-batches": {"kind": "SFT", "scored": "half", "tokens_per_microbatch": 40},
     "a loss of the whole batch": {"kind": "DPO", "loss_type": "aot", "rows": A_RANK_WITHOUT},
@@ -140,6 +141,7 @@ def trained(
     folder: Path,
     *,
     lora: bool | Mapping[str, Any] = False,
+    came: bool = False,
     model: str | None = None,
     scored: str = "",
     checkpoint: str | None = None,
@@ -155,6 +157,7 @@ def trained(
         ranks: that train, each on its share of the rows of a step.
         scored: of `SCORED`; empty: all tokens.
         lora: whether adapters are trained; with what differs from `LORA`.
+        came: whether they come with the model.
         sequence: so many of them split sequences, and have the same rows.
         tensor: so many of them split layers, likewise.
         stages: so many of them have layers of their own, likewise.
@@ -171,7 +174,11 @@ def trained(
     options["per_device_train_batch_size"] = rows * sequence * tensor * stages // ranks
     task = "SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
     adapters = LoraConfig(**{**LORA, **(lora if isinstance(lora, Mapping) else {})}, task_type=task) if lora else None
-    given = None if model is None else build(model)
+    given: Any = None if model is None else build(model)
+    if came:
+        torch.manual_seed(3)
+        given = get_peft_model(matrix.build(kind, 64) if given is None else given, cast(LoraConfig, adapters))
+        adapters = None
     if scored:
         config = SFTConfig(**{**matrix.COMMON, **options}, dataset_kwargs={"skip_prepare_dataset": True})
         trainer = SFTTrainer(matrix.build(kind, 64), config, train_dataset=SCORED[scored](matrix.ROWS))

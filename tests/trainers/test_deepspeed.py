@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "KTO": {"kind": "KTO", "rows": A_RANK_WITHOUT},
     "LoRA": {"kind": "SFT", "lora": True, "rows": A_RANK_WITHOUT},
     "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
+    "trained LoRA, DPO": {"kind": "DPO", "lora": {"init_lora_weights": False}, "came": True},
     "LoRA, Reward": {"kind": "Reward", "lora": True},
     "no scores on a rank": {"kind": "SFT", "scored": "half"},
     "no scores, small micro-batches": {"kind": "SFT", "scored": "half", "tokens_per_microbatch": 40},

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -20,113 +18,34 @@ from transformers import (
     DefaultDataCollator,
     GPT2Config,
     LlamaConfig,
-    PreTrainedTokenizerFast,
 )
 
 import lowtide
 from lowtide import (
-    BCOConfig,
-    BCOTrainer,
-    CPOConfig,
-    CPOTrainer,
     DPOConfig,
-    DPOTrainer,
     KTOConfig,
-    KTOTrainer,
-    ORPOConfig,
-    ORPOTrainer,
     RewardConfig,
-    RewardTrainer,
 )
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.methods import METHODS
 from lowtide.step.runner import StepRunner
 from tests.support.marks import slow_but
-
-PAIRED = {"dpo": (DPOTrainer, DPOConfig), "orpo": (ORPOTrainer, ORPOConfig), "cpo": (CPOTrainer, CPOConfig)}
-SINGLE = {"kto": (KTOTrainer, KTOConfig), "bco": (BCOTrainer, BCOConfig)}
-ALL = PAIRED | SINGLE | {"reward": (RewardTrainer, RewardConfig)}
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte is a token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_alone = models.BPE({piece: n for n, piece in enumerate(["<eos>", *alphabet])}, [])
-    tokenizer = Tokenizer(bytes_alone)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+from tests.support.preference_runs import (
+    ALL,
+    SINGLE,
+    assert_same,
+    build,
+    data,
+    make_tokenizer,
+    rows,
+    trainer,
+    weights,
+)
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-def rows(count: int = 16) -> list[dict]:
-    return [
-        {
-            "prompt": f"What is {number} + {number % 5}?",
-            "chosen": f" It is {number + number % 5}.",
-            "rejected": f" It may be {number}, who knows?" + " Or not." * (number % 4),
-        }
-        for number in range(count)
-    ]
-
-
-def data(method: str, count: int = 16) -> Dataset:
-    if method in SINGLE:
-        singles = [
-            {"prompt": row["prompt"], "completion": row["chosen" if n % 2 else "rejected"], "label": bool(n % 2)}
-            for n, row in enumerate(rows(count))
-        ]
-        return Dataset.from_list(singles)
-    return Dataset.from_list(rows(count))
-
-
-def build(method: str = "dpo", vocab: int | None = None, hidden: int = 32):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab or len(make_tokenizer()),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        initializer_range=0.1,
-        num_labels=1,
-    )
-    kind = AutoModelForSequenceClassification if method == "reward" else AutoModelForCausalLM
-    return kind.from_config(config)
-
-
-def trainer(method: str, folder: Path, *, model=None, dataset=None, arguments: dict | None = None, **options):
-    trainer_class, config_class = ALL[method]
-    defaults = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return trainer_class(
-        model=build(method) if model is None else model,
-        args=config_class(**defaults | options),
-        train_dataset=data(method) if dataset is None else dataset,
-        **{"processing_class": make_tokenizer()} | (arguments or {}),
-    )
-
-
-def weights(of) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in of.model.named_parameters()}
-
-
-def assert_same(ours: dict, theirs: dict) -> None:
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "kto", "bco"]))
@@ -369,11 +288,6 @@ BAD = {
         {"dataset": Dataset.from_list([{"prompt": "a", "chosen": " b", "rejected": " b"}] * 4)},
         r"nothing to train on.*chosen equals rejected",
     ),
-    "a moving reference with adapters": (
-        "dpo",
-        {"sync_ref_model": True, "arguments": {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}},
-        r"sync_ref_model=True requires a reference of its own.* pass a `ref_model`",
-    ),
     "a moving reference that is another model": (
         "dpo",
         {"sync_ref_model": True, "arguments": {"ref_model": build(hidden=16)}},
@@ -431,30 +345,6 @@ def test_a_quantized_reference_is_smaller_and_close(storage, package, tmp_path):
     assert not torch.equal(expected, found)
     assert (expected - found).abs().mean() < {"8bit": 0.02, "4bit": 0.3}[storage]
     made.train()
-
-
-def test_adapters_that_came_trained_are_said_to_be_no_part_of_the_reference(tmp_path, caplog):
-    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    with caplog.at_level(logging.WARNING):
-        trainer("dpo", tmp_path, model=get_peft_model(build(), lora))
-    assert "merge them first" in caplog.text
-
-
-@pytest.mark.parametrize("init", slow_but(["pissa"], ["pissa", "olora", True, False]))
-@pytest.mark.parametrize("precomputed", [False, True])
-def test_adapters_whose_making_changes_the_model_need_a_reference(init, precomputed, tmp_path, caplog):
-    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
-    options = {"precompute_ref_log_probs": precomputed}
-    if isinstance(init, str):
-        with pytest.raises(ValueError, match=rf"init_lora_weights='{init}'.* pass the model as `ref_model`"):
-            trainer("dpo", tmp_path, arguments={"peft_config": lora}, **options)
-        made = trainer("dpo", tmp_path, arguments={"peft_config": lora, "ref_model": build()}, **options)
-    else:
-        made = trainer("dpo", tmp_path, arguments={"peft_config": lora}, **options)
-    assert "came with the model" not in caplog.text
-    made.train()
-    if init:
-        assert made.state.log_history[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
 
 
 def test_the_model_itself_is_no_reference(tmp_path):

@@ -6,9 +6,10 @@ import contextlib
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 
 
@@ -112,3 +113,57 @@ def same_weights_trained(model: nn.Module) -> Iterator[None]:
         for parameter, was in trained:
             if parameter.requires_grad != was:
                 parameter.requires_grad_(was)
+
+
+def parameters_of_adapters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that have no effect while adapters are off: those of adapters of every kind, of modules that are
+    trained whole beside them, and virtual tokens; not those of the base, such as biases that are trained with it."""
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    found: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            base = {*module.original_module.parameters()}
+            found |= {p for p in module.parameters() if p not in base}
+        elif isinstance(module, BaseTunerLayer):
+            parts = [getattr(module, name, None) for name in module.adapter_layer_names]
+            found |= {p for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
+        elif isinstance(module, PeftModel) and isinstance(getattr(module, "prompt_encoder", None), nn.Module):
+            found |= {*module.prompt_encoder.parameters()}
+    return found
+
+
+def adapters_are_new(model: nn.Module) -> bool:
+    """Whether a model's adapters change nothing yet: each is LoRA whose second matrix is 0, and each module that is
+    trained whole is as the base's. Others may be new too, which their numbers do not tell."""
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    known: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            seconds = [*module.lora_B.parameters(), *module.lora_embedding_B.values()]
+            if module.lora_variant or any(p.detach().any() for p in seconds):
+                return False
+            known |= {*seconds, *module.lora_A.parameters(), *module.lora_embedding_A.values()}
+        elif isinstance(module, ModulesToSaveWrapper):
+            theirs = [*module.original_module.parameters()]
+            for own in module.modules_to_save.values():
+                if not all(torch.equal(p, q) for p, q in zip(own.parameters(), theirs, strict=True)):
+                    return False
+                known |= {*own.parameters()}
+    return all(p in known for p in parameters_of_adapters(model) if p.requires_grad)
+
+
+def train_beside_adapters(model: Any, name: str) -> None:
+    """Trains a module of the base whole beside the adapters that are on it, and saves it with them: what PEFT makes of
+    `modules_to_save` as it puts adapters on a model, and has no public name for afterwards."""
+    from peft.utils.other import ModulesToSaveWrapper, _set_trainable
+
+    adapter = model.active_adapter
+    wrapper = cast(Any, ModulesToSaveWrapper)
+    _set_trainable(model, adapter, module_names=[name], inference_mode=False, wrapper_cls=wrapper)
+    config = model.peft_config[adapter]
+    config.modules_to_save = [*(config.modules_to_save or ()), name]

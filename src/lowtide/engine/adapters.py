@@ -17,8 +17,13 @@ from lowtide.compat.peft import adapter_active, same_weights_trained
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import Head
 
-LEAVES_BASE = (True, False, "gaussian", "orthogonal")
-"""What `init_lora_weights` may be for two adapters on one base; others change the base, or look at data first."""
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
+"""What `init_lora_weights` may be for adapters that begin beside the base; others change the base, or look at data."""
+
+
+def leaves_base(peft_config: Any) -> bool:
+    """Whether making the adapters of a configuration leaves the model's own weights as they are."""
+    return getattr(peft_config, "init_lora_weights", True) in PLAIN_STARTS
 
 
 def adapter_of(model: nn.Module, head: type[Head] | None) -> AbstractContextManager:
@@ -53,7 +58,7 @@ def check_second_adapter(peft_config: Any) -> None:
             "value_adapter=True gives the value function a LoRA adapter beside the policy's, on one frozen base: pass "
             f"a LoraConfig as `peft_config` ({found}; --use_peft on the command line), or leave value_adapter out"
         )
-    if peft_config.init_lora_weights not in LEAVES_BASE:
+    if not leaves_base(peft_config):
         raise ValueError(
             "value_adapter=True puts two adapters on one base, and "
             f"init_lora_weights={peft_config.init_lora_weights!r} is made for one: leave one of the two options out"

@@ -1,14 +1,15 @@
 """The reference that a policy is compared with: its log-probabilities, at the lowest price that the run allows.
 
-In order of preference: the policy with its adapters switched off, which costs nothing; log-probabilities computed
-before training, after which no reference is resident; a frozen copy.
+It is the policy as it arrived, unless another model is given. In order of preference: the policy with its adapters
+switched off, which costs nothing, where they were new; log-probabilities computed before training, after which no
+reference is resident; the policy with frozen copies of its trained weights, where these are few; a frozen copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -25,19 +26,27 @@ from lowtide.engine.stage import HiddenOutput, stage_of
 from lowtide.engine.weights.merging import Weights, effective_weights
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.shards import copied, local_of, part_of, standing_in, whole_of
 
 
-class AdapterOff:
-    """The policy without its adapters: the model that they were put on."""
+class ReferenceModel:
+    """A model whose log-probabilities a policy is compared with; the policy itself in another state, or another model.
+
+    Args:
+        model: what runs.
+        padding_free: whether it runs without padding.
+        temperature: divisor of its logits.
+    """
 
     def __init__(self, model: nn.Module, *, padding_free: bool, temperature: float = 1.0) -> None:
         self.model, self.padding_free, self.temperature = model, padding_free, temperature
 
     def active(self) -> AbstractContextManager[None]:
         """While it is entered, the model is this reference."""
-        return adapters_off(self.model)
+        return nullcontext()
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
+        """[scores]"""
         with self.active():
             return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
 
@@ -46,12 +55,74 @@ class AdapterOff:
         with self.active():
             return teacher_states(self.model, batch, padding_free=self.padding_free, placed=placed)
 
+    def beside(self, policy: nn.Module) -> list[Tensor]:
+        """The tensors that it holds beside the policy's."""
+        shared = {*policy.parameters(), *policy.buffers()}
+        return [each for each in (*self.model.parameters(), *self.model.buffers()) if each not in shared]
 
-class FrozenModel:
+
+class AdapterOff(ReferenceModel):
+    """The policy without its adapters: the model that they were put on."""
+
+    def active(self) -> AbstractContextManager[None]:
+        return adapters_off(self.model)
+
+
+class ArrivedPolicy(ReferenceModel):
+    """The policy as it arrived: frozen copies of its trained weights stand in for them while it computes.
+
+    So it serves adapters of every kind, modules that are trained whole beside them, and biases of the base; none of the
+    copies is a part of the model, which is saved, merged and sent elsewhere without them.
+
+    Args:
+        names: of the weights that will be trained, which are as they arrived now. A rank of a pipeline keeps those of
+            its own layers.
+        device: where the policy will run.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str], device: torch.device, **how: Any) -> None:
+        super().__init__(model, **how)
+        self.weights = {name: p for name, p in model.named_parameters() if name in names and p.requires_grad}
+        self.copies = {name: copied(p, device) for name, p in self.weights.items()}
+
+    def active(self) -> AbstractContextManager[None]:
+        return standing_in(self.model, [(p, self.copies[name]) for name, p in self.weights.items()])
+
+    def beside(self, policy: nn.Module) -> list[Tensor]:
+        return [*self.copies.values()]
+
+    @torch.no_grad()
+    def follow(self, policy: nn.Module, share: float) -> None:
+        """Moves the copies towards the policy's weights: `share` of the policy's and the rest of their own. The two
+        matrices of an adapter move each by itself."""
+        for name, p in self.weights.items():
+            ours = local_of(self.copies[name])
+            ours.lerp_(local_of(p).to(ours), share)
+
+    def state(self) -> dict[str, Tensor]:
+        """The whole copies by the names of their weights, on the host; all ranks that hold parts of the model ask
+        together."""
+        own = {name: whole_of(each).cpu() for name, each in self.copies.items()}
+        stage = stage_of(causal_model(self.model))
+        everyones = [own] if stage is None else stage.pipeline.all_objects(own)
+        return {name: each for part in everyones for name, each in part.items()}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes the copies from what `state` gave.
+
+        Raises:
+            ValueError: a weight is missing, or has another shape; names it.
+        """
+        for name, ours in self.copies.items():
+            found = state.get(name)
+            if found is None or found.shape != ours.shape:
+                raise ValueError(f"the saved reference has no {name} of shape {tuple(ours.shape)}")
+            local_of(ours).copy_(part_of(found.to(ours.device), ours))
+
+
+class FrozenModel(ReferenceModel):
     """Another model, or a copy of the policy as it was; or the policy itself, for as long as it is not trained."""
-
-    def __init__(self, model: nn.Module, *, padding_free: bool, temperature: float = 1.0) -> None:
-        self.model, self.padding_free, self.temperature = model, padding_free, temperature
 
     @classmethod
     def of(cls, model: nn.Module, *, padding_free: bool, temperature: float = 1.0) -> FrozenModel:
@@ -63,17 +134,6 @@ class FrozenModel:
     def copy_of(cls, model: nn.Module, *, padding_free: bool = True) -> FrozenModel:
         """A copy of a model as it is, in the dtype that it is stored in."""
         return cls.of(copy.deepcopy(model), padding_free=padding_free)
-
-    def active(self) -> AbstractContextManager[None]:
-        """While it is entered, the model is this reference: always."""
-        return nullcontext()
-
-    def __call__(self, batch: RaggedBatch) -> Tensor:
-        return logprobs(self.model, batch, padding_free=self.padding_free, temperature=self.temperature)
-
-    def states(self, batch: RaggedBatch, *, placed: bool = False) -> Tensor:
-        """[scores, hidden]: as `teacher_states`."""
-        return teacher_states(self.model, batch, padding_free=self.padding_free, placed=placed)
 
     def check_follows(self, policy: nn.Module) -> None:
         """Refuses a policy whose weights, with its adapters in them, are not one for one those of this model.

@@ -39,6 +39,8 @@ class PlannedRun:
     device: Device
     processing_class: Any = None
     peft_config: Any = None
+    adapters_trained: bool = False
+    """Whether these adapters come with the model, trained before."""
     quantization_config: Any = None
     samples: bool = True
     """Whether a sample may stand for rows that have yet to be prepared; a trainer prepares them all in any case."""
@@ -90,6 +92,7 @@ class PlannedRun:
             self.described,
             prepared,
             peft_config=self.adapters(options),
+            adapters_trained=self.adapters_trained,
             quantization_config=self.quantization_config,
             rewards=self.rewards,
             teacher_model=self.teacher,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from lowtide.compat.deepspeed import gathered, is_partitioned, shape_of
+from lowtide.compat.deepspeed import gathered, is_partitioned, shape_of, staying_gathered
 from lowtide.compat.torch import fully_sharded_modules, subclassed
 
 
@@ -74,6 +75,50 @@ def held_whole(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, name, p in sharded:
             setattr(module, name, p)
+
+
+def copied(weight: Tensor, device: torch.device) -> Tensor:
+    """A frozen copy of a weight: of a shard one that is cut as it is, and lies where it does; of any other a whole one,
+    on `device`. All ranks that hold parts of a weight ask together."""
+    if isinstance(weight, DTensor):
+        return weight.detach().clone()
+    return (gathered(weight) if is_partitioned(weight) else weight.detach().clone()).to(device)
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module, pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+    """While it lasts, some of a model's weights have the numbers of others, which `copied` made of them; all ranks
+    enter together.
+
+    What is gathered of shards is let go before and after, so that no forward meets the other's numbers.
+
+    Args:
+        pairs: a weight, and what stands in for it.
+    """
+    cut = [(local_of(p).data, local_of(other)) for p, other in pairs if isinstance(p, DTensor)]
+    whole = [(p, other) for p, other in pairs if not isinstance(p, DTensor)]
+    partitioned = [p for p, _ in whole if is_partitioned(p)]
+    with staying_gathered(partitioned) if partitioned else nullcontext():
+        own = [local.clone() for local, _ in cut]
+        kept = [p.data for p, _ in whole]
+        try:
+            _let_go_of_gathered(model)
+            for local, other in cut:
+                local.copy_(other)
+            for p, other in whole:
+                p.data = other.to(device=p.device, dtype=p.dtype)
+            yield
+        finally:
+            _let_go_of_gathered(model)
+            for (local, _), before in zip(cut, own, strict=True):
+                local.copy_(before)
+            for (p, _), before in zip(whole, kept, strict=True):
+                p.data = before
+
+
+def _let_go_of_gathered(model: nn.Module) -> None:
+    for module in fully_sharded_modules(model):
+        module.reshard()
 
 
 def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:

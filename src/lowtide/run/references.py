@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.compat.peft import adapters_are_new, parameters_of_adapters
 from lowtide.compat.torch import FakeTensor
+from lowtide.engine.adapters import leaves_base
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, sequence_of, vocabulary
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.reference import AdapterOff, ArrivedPolicy, FrozenModel, ReferenceModel
 from lowtide.engine.splitting import split_over
 from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.fully_shard import sharing_weights
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.engine.weights.model_init import model_init
-from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.engine.weights.split_vocabulary import splits_head
 from lowtide.engine.weights.stages import cut_into_stages
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.weights.streaming import stream_of
-from lowtide.ops.mapped import let_go
 from lowtide.ranks.shards import is_sharded, whole_shape
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import Engine, cut, disable_dropout
@@ -35,15 +34,12 @@ from lowtide.run.inputs.loading import model_name
 from lowtide.run.optimizers import OPTIMIZERS
 from lowtide.run.streamed_weights import check_before_loading, stream_frozen, text_of, wants_stream
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Reference:
     """A reference, and what the start-up report says of it."""
 
-    scorer: Any
-    """`AdapterOff` or `FrozenModel`."""
+    scorer: ReferenceModel
     text: str
 
 
@@ -58,6 +54,8 @@ class ReferenceMaker:
     def __init__(self, args: Any, requested: Any, *, adapters_came: bool) -> None:
         self.args, self.requested, self.adapters_came = args, requested, adapters_came
         self._aside: nn.Module | None = None
+        self._kept: frozenset[str] | None = None
+        """The trained weights of a policy with adapters, where switching these off does not give it as it arrived."""
         self.source: str | None = None
         """The name that the policy was loaded by, where a streamed copy of it is loaded once more."""
         self.temperature = float(getattr(args, "scored_at", 1.0))
@@ -72,6 +70,19 @@ class ReferenceMaker:
         """How a reference runs, where that is not as the policy does."""
         return {}
 
+    def arrived(self, model: nn.Module, peft_config: Any) -> None:
+        """Looks at a policy as it arrived, before it is sharded and before another head is put on it.
+
+        Args:
+            peft_config: of the adapters that were made here; None where they came with the model.
+        """
+        if self.requested is not None or not hasattr(model, "disable_adapter"):
+            return
+        new_here = peft_config is not None and not self.adapters_came and leaves_base(peft_config)
+        is_base = trained_beyond_adapters(model) is None and (new_here or _are_new(model))
+        if not is_base or getattr(self.args, "follows", False):
+            self._kept = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+
     def set_aside(self, model: nn.Module) -> None:
         """Keeps the model as it is before it is sharded, where the reference is a copy of it: the two share their
         weights until each has cut its shards from them."""
@@ -79,8 +90,12 @@ class ReferenceMaker:
             self._aside = sharing_weights(model)
 
     def _is_copied(self, model: nn.Module) -> bool:
-        precomputed = getattr(self.args, "precompute_ref_log_probs", False) and self.args.optim not in OPTIMIZERS
-        return self.requested is None and not hasattr(model, "disable_adapter") and not precomputed
+        return self.requested is None and not hasattr(model, "disable_adapter") and not self._is_policy
+
+    @property
+    def _is_policy(self) -> bool:
+        """Whether the policy itself is the reference, whose log-probabilities are computed before it is trained."""
+        return getattr(self.args, "precompute_ref_log_probs", False) and self.args.optim not in OPTIMIZERS
 
     @out_of_memory_while("making the reference")
     def make(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
@@ -92,11 +107,11 @@ class ReferenceMaker:
         args, requested = self.args, self.requested
         how: dict[str, Any] = {"padding_free": engine.padding_free, "temperature": self.temperature}
         if hasattr(model, "disable_adapter") and requested is None:
-            self._check_adapters(model)
-            return Reference(
-                AdapterOff(model, **how),
-                "the policy with its adapters off; it costs nothing",
-            )
+            self._check_storage()
+            if self._kept is None:
+                return Reference(AdapterOff(model, **how), "the policy with its adapters off; it costs nothing")
+            if not self._is_policy:
+                return self._as_it_arrived(model, **how)
         copied, sharded = self._is_copied(model), is_sharded(model)
         requested = self._streamed(requested, model, copied=copied)
         self.requested = None
@@ -190,22 +205,20 @@ class ReferenceMaker:
             return f"{text}; let go once its log-probabilities are computed, before training"
         return f"{text}; precompute_ref_log_probs=True does without" if own_model else text
 
-    def _check_adapters(self, model: nn.Module) -> None:
-        """A reference that is the policy without its adapters can be neither moved nor stored otherwise."""
-        for name, off in (("sync_ref_model", False), ("ref_model_storage", "same")):
-            if getattr(self.args, name, off) != off:
-                raise ValueError(
-                    f"{name}={getattr(self.args, name)!r} requires a reference of its own, and with adapters the "
-                    f"reference is the policy with its adapters off: pass a `ref_model`, or leave it at {off!r}"
-                )
-        known = [(name, p) for name, p in model.named_parameters() if not isinstance(p, FakeTensor)]
-        trained = [name for name, p in known if "lora_B" in name and p.detach().any()]
-        if trained and self.adapters_came:
-            logger.warning(
-                f"the adapters that came with the model are trained already ({trained[0]}): the reference is the "
-                "model without them. To compare with the model as it came, merge them first (merge_and_unload), or "
-                "pass it as `ref_model`"
+    def _check_storage(self) -> None:
+        """A reference that shares the policy's base cannot be stored otherwise."""
+        if self.args.ref_model_storage != "same":
+            raise ValueError(
+                f"ref_model_storage={self.args.ref_model_storage!r} requires a reference of its own, and with adapters "
+                "the reference shares the policy's base: pass a `ref_model`, or leave it at 'same'"
             )
+
+    def _as_it_arrived(self, model: nn.Module, **how: Any) -> Reference:
+        assert self._kept is not None
+        made = ArrivedPolicy(model, self._kept, self.args.device, **how)
+        size = bytes_text(sum(whole_shape(each).numel() * each.element_size() for each in made.copies.values()))
+        moves = ", which follows it" if getattr(self.args, "follows", False) else ""
+        return Reference(made, f"the policy as it arrived: a frozen copy of its adapters{moves}, {size}")
 
     def _loaded(self, reference: Any, policy: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> nn.Module:
         """The reference that was passed, loaded if it is a name; of the policy's vocabulary."""
@@ -232,37 +245,6 @@ class ReferenceMaker:
         return reference
 
 
-def check_unchanged(before: dict[str, tuple[Tensor, Tensor]], peft_config: Any) -> None:
-    """Refuses adapters that changed weights of the model as they were made, as PiSSA does: without them the policy
-    would not be the reference.
-
-    Args:
-        before: by `some_of_weights`, before adapters were made.
-    """
-    changed = []
-    for name, (p, some) in before.items():
-        if not torch.equal(_some_of(p), some):
-            changed.append(name)
-        let_go(p)
-    if changed:
-        made = getattr(peft_config, "init_lora_weights", None)
-        raise ValueError(
-            f"making these adapters (init_lora_weights={made!r}) changed "
-            f"{len(changed)} weights of the model ({changed[0]}, ...), so that without them the policy is not the "
-            "reference: pass the model as `ref_model`, or leave init_lora_weights out"
-        )
-
-
-def some_of_weights(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each weight of a model, with a few of its numbers."""
-    found = {}
-    for name, p in model.named_parameters():
-        if not isinstance(p, FakeTensor):
-            found[name] = p, _some_of(p)
-            let_go(p)
-    return found
-
-
 def check_its_tokenizer(
     what: str, name: str, tokenizer: PreTrainedTokenizerBase | None, *, trust_remote_code: bool
 ) -> None:
@@ -284,12 +266,15 @@ def check_its_tokenizer(
         )
 
 
-def _some_of(weight: Tensor) -> Tensor:
-    """A few of a weight's numbers, from all over it; none of one that is quantized."""
-    if is_quantized(weight):
-        return torch.empty(0)
-    numbers = weight.detach().reshape(-1)
-    return numbers[:: max(numbers.numel() // 64, 1)].clone()
+def trained_beyond_adapters(model: nn.Module) -> str | None:
+    """A weight that is trained and has its effect with adapters off too, such as a bias of the base; None if none."""
+    of_adapters = parameters_of_adapters(model)
+    return next((name for name, p in model.named_parameters() if p.requires_grad and p not in of_adapters), None)
+
+
+def _are_new(model: nn.Module) -> bool:
+    """As `adapters_are_new`; False where a plan knows no numbers."""
+    return not isinstance(next(model.parameters()), FakeTensor) and adapters_are_new(model)
 
 
 def size_text(model: nn.Module) -> str:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.torch import FakeTensor
 from lowtide.compat.transformers import attention_implementation
+from lowtide.engine.adapters import leaves_base
 from lowtide.engine.forward import causal_model, embedding_weight, vocabulary
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.probe import probe
@@ -18,7 +19,13 @@ from lowtide.engine.weights.model_init import model_init
 from lowtide.run.engine import Engine
 from lowtide.run.inputs.arguments import check_kind
 from lowtide.run.inputs.loading import model_name
-from lowtide.run.references import Reference, ReferenceMaker, check_its_tokenizer, size_text
+from lowtide.run.references import (
+    Reference,
+    ReferenceMaker,
+    check_its_tokenizer,
+    size_text,
+    trained_beyond_adapters,
+)
 from lowtide.run.streamed_weights import check_before_loading, loaded_on_host
 
 MISSING = (
@@ -55,6 +62,27 @@ class TeacherMaker(ReferenceMaker):
         if self._is_copied(model):
             raise ValueError(MISSING)
         return super().make(model, tokenizer, engine)
+
+    def arrived(self, model: nn.Module, peft_config: Any) -> None:
+        """Looks whether a student without its adapters can be the teacher, where there is no other.
+
+        Raises:
+            ValueError: it would not be a model that stays as it arrived.
+        """
+        if self.requested is not None or not hasattr(model, "disable_adapter"):
+            return
+        beyond = trained_beyond_adapters(model)
+        if beyond is not None:
+            raise ValueError(
+                f"{beyond} is trained and no part of the adapters, so that the student without them is no fixed "
+                "teacher: pass a `teacher_model`, or train adapters alone (bias='none')"
+            )
+        if peft_config is not None and not leaves_base(peft_config):
+            raise ValueError(
+                f"making these adapters (init_lora_weights={peft_config.init_lora_weights!r}) changes the model's own "
+                "weights, so that the student without them is not the model that was to teach it: pass that as "
+                "`teacher_model`, or leave init_lora_weights out"
+            )
 
     def _runs(self, frozen: nn.Module, engine: Engine) -> dict[str, Any]:
         """Without padding where the teacher itself is proved to keep segments apart."""

@@ -17,6 +17,7 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.compat.peft import train_beside_adapters
 from lowtide.compat.torch import FakeTensor
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
@@ -62,7 +63,7 @@ from lowtide.run.inputs.images import (
 )
 from lowtide.run.inputs.loading import load_inputs, set_padding
 from lowtide.run.inputs.row_checks import check_budget, check_masks
-from lowtide.run.references import ReferenceMaker, check_unchanged, some_of_weights
+from lowtide.run.references import ReferenceMaker
 from lowtide.run.streamed_weights import check_before_loading, declare_base, stream_frozen, stream_trained, wants_stream
 from lowtide.run.teachers import TeacherMaker
 from lowtide.step.deepspeed import DeepSpeedUpdater
@@ -91,6 +92,8 @@ class Inputs:
     """What the labels of the rows are, as transformers' `problem_type` names it; None where it does not."""
     needs_tokenizer: bool = True
     """False where the rows are token rows already."""
+    adapters_trained: bool = False
+    """Whether `peft_config` stands for adapters that came with the model, as in a plan of such a run."""
     adapts: bool = True
     """False puts no adapter on the model, not even one that an option asks for: it is not trained."""
 
@@ -128,7 +131,9 @@ class TrainingRun:
             _check_whole_vocabulary(args, f"a vocabulary that {method.head.trains_beside} and the model share is whole")
         if method.compares and args.compares:
             maker = TeacherMaker if method.taught else ReferenceMaker
-            self._references = maker(args, inputs.ref_model, adapters_came=inputs.peft_config is None)
+            self._references = maker(
+                args, inputs.ref_model, adapters_came=inputs.peft_config is None or inputs.adapters_trained
+            )
             self._references.source = inputs.model if isinstance(inputs.model, str) else None
         self.model, self.tokenizer, self.processing_class = self._loaded()
         check_trained(self.model)
@@ -167,6 +172,8 @@ class TrainingRun:
             self._attach_head(model)
         if inputs.peft_config is not None:
             model = self._adapted(model, adapters_of(method, args, inputs.peft_config, new_modules(model)))
+        if self._references is not None:
+            self._references.arrived(model, inputs.peft_config)
         if beside is not None:
             add_adapter_of(model, beside)
         if adds_model:
@@ -209,29 +216,24 @@ class TrainingRun:
         check_before_loading(inputs.model, args, init, frozen=adapted)
 
     def _attach_head(self, model: nn.Module) -> None:
-        """Adds what the head needs, which adapters that came with the model would not be saved with."""
+        """Adds what the head needs; it is trained whole and saved beside adapters that came with the model."""
         added, inner = self.method.head.added_module, causal_model(model)
         if added is None:
             return
-        if inner is not model and not hasattr(inner, added):
-            raise ValueError(
-                f"{self.method.title} adds a {added} to the model, and the adapters that came with it would be saved "
-                "without it: pass the model without adapters, and these as `peft_config`"
-            )
+        is_new = not hasattr(inner, added)
         self.method.head.attach(inner, self.args)
+        if is_new and inner is not model:
+            inner.get_submodule(added).requires_grad_(False)  # as the base; the adapters' copy is trained
+            train_beside_adapters(model, added)
 
     @out_of_memory_while("making the adapters")
     def _adapted(self, model: nn.Module, peft_config: Any) -> nn.Module:
-        compared = self._references is not None and self.inputs.ref_model is None
-        before = some_of_weights(model) if compared else {}
-        adapted = adapt(
+        return adapt(
             model,
             peft_config,
             gradient_checkpointing=self.args.gradient_checkpointing,
             checkpointing_kwargs=cast(Any, self.args.gradient_checkpointing_kwargs),
         )
-        check_unchanged(before, peft_config)
-        return adapted
 
     @property
     def _config(self) -> Any:

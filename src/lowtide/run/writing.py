@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.engine.forward import causal_model, parted_over
-from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.reference import ReferenceModel
 from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.engine.weights.zero import weights_for_writing
@@ -41,7 +41,7 @@ class Writer:
     runner: StepRunner
     tokenizer: PreTrainedTokenizerBase
     generator: Generator
-    reference: AdapterOff | FrozenModel | None = None
+    reference: ReferenceModel | None = None
     """Who writes in the policy's place."""
     never_ids: tuple[int, ...] = ()
     """Tokens that are not written."""

@@ -22,7 +22,7 @@ from lowtide.engine.adapters import adapter_of
 from lowtide.engine.chains import why_not_chains
 from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
-from lowtide.engine.reference import AdapterOff, FrozenModel, teaching
+from lowtide.engine.reference import ReferenceModel, teaching
 from lowtide.engine.stage import Stage, stage_of
 from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
@@ -105,9 +105,9 @@ class Models:
         return long and self.why_not_chains(objective) is None
 
     @property
-    def teacher(self) -> AdapterOff | FrozenModel:
+    def teacher(self) -> ReferenceModel:
         """The reference of an objective that compares distributions."""
-        assert isinstance(self.reference, AdapterOff | FrozenModel), "divergences need a teacher"
+        assert isinstance(self.reference, ReferenceModel), "divergences need a teacher"
         return self.reference
 
     def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:

@@ -16,7 +16,7 @@ from torch import nn
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.prompted import completed, prompt_images, prompts_of
 from lowtide.engine.forward import same_rows_of, sequence_of, vocabulary
-from lowtide.engine.reference import AdapterOff, FrozenModel
+from lowtide.engine.reference import ReferenceModel
 from lowtide.methods.gkd import GKDOptions
 from lowtide.ragged import RaggedBatch, Shown
 from lowtide.rollout.generators.generator import Completion, Request
@@ -44,7 +44,7 @@ class DistillationTrainer(ReferenceTrainer):
     def _to_plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
         return {**super()._to_plan(given), "teacher_model": given["teacher_model"]}
 
-    def _writer(self, who: str, teacher: AdapterOff | FrozenModel | None) -> Writer:
+    def _writer(self, who: str, teacher: ReferenceModel | None) -> Writer:
         model = self.training_run.model if teacher is None else teacher.model
         padding_free = self.padding_free if teacher is None else teacher.padding_free
         options: Any = self.options

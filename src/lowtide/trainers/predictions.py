@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from datasets import Dataset
 
 from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.reference import ArrivedPolicy
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.planner.advice import Advice, advise
 from lowtide.planner.candidate import PlannedRun
@@ -60,6 +61,7 @@ def run_of(
         device,
         inputs.get("processing_class"),
         inputs.get("peft_config"),
+        bool(inputs.get("adapters_trained")),
         quantization_config,
         samples=False,
         rewards=DescribedRewards.of(inputs.get("reward_funcs")),
@@ -119,6 +121,7 @@ def predicted(
         trainer.model,
         requested={**trainer.args.requested, **trainer.planned.settings},
         peft_config=next(iter(adapters.values()), None),
+        adapters_trained=isinstance(getattr(trainer, "reference", None), ArrivedPolicy),
         reward_funcs=getattr(trainer, "reward_models", None),
         teacher_model=getattr(trainer, "teacher_model", None),
     )

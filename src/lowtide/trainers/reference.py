@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from safetensors.torch import load_file, save_file
 from safetensors.torch import load_model as load_weights
 from safetensors.torch import save_model as save_weights
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from lowtide.engine.forward import causal_model
-from lowtide.engine.reference import FrozenModel
+from lowtide.engine.reference import ArrivedPolicy, FrozenModel
 from lowtide.methods.completions import completion_segments, in_completion, segment_sums
 from lowtide.run.edge import edge
 from lowtide.run.engine import computed_in
@@ -20,8 +22,11 @@ from lowtide.trainers.method import MethodTrainer
 from lowtide.trainers.references.later import LaterReference
 from lowtide.trainers.references.precompute import Precomputed, precompute
 
-MOVED = "reference.safetensors"
-"""The file of a checkpoint for the weights of a reference that follows the policy."""
+logger = logging.getLogger(__name__)
+
+REFERENCE = "reference.safetensors"
+"""The file of a checkpoint for a reference that no model file holds: the policy's adapters as they arrived, or the
+weights of a reference that follows the policy."""
 
 
 class ReferenceTrainer(MethodTrainer):
@@ -37,11 +42,10 @@ class ReferenceTrainer(MethodTrainer):
                 self._later = LaterReference(self.reference, *known, computed_in=computed_in(options))
             self.reference = Precomputed()
         if options.follows:
-            assert isinstance(self.reference, FrozenModel)
-            self.reference.check_follows(self.site.model)
-            self.add_callback(
-                _FollowPolicy(self.reference, options.ref_model_mixup_alpha, options.ref_model_sync_steps)
-            )
+            if isinstance(self.reference, FrozenModel):
+                self.reference.check_follows(self.site.model)
+            followed = cast(FrozenModel | ArrivedPolicy, self.reference)
+            self.add_callback(_FollowPolicy(followed, options.ref_model_mixup_alpha, options.ref_model_sync_steps))
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -75,27 +79,41 @@ class ReferenceTrainer(MethodTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if cast(Any, self.args).follows and self.args.should_save:
-            save_weights(cast(FrozenModel, self.reference).model, str(Path(output_dir, MOVED)))
+        if isinstance(self.reference, ArrivedPolicy):
+            state = self.reference.state()
+            if self.args.should_save:
+                save_file(state, str(Path(output_dir, REFERENCE)))
+        elif cast(Any, self.args).follows and self.args.should_save:
+            save_weights(cast(FrozenModel, self.reference).model, str(Path(output_dir, REFERENCE)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not cast(Any, self.args).follows:
+        follows = cast(Any, self.args).follows
+        if checkpoint is None or not (follows or isinstance(self.reference, ArrivedPolicy)):
             return
-        moved = Path(checkpoint, MOVED)
-        if not moved.exists():
-            raise ValueError(
-                f"{checkpoint} has no {MOVED}: with sync_ref_model=True the reference has moved since the run began, "
-                "and where to is not known. Resume from a checkpoint that was saved with sync_ref_model=True and "
-                "save_only_model=False, or start a new run from this model"
+        saved = Path(checkpoint, REFERENCE)
+        if not saved.exists():
+            if follows:
+                raise ValueError(
+                    f"{checkpoint} has no {REFERENCE}: with sync_ref_model=True the reference has moved since the run "
+                    "began, and where to is not known. Resume from a checkpoint that was saved with "
+                    "sync_ref_model=True and save_only_model=False, or start a new run from this model"
+                )
+            logger.warning(
+                f"{checkpoint} has no {REFERENCE}: it was saved without optimizer states, or by an earlier version, "
+                "which compared with the model without its adapters. The reference is now the policy as it was passed "
+                "to this trainer"
             )
-        load_weights(cast(FrozenModel, self.reference).model, moved)
+        elif isinstance(self.reference, ArrivedPolicy):
+            self.reference.load_state(load_file(saved))
+        else:
+            load_weights(cast(FrozenModel, self.reference).model, saved)
 
 
 class _FollowPolicy(TrainerCallback):
     """Moves the reference towards the policy every so many steps (TR-DPO, arXiv 2404.09656)."""
 
-    def __init__(self, reference: FrozenModel, share: float, steps: int) -> None:
+    def __init__(self, reference: FrozenModel | ArrivedPolicy, share: float, steps: int) -> None:
         self.reference, self.share, self.steps = reference, share, steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -27,7 +27,6 @@ from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.prompted import prompt_images, prompts_of
 from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model
-from lowtide.engine.reference import AdapterOff
 from lowtide.engine.splitting import split_traced
 from lowtide.engine.weights.labels import set_labels, set_problem
 from lowtide.engine.weights.model_init import model_init
@@ -79,6 +78,8 @@ class ModelInputs(TypedDict, total=False):
     """The tokenizer; by default the model's own."""
     peft_config: Any
     """Adapters to put on the model."""
+    adapters_trained: bool
+    """Whether they come with the model, trained before: a reference is the model with them then, and holds a copy."""
     quantization_config: Any
     """How its weights are stored: a `BitsAndBytesConfig` with `load_in_4bit`, for QLoRA."""
     teacher_model: Any
@@ -168,6 +169,7 @@ class FakeRun:
         if (problem := method.rows.problem(dataset, config)) is not None:
             set_problem(self.described, problem, asked=True)
         self.processing_class, self.peft_config = inputs.get("processing_class"), inputs.get("peft_config")
+        self.adapters_trained = bool(inputs.get("adapters_trained"))
         self.quantization_config = inputs.get("quantization_config")
         self.method, self.prepared, self.gathers = method, prepared, False
         self.samples = samples and not getattr(config, "packing", False)  # a sample may not fill a batch of bins
@@ -351,7 +353,7 @@ class FakeRun:
             found.append(TracedWriting(runner.model, runner.padding_free, layers=layers, **how))
         if options.seq_kd and options.lmbda < 1:
             reference: Any = runner.reference
-            own = isinstance(reference, AdapterOff)
+            own = reference.model is runner.model
             count = layers if own else causal_model(reference.model).config.get_text_config().num_hidden_layers
             found.append(TracedWriting(reference.model, reference.padding_free, layers=count, aside=not own, **how))
         return found
@@ -396,6 +398,7 @@ class FakeRun:
             copy.deepcopy(peft_config),  # PEFT writes into it what it finds in this model
             ref_model=teacher,
             needs_tokenizer=not self.prepared,
+            adapters_trained=self.adapters_trained,
             adapts=adapts,
         )
         run = TrainingRun(self.method, args, inputs)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import body
+from lowtide.engine.reference import ReferenceModel
 from lowtide.engine.vision import TOWERS
 from lowtide.memory.activations import chain_storage
 from lowtide.memory.optimizers.file_states import FileStates
@@ -145,9 +146,8 @@ def label(runner: StepRunner, layers: int, trace: StorageTrace, optimizer: Any =
     if trace.pages_states:
         trace.belongs([state for state in states if state.numel() >= PAGED_FROM], HOST)
     trace.belongs(states, "optimizer")
-    if reference is not None:
-        theirs = [tensor for tensor in (*reference.parameters(), *reference.buffers()) if tensor not in policy]
-        trace.belongs(theirs, "reference")
+    if isinstance(runner.reference, ReferenceModel):
+        trace.belongs(runner.reference.beside(model), "reference")
     alike = [model] if reference is None or runner.method_objective.taught else [model, reference]  # a teacher's own
     for stack in filter(None, (stack_of(each, layers) for each in alike)):
         for number, layer in enumerate(stack):

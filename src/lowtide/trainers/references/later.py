@@ -46,7 +46,10 @@ class LaterReference:
     def __init__(self, reference: Any, fingerprint: str, digest: str, computed_in: torch.dtype | None) -> None:
         self.fingerprint, self.digest, self.computed_in = fingerprint, digest, computed_in
         self.adapters_off = reference if isinstance(reference, AdapterOff) else None
-        self.name, self.dtype = model_name(reference.model), embedding_weight(reference.model).dtype
+        # What a model was loaded by is without the adapters that came with it.
+        came_adapted = self.adapters_off is None and hasattr(reference.model, "disable_adapter")
+        self.name = "" if came_adapted else model_name(reference.model)
+        self.dtype = embedding_weight(reference.model).dtype
 
     def with_columns(self, trainer: LowtideTrainer, dataset: Any) -> Any:
         """Prepared rows, one dataset or several by name, with the reference's log-probabilities.

@@ -8,6 +8,7 @@ cached under a fingerprint of weights, data and everything else that the numbers
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -182,7 +183,14 @@ def weights_fingerprint(trainer: LowtideTrainer, digest: str) -> str:
     """One fingerprint of the reference's weights, and of the model that they are in."""
     model: Any = cast(Any, trainer.reference).model
     config = causal_model(model).config.to_json_string(use_diff=False)
-    return combine(digest, config, type(model).__name__, type(trainer.reference).__name__)
+    adapters = {name: each.to_dict() for name, each in getattr(model, "peft_config", {}).items()}
+    scales = json.dumps(adapters, sort_keys=True, default=_plain)
+    return combine(digest, config, scales, type(model).__name__, type(trainer.reference).__name__)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a configuration as JSON has it, alike in each process."""
+    return sorted(map(str, value)) if isinstance(value, set) else str(value)
 
 
 def state_digest(model: nn.Module) -> str:

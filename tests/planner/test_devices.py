@@ -101,15 +101,6 @@ def test_rates_are_measured_once():
     assert 1e8 < rates.memory_bandwidth < 1e13
 
 
-def test_a_control_group_limits_memory(monkeypatch, tmp_path):
-    whole = devices.system_memory_bytes()
-    monkeypatch.setattr(devices, "Path", lambda _: tmp_path / "memory.max")
-    for said, expected in (("max\n", None), (f"{GIB}\n", GIB), (f"{1 << 60}\n", None)):
-        (tmp_path / "memory.max").write_text(said)
-        found = devices.system_memory_bytes()
-        assert found == expected if expected else found >= whole
-
-
 @pytest.mark.parametrize("device", [each for each in DEVICES.values() if each.sheet], ids=lambda each: each.name)
 def test_rows_of_the_table_are_plausible(device):
     rates = device.rates

@@ -106,6 +106,7 @@ def check_can_be_added_to(file: Path) -> None:
 def _described(given: Any, trainer: Any, found: Estimate, of: int, measured: int) -> SharedRun:
     import torch
 
+    from lowtide.memory.allocators.measure import system_memory_bytes
     from lowtide.planner.answers.shared_run import (
         PACKAGES,
         SharedRun,
@@ -115,7 +116,6 @@ def _described(given: Any, trainer: Any, found: Estimate, of: int, measured: int
         published_name,
         shape_of,
     )
-    from lowtide.planner.devices import system_memory_bytes
     from lowtide.trainers.profiling import heaviest_micro_batch
 
     device, adapters = trainer.args.device, given.adapters

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from lowtide.memory.allocators.measure import bytes_text, resident_bytes
-from lowtide.planner.devices import Device, system_memory_bytes
+from lowtide.memory.allocators.measure import bytes_text, resident_bytes, unused_bytes
+from lowtide.planner.devices import Device
 
 UNITS = {
     unit + suffix: factor
@@ -19,8 +18,6 @@ UNITS = {
 } | {"": 1, "b": 1}
 """Bytes of a unit; one letter is the binary one."""
 AUTO = "auto"
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Budget(NamedTuple):
@@ -84,15 +81,3 @@ def free_bytes(device: Device) -> int:
     if device.kind == "cuda":
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     return min(device.memory_bytes, unused_bytes() + resident_bytes())
-
-
-def unused_bytes() -> int:
-    """Host memory that nobody uses, of the process's control group where that has a limit."""
-    free = [system_memory_bytes() - resident_bytes()]
-    if _MEMINFO.exists():
-        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        free.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdigit():
-        free.append(int(most) - int(used.read_text()))
-    return min(free)

@@ -7,15 +7,14 @@ and what it computes and copies in a second is measured when somebody asks.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
+from lowtide.memory.allocators.measure import system_memory_bytes
 from lowtide.spelling import nearest
 
 GIB = 1 << 30
@@ -231,14 +230,6 @@ def _present_gpu() -> Device:
         )
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Device(found.name, "cuda", found.total_memory, (found.major, found.minor))
-
-
-def system_memory_bytes() -> int:
-    """The machine's memory, or less where the process's control group (a container's) has a limit."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    said = limit.read_text().strip() if limit.exists() else "max"
-    return min(machine, int(said)) if said.isdigit() else machine
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------

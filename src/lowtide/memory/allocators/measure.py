@@ -1,14 +1,18 @@
-"""How much memory the process holds: the allocator's word on CUDA, the resident set on a CPU."""
+"""How much memory the process holds, and how much it may: the allocator's word on CUDA, resident memory on a CPU."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
 
 import torch
 
+from lowtide.memory.allocators.control_groups import memory_limits
+
 _STATUS = Path("/proc/self/status")
+_MEMINFO = Path("/proc/meminfo")
 
 
 def resident_bytes() -> int:
@@ -20,6 +24,21 @@ def peak_resident_bytes() -> int:
     """The most resident memory that the process has had, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _status("VmHWM") or peak * (1 if sys.platform == "darwin" else 1024)
+
+
+def system_memory_bytes() -> int:
+    """The machine's memory, or less where a control group of the process (a container's) has a limit; in bytes."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(limit.most for limit in memory_limits())])
+
+
+def unused_bytes() -> int:
+    """Host memory that nobody uses, of the process's control groups where these have limits; in bytes."""
+    free = [system_memory_bytes() - resident_bytes(), *(limit.most - limit.used for limit in memory_limits())]
+    if _MEMINFO.exists():
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        free.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    return min(free)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 
-from lowtide.memory.allocators.measure import bytes_text, peak_bytes
+from lowtide.memory.allocators.measure import bytes_text, peak_bytes, unused_bytes
 from lowtide.memory.allocators.out_of_memory import free_caches
 from lowtide.memory.optimizers.states import predict_states
 from lowtide.planner.advice import Advice, advise
-from lowtide.planner.budget import unused_bytes
 from lowtide.planner.estimate import Estimate
 from lowtide.planner.tracing_process import ROOM_BYTES
 from lowtide.ranks.world import distributed

@@ -17,6 +17,7 @@ import torch
 
 from tests.support.heap import young_heap
 from tests.support.shapes import modules_with_shapes
+from tests.support.signals import in_the_foreground
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -40,6 +41,12 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _young_heap() -> Iterator[None]:
     with young_heap():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    with in_the_foreground():
         yield
 
 

@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.support.processes import PRELOAD
+from tests.support.signals import in_the_foreground
 
 from .case import CONTEXT, Case, print_to
 
@@ -63,7 +64,8 @@ def run_case(kind: str, name: str, seed: int, folder: str) -> None:
     work.mkdir()
     os.chdir(work)
     try:
-        cases_of(kind, seed)[name].check(work)
+        with in_the_foreground():
+            cases_of(kind, seed)[name].check(work)
         reason = RIGHT
     except BaseException as error:
         traceback.print_exc()

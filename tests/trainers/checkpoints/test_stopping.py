@@ -17,6 +17,7 @@ from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest
 from lowtide.trainers.checkpoints.stopping import Interrupted, Stopped
 from tests.support.marks import slow_but
 from tests.support.matrix import make
+from tests.support.signals import in_the_foreground
 from tests.support.small_runs import SAVING, assert_same, small, trained, weights
 
 
@@ -139,6 +140,24 @@ def test_signals_are_left_alone_without_a_grace_and_beside_the_main_thread():
     thread.start()
     thread.join()
     assert found == [handler, handler]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_that_are_ignored_stay_so_and_tests_have_them_all_the_same(number, tmp_path):
+    """As in a job that a shell runs in the background."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        trainer = small(tmp_path / "ignored", max_steps=1, save_strategy="no")
+        trainer.add_callback(At("on_step_begin", 0, lambda: signal.raise_signal(number)))
+        assert trainer.train().global_step == 1
+        with in_the_foreground():
+            trainer = small(tmp_path / "foreground", max_steps=1, save_strategy="no")
+            trainer.add_callback(At("on_step_begin", 0, lambda: (signal.raise_signal(number), time.sleep(0.05))))
+            with pytest.raises((Interrupted, Stopped)):
+                trainer.train()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 def stop_slowly(folder: Path) -> None:

@@ -20,6 +20,7 @@ from lowtide.memory.allocators.settings import expand_segments, without_thread_c
 from lowtide.methods import METHODS
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
+from lowtide.trainers.checkpoints.signals import stopping_at_once
 
 OF_OTHER_COMMANDS = {
     "--device": "gpus takes no --device, since it asks all devices: lowtide plan and lowtide estimate take one",
@@ -46,6 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and words and trains(words[0]):
         without_thread_cache()
+    command = next((word for word in words if not word.startswith("-")), "")
+    with stopping_at_once(f"running lowtide {command}".strip()):
+        return _status_of(words)
+
+
+def _status_of(words: Sequence[str]) -> int:
+    """What `main` gives, of a command line as it stands."""
     traceback = "--traceback" in words
     try:
         given = [_underscored(word) for word in words if word != "--traceback"]

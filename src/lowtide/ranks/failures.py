@@ -75,7 +75,7 @@ _begun = _Begun()
 
 def is_left_by_another(error: BaseException) -> bool:
     """Whether an error is that of a collective in which another rank was missing."""
-    if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
+    if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
 
@@ -95,7 +95,7 @@ def stopping_together(doing: str, remedy: str) -> Iterator[None]:
         with _begun.one():
             yield
         return
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         others = isinstance(error, RankFailed)
         if not distributed() or (others and error.complete):
             raise
@@ -174,7 +174,8 @@ def who_stopped(said: str = "") -> str:
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:LINE]
+    said = getattr(error, "message", error) if isinstance(error, SystemExit) else error
+    return f"{type(error).__name__}: {said}".split("\n")[0][:LINE]
 
 
 def _plain(error: BaseException) -> str:

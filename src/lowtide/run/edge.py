@@ -25,11 +25,12 @@ TO_DO = {
     "training": "It was outside of forward, backward and the optimizer's step, where a step can be repeated: leave "
     "the process more memory, and resume from the last checkpoint",
     "evaluating": "Lower `per_device_eval_batch_size`, or set `tokens_per_microbatch`",
+    "predicting": "Lower `per_device_eval_batch_size`, or set `tokens_per_microbatch`",
     "saving the model": "Leave the process more memory, and save again",
 }
 """What is done, and what to do where memory runs out in it."""
 RESUME = "Look at what that rank printed, and resume from the last checkpoint (resume_from_checkpoint)"
-RESUMED = ("training", "evaluating", "saving the model")
+RESUMED = ("training", "evaluating", "predicting", "saving the model")
 """After what `RESUME` is said."""
 START_AGAIN = "Look at what that rank printed, and start again"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any, ClassVar, cast
 
@@ -32,10 +32,18 @@ from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.budget import Fitted, fit_budget
+from lowtide.trainers.checkpoints.signals import stopping_at_once
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
 from lowtide.trainers.reports.oom_report import explained
 from lowtide.trainers.reports.start import StartReport
 from lowtide.trainers.signatures import DEFAULTS
+
+
+@contextmanager
+def public_call(doing: str) -> Iterator[None]:
+    """Around a call of a trainer by its user, what `run.edge` does and, but for training, the end at SIGTERM."""
+    with stopping_at_once(doing), edge(doing):
+        yield
 
 
 class MethodTrainer(TrainerAttributes, LowtideTrainer):
@@ -71,7 +79,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
     needs_tokenizer: ClassVar[bool] = True
     """False where a subclass's `prepare` takes token rows as they are."""
 
-    @edge("making the trainer")
+    @public_call("making the trainer")
     def __init__(self, *positional: Any, **named: Any) -> None:
         given, older = self._arguments(positional, named)
         if given["train_dataset"] is None:
@@ -276,7 +284,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             count = min(2, self.args.train_batch_size if trained_on else self.args.eval_batch_size)
             check_collator(lambda rows: self.as_ragged(wanted(rows)), run.own_collator, dataset, count, title, name)
 
-    @edge("evaluating")
+    @public_call("evaluating")
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer's; a dataset handed in here may be unprepared."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
@@ -285,9 +293,10 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's."""
-        with nullcontext() if _internal_call else edge("saving the model"):
+        with nullcontext() if _internal_call else public_call("saving the model"):
             super().save_model(output_dir, _internal_call)
 
+    @public_call("predicting")
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; the dataset may be unprepared. `predictions` are log-probs of targets and `label_ids` the
         targets, [scores]; logits where a loss of one's own needs them."""

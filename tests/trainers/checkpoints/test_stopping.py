@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from transformers import TrainerCallback
 
-from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest
+from lowtide.cli.main import main
+from lowtide.cli.train import RunOptions
+from lowtide.trainers.checkpoints import signals
+from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
+from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest, stopping_at_once
 from lowtide.trainers.checkpoints.stopping import Interrupted, Stopped
+from lowtide.trainers.method import MethodTrainer
 from tests.support.marks import slow_but
 from tests.support.matrix import make
 from tests.support.signals import in_the_foreground
@@ -160,6 +166,91 @@ def test_signals_that_are_ignored_stay_so_and_tests_have_them_all_the_same(numbe
         signal.signal(number, before)
 
 
+def terminated(call: Any) -> Any:
+    """What a call does that is told to stop meanwhile."""
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        terminate()
+        return call(*args, **kwargs)
+
+    return inner
+
+
+@pytest.mark.parametrize("doing", ["making the trainer", "evaluating", "predicting", "saving the model"])
+def test_sigterm_outside_of_training_ends_at_once_in_one_line(doing, tmp_path, monkeypatch, capfd):
+    method = {
+        "making the trainer": "_plan",
+        "evaluating": "evaluation_loop",
+        "predicting": "evaluation_loop",
+        "saving the model": "_save",
+    }[doing]
+    trainer: Any = None if doing == "making the trainer" else small(tmp_path)
+    monkeypatch.setattr(MethodTrainer, method, terminated(getattr(MethodTrainer, method)))
+    rows = [{"prompt": "a", "completion": "b"}]
+    calls = {
+        "making the trainer": lambda: small(tmp_path),
+        "evaluating": lambda: trainer.evaluate(Dataset.from_list(rows)),
+        "predicting": lambda: trainer.predict(Dataset.from_list(rows)),
+        "saving the model": lambda: trainer.save_model(str(tmp_path / "saved")),
+    }
+    capfd.readouterr()
+    with pytest.raises(Stopped) as raised:
+        calls[doing]()
+    assert raised.value.code == 143
+    assert f"lowtide: stopped by SIGTERM while {doing}; nothing more is written\n" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_command_that_sigterm_ends_while_it_loads_leaves_no_lock(tmp_path, monkeypatch, capfd):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    output, seen = tmp_path / "run", []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        seen.append((output / LOCK).exists())
+        terminate()
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(RunOptions, "load", load)
+    words = f"sft --model {tmp_path} --dataset {rows} --output_dir {output} --use_cpu --report_to none"
+    assert main(words.split()) == 143
+    assert seen == [True]
+    assert not (output / LOCK).exists()
+    said = capfd.readouterr().err
+    assert said.count("stopped by SIGTERM") == 1
+    assert "lowtide: stopped by SIGTERM while running lowtide sft; nothing more is written\n" in said
+
+
+def test_handlers_of_others_that_are_set_meanwhile_have_the_signal_alone(monkeypatch, capfd):
+    monkeypatch.setattr(signals, "PATIENCE", 0.05)
+    called: list[int] = []
+    with stopping_at_once("loading"):
+        signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+        terminate()
+        time.sleep(0.1)
+    assert called == [signal.SIGTERM]
+    assert capfd.readouterr().err == ""
+
+
+def load_without_end(folder: Path) -> None:
+    signals.PATIENCE = 0.2
+    with only_run_in(folder), stopping_at_once("loading"):
+        try:
+            terminate()
+        except SystemExit:  # as a collective does that waits for another rank
+            time.sleep(100)
+
+
+def test_what_cannot_end_by_itself_is_ended_and_leaves_no_lock(tmp_path, capfd):
+    process = multiprocessing.get_context("fork").Process(target=load_without_end, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 143
+    assert capfd.readouterr().err == "lowtide: stopped by SIGTERM while loading; nothing more is written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def stop_slowly(folder: Path) -> None:
     trainer = small(folder, stop_grace=0.5)
     trainer.add_callback(At("on_step_begin", 2, lambda: (terminate(), time.sleep(100))))
@@ -171,6 +262,7 @@ def test_a_step_that_takes_longer_ends_at_once_and_names_the_checkpoint_before(t
     process.start()
     process.join(90)
     assert process.exitcode == 143
+    assert not (tmp_path / LOCK).exists()
     said = capfd.readouterr().err
     assert "no checkpoint could be written in 0.5 s (stop_grace)" in said
     assert f"The last checkpoint is {tmp_path}/checkpoint-2" in said.splitlines()[-1]

@@ -50,6 +50,13 @@ def only_run_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def leave_folders() -> None:
+    """Removes the files of the locks that this process holds, before it ends without leaving `only_run_in`."""
+    for folder in list(_held):
+        with contextlib.suppress(OSError):
+            (folder / LOCK).unlink(missing_ok=True)
+
+
 def _acquired(path: Path, folder: Path) -> int:
     """The descriptor of the lock file, locked."""
     while True:

@@ -1,4 +1,5 @@
-"""Receives SIGTERM while a run trains, also while the main thread computes or waits for other ranks.
+"""Receives SIGTERM, also while the main thread computes or waits for other ranks: a training finishes its step, and
+everything else (loading, preparing rows, evaluating, saving) ends at once.
 
 Python calls a signal's handler between two of its instructions, which a long kernel or a wait for another rank delays
 without end. The system's part of the handler writes the signal's number into a pipe at once; a thread reads it there,
@@ -10,19 +11,32 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from lowtide.trainers.checkpoints.lock import leave_folders
+
 TERMINATED = 128 + signal.SIGTERM
 """The exit status of a process that SIGTERM ended, by convention."""
 
+PATIENCE = 5.0
+"""Seconds in which a process that saves nothing ends by itself; one that waits for other ranks cannot."""
 END = b"\0"
 """What ends the thread: no signal has this number."""
 
 _received: list[StopRequest] = []
 """The requests whose signals this process handles now."""
+
+
+class Stopped(SystemExit):
+    """This process was stopped by SIGTERM; the exit status is 143."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(TERMINATED)
+        self.message = message
 
 
 class StopRequest:
@@ -32,40 +46,55 @@ class StopRequest:
         grace: seconds between the signal and the end of the process.
         on_request: called once, in a thread, when the signal is there.
         on_deadline: called in that thread when the grace period is over, before the process ends.
+        ends: raised in the main thread when the signal is there; None where that looks at `requested`.
     """
 
-    def __init__(self, grace: float, on_request: Callable[[], object], on_deadline: Callable[[], object]) -> None:
-        self.grace, self.on_request, self.on_deadline = grace, on_request, on_deadline
+    def __init__(
+        self,
+        grace: float,
+        on_request: Callable[[], object],
+        on_deadline: Callable[[], object] = lambda: None,
+        ends: Stopped | None = None,
+    ) -> None:
+        self.grace, self.on_request, self.on_deadline, self.ends = grace, on_request, on_deadline, ends
         self.requested = False
         self._finished = threading.Event()
+        self._raised, self._tells = False, True
         self._earlier: Any = None
         self._read = self._write = -1
 
     @contextlib.contextmanager
     def received(self) -> Iterator[None]:
-        """Around what can be stopped. Other handlers of SIGTERM are called too, and are back afterwards. Outside of
-        the main thread, with no grace, and where SIGTERM is ignored or handled by C code, it is left as it is."""
+        """Around what can be stopped. Other handlers of SIGTERM are called too, but for those of a request around this
+        one, and are back afterwards. Outside of the main thread, with no grace, and where SIGTERM is ignored or handled
+        by C code, it is left as it is."""
         main = threading.current_thread() is threading.main_thread()
         if self.grace <= 0 or not main or signal.getsignal(signal.SIGTERM) in (signal.SIG_IGN, None):
             yield
             return
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        self._tells = not (_received and _received[-1].handles())
         self._earlier = signal.signal(signal.SIGTERM, self._handle)
         others_pipe = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._watch, args=(others_pipe,), name="lowtide-signals", daemon=True)
+        told = others_pipe if self._tells else -1
+        thread = threading.Thread(target=self._watch, args=(told,), name="lowtide-signals", daemon=True)
         thread.start()
         _received.append(self)
         try:
             yield
         finally:
-            _received.remove(self)
             self._finished.set()
+            os.write(self._write, END)
+            thread.join()  # it says what the signal led to
+            _received.remove(self)
             signal.set_wakeup_fd(others_pipe)
             signal.signal(signal.SIGTERM, self._earlier)
-            os.write(self._write, END)
-            thread.join()
             self._close()
+
+    def handles(self) -> bool:
+        """Whether its handler is that of the process now."""
+        return signal.getsignal(signal.SIGTERM) == self._handle
 
     def forget(self) -> None:
         """In a forked process: signals are handled as before, and the pipe is the parent's alone."""
@@ -74,15 +103,21 @@ class StopRequest:
         self._close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if callable(self._earlier):
+        if callable(self._earlier) and self._tells:
             self._earlier(number, frame)
+        if self.ends is not None and not self._raised:
+            self._raised = True
+            raise self.ends
 
     def _watch(self, others_pipe: int) -> None:
-        while END not in (numbers := os.read(self._read, 64)):
-            if others_pipe >= 0:
+        numbers = b""
+        while END not in numbers:
+            numbers = os.read(self._read, 64)
+            if others_pipe >= 0 and (others := numbers.replace(END, b"")):
                 with contextlib.suppress(OSError):
-                    os.write(others_pipe, numbers)
-            if signal.SIGTERM in numbers and not self.requested:
+                    os.write(others_pipe, others)
+            others_alone = self.ends is not None and not self.handles()
+            if signal.SIGTERM in numbers and not self.requested and not others_alone:
                 self.requested = True
                 threading.Thread(target=self._deadline, daemon=True).start()
                 self.on_request()
@@ -94,7 +129,33 @@ class StopRequest:
     def _deadline(self) -> None:
         if not self._finished.wait(self.grace):
             self.on_deadline()
+            leave_folders()
             os._exit(TERMINATED)
+
+
+@contextlib.contextmanager
+def stopping_at_once(doing: str) -> Iterator[None]:
+    """Around what leaves nothing to save when SIGTERM ends it. Where a training is told of the signal, or a handler of
+    another library or of the user, that is left as it is.
+
+    Args:
+        doing: what the message says is done, as in "making the trainer".
+
+    Raises:
+        Stopped: SIGTERM. A process that does not come to it within some seconds ends with the same status.
+    """
+    nested = bool(_received) and _received[-1].handles() and _received[-1].ends is not None
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL and not nested:
+        yield
+        return
+    message = f"stopped by SIGTERM while {doing}; nothing more is written"
+
+    def say() -> None:
+        if os.environ.get("RANK", "0") in ("0", ""):
+            print(f"lowtide: {message}", file=sys.stderr, flush=True)
+
+    with StopRequest(PATIENCE, say, ends=Stopped(message)).received():
+        yield
 
 
 def _forget_in_child() -> None:

@@ -16,16 +16,8 @@ from torch import nn
 
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.trainers.checkpoints.choosing import checkpoints_of
-from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest
+from lowtide.trainers.checkpoints.signals import Stopped, StopRequest
 from lowtide.trainers.checkpoints.whole import WholeCheckpoints
-
-
-class Stopped(SystemExit):
-    """Training was stopped by SIGTERM; the exit status is 143."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(TERMINATED)
-        self.message = message
 
 
 class Interrupted(KeyboardInterrupt):

@@ -279,9 +279,24 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"deepspeed": {**config_of(2), "optimizer": {"type": "Lamb", "params": {"lr": "auto"}}}},
         "remove the section `optimizer`",
     ),
-    "scheduler of the config": (
-        {"deepspeed": {**config_of(2), "scheduler": {"type": "WarmupDecayLR"}}},
-        "remove the section `scheduler`",
+    "an unknown scheduler": (
+        {"deepspeed": {**config_of(2), "scheduler": {"type": "WarmupLog"}}},
+        "'WarmupLog', which DeepSpeed does not have",
+    ),
+    "an argument of no scheduler": (
+        {"deepspeed": {**config_of(2), "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}},
+        "warmup_steps is no argument of WarmupLR",
+    ),
+    "another rate of the scheduler": (
+        {"deepspeed": {**config_of(2), "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}}},
+        "warmup_max_lr=0.5.*learning_rate=0.002",
+    ),
+    "Adam without its own decay": (
+        {
+            "deepspeed": {**config_of(2), "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+            "weight_decay": 0.1,
+        },
+        "adds weight_decay=0.1 to the gradients",
     ),
     "no stage": ({"deepspeed": {"bf16": {"enabled": "auto"}}}, "has no `zero_optimization`"),
     "unknown stage": ({"deepspeed": config_of(4)}, "`zero_optimization.stage` is 4"),
@@ -304,6 +319,123 @@ def refuse(rank: int, folder: str) -> None:
 @needs_deepspeed
 def test_what_cannot_be_done_is_refused(tmp_path):
     run_ranks(refuse, str(meeting_place(tmp_path)))
+
+
+# -- the schedule --------------------------------------------------------------------------------------------------
+
+AUTOS = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing said": ({"type": "WarmupLR"}, {}),
+    "constant": ({"type": "WarmupLR", "params": AUTOS}, {"warmup_steps": 3}),
+    "no warmup": ({"type": "WarmupLR", "params": AUTOS}, {}),
+    "linear warmup": ({"type": "WarmupLR", "params": {**AUTOS, "warmup_type": "linear"}}, {"warmup_steps": 4}),
+    "falling": ({"type": "WarmupDecayLR", "params": {**AUTOS, "total_num_steps": "auto"}}, {"warmup_steps": 0.4}),
+    "cosine": (
+        {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}},
+        {"warmup_steps": 2},
+    ),
+    "one cycle": ({"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2}}, {}),
+}
+"""By name: the section of the config, and options. The config is transformers' own example otherwise."""
+
+
+def stock(scheduler: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": scheduler,
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "steps_per_print": 2000,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "wall_clock_breakdown": False,
+    }
+
+
+class Rates(TrainerCallback):
+    """The learning rate of each step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(kwargs["optimizer"].param_groups[0]["lr"])
+
+
+def rates(folder: Path, section: dict[str, Any], resume: bool = False, **options: Any) -> list[float]:
+    """Of a training of six steps."""
+    seen = Rates()
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, **options}
+    trainer = matrix.make("SFT", deepspeed=stock(section), output_dir=str(folder), **options)
+    trainer.add_callback(seen)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
+    return seen.found
+
+
+def theirs(section: dict[str, Any], **options: Any) -> list[float]:
+    """The same of an engine of DeepSpeed alone, with the config that transformers fills in."""
+    import deepspeed as library
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    rate = matrix.COMMON["learning_rate"]
+    args = TrainingArguments(output_dir="unused", learning_rate=rate, use_cpu=True, max_grad_norm=1.0, **options)
+    filled = HfTrainerDeepSpeedConfig(stock(section))
+    model = torch.nn.Linear(2, 2)
+    filled.trainer_config_process(args)
+    filled.config["zero_optimization"]["reduce_bucket_size"] = 1000
+    filled.trainer_config_finalize(args, model, 6)
+    config = {**filled.config, "zero_allow_untested_optimizer": True}
+    del config["optimizer"]  # on a CPU it would be compiled
+    engine: Any = library.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), rate), config=config)[
+        0
+    ]
+    found = []
+    for _ in range(6):
+        found.append(engine.optimizer.param_groups[0]["lr"])
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+    return found
+
+
+def follow(rank: int, folder: str) -> None:
+    place = Path(folder)
+    with rank_of(place, rank, 2):
+        for name, (section, options) in SCHEDULES.items():
+            found = rates(place / name, section, **options)
+            again = rates(place / name, section, resume=True, **options)
+            plain = theirs({"params": AUTOS, **section}, **options)
+            if rank == 0:
+                torch.save((found, again, plain), place / f"{name}.pt")
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = meeting_place(tmp_path_factory.mktemp("rates"))
+    run_ranks(follow, str(folder))
+    return folder
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_schedule_of_the_config_is_followed_step_by_step(name, followed, tmp_path):
+    found, again, plain = torch.load(followed / f"{name}.pt")
+    assert found == plain
+    assert again == plain[3:]
+    section, options = SCHEDULES[name]
+    assert rates(tmp_path, section, **options) == plain, "one process, which trains without DeepSpeed"
+
+
+@needs_deepspeed
+def test_a_schedule_that_the_options_say_too_is_not_ignored_in_silence(tmp_path, caplog):
+    rates(tmp_path, {"type": "WarmupLR"}, lr_scheduler_type="cosine", max_steps=1, save_strategy="no")
+    assert "lr_scheduler_type='cosine' has no effect: deepspeed has a scheduler, WarmupLR" in caplog.text
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import warnings
@@ -58,6 +59,50 @@ def deepspeed(device: torch.device) -> Any:
     # Checkpoints save a frozen parameter as itself, which has given its numbers back once it is recomputed.
     compare_recomputed_by(lambda saved: {"shape": shape_of(saved), "dtype": saved.dtype, "device": saved.device})
     return library
+
+
+def _schedule_class(kind: str) -> Any:
+    """The class of a schedule by the name that a config has, as DeepSpeed looks it up; None if there is none."""
+    check_installed()
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    from deepspeed.runtime import lr_schedules
+
+    if kind in lr_schedules.VALID_LR_SCHEDULES:
+        return getattr(lr_schedules, kind)
+    return getattr(torch.optim.lr_scheduler, kind, None)
+
+
+def schedule_arguments_of(kind: str) -> list[str] | None:
+    """The arguments of a schedule beside the optimizer; None where neither DeepSpeed nor torch has one of the name.
+
+    Raises:
+        ValueError: DeepSpeed is not installed.
+    """
+    found = _schedule_class(kind)
+    return None if found is None else [*inspect.signature(found).parameters][1:]
+
+
+def schedule_of(kind: str, arguments: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    """A schedule of a config, whose `step` follows each step of the optimizer. One that resumes also sets the learning
+    rates of its place, which DeepSpeed's own leave to the next step."""
+    log = logging.getLogger("DeepSpeed")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns that no step came before, and there is none
+    try:
+        made = _schedule_class(kind)(optimizer, **arguments)
+    finally:
+        log.setLevel(level)
+    if isinstance(made, torch.optim.lr_scheduler.LRScheduler):
+        return made
+
+    def load_state_dict(saved: Mapping[str, Any]) -> None:
+        if saved["last_batch_iteration"] >= 0:
+            made.step(saved["last_batch_iteration"])
+
+    made.load_state_dict = load_state_dict
+    if getattr(made, "_last_lr", None) is None:  # OneCycle's, which the Trainer asks for before a step
+        made._last_lr = [group["lr"] for group in optimizer.param_groups]
+    return made
 
 
 def _nothing_compiled(library: Any) -> contextlib.AbstractContextManager:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import Trainer
 
 from lowtide.compat.accelerate import leave_states_in_place
+from lowtide.compat.deepspeed import schedule_of
 from lowtide.compat.torch import let_go
 from lowtide.compat.trainer_optimizers import groups_as_on_one_rank
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
@@ -24,6 +25,7 @@ from lowtide.run.optimizers import (
     own_optimizer,
     settle_optimizer,
 )
+from lowtide.run.options.deepspeed import given_schedule
 from lowtide.run.options.schedule import schedule_arguments
 from lowtide.trainers.checkpoints.run_record import optimizer_layout
 
@@ -50,7 +52,10 @@ class OwnOptimizers(Trainer):
         return own_optimizer(args, model) if args.optim in NAMES else Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As the Trainer's, with the steps of a decay that is said as a share of all."""
+        """As the Trainer's, with the steps of a decay that is said as a share of all, or as DeepSpeed's config says."""
+        if self.lr_scheduler is None and (found := given_schedule(self.args, num_training_steps)):
+            self.lr_scheduler = schedule_of(*found, unwrap_optimizer(optimizer or self.optimizer))
+            return self.lr_scheduler
         given = self.args.lr_scheduler_kwargs
         self.args.lr_scheduler_kwargs = schedule_arguments(self.args, num_training_steps) or None
         try:

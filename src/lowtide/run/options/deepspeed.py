@@ -2,22 +2,25 @@
 
 It comes as `deepspeed`, a dict or the path of a JSON file, or by `accelerate launch`. Values that are `"auto"`, and
 those of batch sizes and clipping that are left out, are the options'; values that contradict them are refused.
-Optimizer and schedule are always the options': sections for them have to say the same. See docs/deepspeed.md.
+The optimizer is the options': a section for it has to say the same. A section `scheduler` says the schedule, as in
+transformers. See docs/deepspeed.md.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from lowtide.compat.deepspeed import check_installed
+from lowtide.compat.deepspeed import check_installed, schedule_arguments_of
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.ranks.sharding import loaded
 from lowtide.ranks.world import is_on
 from lowtide.run.optimizers import OPTIMIZERS
+from lowtide.spelling import nearest
 
 AUTO = "auto"
 SWITCH = "ACCELERATE_USE_DEEPSPEED"
@@ -37,8 +40,7 @@ NOT_RUN = {
 """The sections that are refused where they are enabled, and why."""
 OPTIMIZERS_OF = {"adam": ("adamw_torch",), "adamw": ("adamw_torch",), "sgd": ("sgd",), "adagrad": ("adagrad",)}
 """DeepSpeed's names, and the beginnings of those of `optim` that are the same optimizer."""
-SCHEDULES_OF = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-"""DeepSpeed's names, and those of `lr_scheduler_type` that are the same schedule."""
+logger = logging.getLogger(__name__)
 
 
 def given_config(config: Any) -> tuple[str, dict[str, Any]] | None:
@@ -257,7 +259,12 @@ def _check_optimizer(section: Mapping[str, Any] | None, where: str, config: Any)
         "eps": (config.adam_epsilon, "adam_epsilon"),
         "weight_decay": (config.weight_decay, "weight_decay"),
     }
-    params = section.get("params", {})
+    params = section.get("params") or {}
+    if params.get("adam_w_mode") is False and config.weight_decay:
+        raise ValueError(
+            f"{where}: optimizer.params.adam_w_mode=false adds weight_decay={config.weight_decay} to the gradients, "
+            f"and {name} does not: leave it out, or set weight_decay=0"
+        )
     for key, (value, option) in wanted.items():
         _check(where, f"optimizer.params.{key}", params.get(key), value, option)
     ignored = {key for key in params if key not in {*wanted, "torch_adam", "adam_w_mode", "fused"}}
@@ -268,27 +275,62 @@ def _check_optimizer(section: Mapping[str, Any] | None, where: str, config: Any)
         )
 
 
-def _check_scheduler(section: Mapping[str, Any] | None, where: str, config: Any) -> None:
+def _check_scheduler(section: Any, where: str, config: Any) -> None:
     if section is None:
         return
-    kind, name = str(section.get("type")), str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
-    if SCHEDULES_OF.get(kind.lower()) != name:
+    if not isinstance(section, Mapping) or not isinstance(section.get("params") or {}, Mapping):
         raise ValueError(
-            f"{where} has a scheduler of type {kind!r}, and the option is lr_scheduler_type={name!r}: remove the "
-            "section `scheduler`, or set `lr_scheduler_type` to the same"
+            f'{where}: scheduler={section!r} is no schedule: write {{"type": "WarmupLR", "params": {{...}}}}'
         )
-    params = section.get("params", {})
-    wanted = {
-        "warmup_min_lr": (0, "the least learning rate"),
+    kind, params = str(section.get("type")), section.get("params") or {}
+    known = schedule_arguments_of(kind)
+    if known is None:
+        raise ValueError(
+            f"{where} has a scheduler of type {kind!r}, which DeepSpeed does not have: take WarmupLR, WarmupDecayLR, "
+            "WarmupCosineLR, OneCycle or LRRangeTest, or remove the section `scheduler` and set `lr_scheduler_type`"
+        )
+    for name in params:
+        if name not in known:
+            raise ValueError(f"{where}: scheduler.params.{name} is no argument of {kind}{nearest(name, known)}")
+    _check(where, "scheduler.params.warmup_max_lr", params.get("warmup_max_lr"), config.learning_rate, "learning_rate")
+
+
+def given_schedule(config: Any, steps: int) -> tuple[str, dict[str, Any]] | None:
+    """(type, arguments) of the schedule that DeepSpeed's config says, filled in as transformers does; None where it
+    says none, and the options do. A section without `params`, with which DeepSpeed cannot start, leaves all to the
+    options.
+
+    Args:
+        config: the options.
+        steps: of the run.
+
+    Raises:
+        ValueError: it is of another number of steps than the options say.
+    """
+    found = given_config(config)
+    if found is None or found[1].get("scheduler") is None:
+        return None
+    where, section = found[0], found[1]["scheduler"]
+    _check_scheduler(section, where, config)
+    for name in ("lr_scheduler_type", "lr_scheduler_kwargs"):
+        if name in config.requested:
+            value = getattr(config, name)
+            said = getattr(value, "value", value)
+            logger.warning(f"{name}={said!r} has no effect: {where} has a scheduler, {section['type']}")
+    options = {
+        "warmup_min_lr": (0, ""),
         "warmup_max_lr": (config.learning_rate, "learning_rate"),
-        "warmup_num_steps": (config.warmup_steps, "warmup_steps"),
-        "total_num_steps": (config.max_steps, "max_steps"),
+        "total_num_steps": (steps, "the number of steps"),
+        "warmup_num_steps": (max(1, config.get_warmup_steps(steps)), "warmup_steps"),
     }
-    for key, (value, option) in wanted.items():
-        _check(where, f"scheduler.params.{key}", params.get(key), value, option)
-    kinds = {"linear", AUTO, None}
-    if kind.lower().startswith("warmup") and params.get("warmup_type") not in kinds:
-        raise ValueError(
-            f"{where}: scheduler.params.warmup_type={params['warmup_type']!r} is not what lr_scheduler_type={name!r} "
-            "does, which warms up linearly: remove the section `scheduler`"
-        )
+    known = schedule_arguments_of(str(section["type"])) or []
+    params = dict(section.get("params") or {name: AUTO for name in options if name in known})
+    for name, (value, option) in options.items():
+        if name in params and option:
+            _check(where, f"scheduler.params.{name}", params[name], value, option)
+        if params.get(name) == AUTO:
+            params[name] = value
+    left = [name for name, value in params.items() if value == AUTO]
+    if left:
+        raise ValueError(f'{where}: scheduler.params.{left[0]}="auto" has no option that says it: give a value')
+    return str(section["type"]), params

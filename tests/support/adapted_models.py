@@ -58,6 +58,10 @@ CASES = {
     "dora on the embedding": (build, {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True}),
     "experts": (moe, {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
     "trainable tokens": (build, {"trainable_token_indices": [5, 9]}),
+    "trainable tokens, tied": (
+        lambda: build(tie_word_embeddings=True),
+        {"trainable_token_indices": [5, 9]},
+    ),
 }
 
 

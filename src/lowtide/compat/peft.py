@@ -31,6 +31,33 @@ def own_targets(config: Any, model_type: str) -> Any:
     return () if named or not known else known.get(model_type)
 
 
+def trained_tokens(module: Any) -> Any:
+    """PEFT's layer that trains the rows of some tokens of a module (`trainable_token_indices`); None where it has none.
+
+    Its own `weight` is a copy of the whole matrix with these rows in it, which is made anew each time it is asked for.
+    """
+    layer = getattr(module, "token_adapter", module)
+    return layer if hasattr(layer, "trainable_tokens_delta") else None
+
+
+def under_trained_tokens(module: Any) -> Any:
+    """The module whose rows of some tokens are trained; the module itself where none are."""
+    layer = trained_tokens(module)
+    return module if layer is None else layer.get_base_layer()
+
+
+def tokens_switched_on(layer: Any) -> list[str]:
+    """The adapters whose rows stand in place of the base's in a forward."""
+    return (
+        [] if layer.disable_adapters or layer.merged else [a for a in layer.active_adapters if a in layer.token_indices]
+    )
+
+
+def rows_of_tokens(layer: Any, adapter: str) -> tuple[list[int], Tensor]:
+    """(the tokens, their rows) of an adapter."""
+    return list(layer.token_indices[adapter]), layer.trainable_tokens_delta[adapter]
+
+
 def cast_unless(model: nn.Module, taken: Callable[[nn.Module, Tensor], bool]) -> None:
     """Has the LoRA layers of a model take activations as they come, where `taken` says so of a layer and them.
 

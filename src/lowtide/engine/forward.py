@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowtide.compat.peft import under_trained_tokens
 from lowtide.compat.transformers import set_attention
 from lowtide.engine.adapter_inputs import install_adapter_inputs
 from lowtide.engine.attention import NAME, PACKED, pair_inputs, planned_inputs, ragged_inputs
@@ -75,15 +76,15 @@ def model_beside(model: nn.Module) -> PreTrainedModel | None:
 
 def embedding_weight(model: nn.Module) -> Tensor:
     """[vocab, hidden]: the weight of the input embedding, whose device and dtype are the model's."""
-    embeddings: Any = causal_model(model).get_input_embeddings()
-    return embeddings.weight
+    return under_trained_tokens(causal_model(model).get_input_embeddings()).weight
 
 
 def direct_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The trained weights whose gradients may be added in place, past autograd: of a head of its own, complete once the
     head's backward is over; and of the embedding, which may be the head's too, complete at the end."""
     inner: Any = causal_model(model)
-    weights = (getattr(each, "weight", None) for each in (inner.get_output_embeddings(), inner.get_input_embeddings()))
+    ends = (inner.get_output_embeddings(), inner.get_input_embeddings())
+    weights = (getattr(under_trained_tokens(each), "weight", None) for each in ends)
     head, embedding = (p if isinstance(p, nn.Parameter) and p.requires_grad else None for p in weights)
     first = [] if head is None or head is embedding else [head]
     last = [] if embedding is None else [embedding]

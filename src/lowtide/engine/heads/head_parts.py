@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lowtide.compat.peft import rows_of_tokens, tokens_switched_on, trained_tokens
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ops.linear_logprobs import Projection, Term
 
@@ -45,6 +47,8 @@ class HeadParts:
     adapters: Sequence[str] = ()
     wrappers: Sequence[nn.Module] = ()
     """What stands around `base`, from the outermost inwards."""
+    tokens: Any = None
+    """PEFT's layer that trains the rows of some tokens of a head which is the embedding too, where it is on."""
     constant: Float[Tensor, "1 vocab"] | None = None
     """What is added to the logits and not trained (BART)."""
 
@@ -77,6 +81,11 @@ def head_parts(model: PreTrainedModel) -> HeadParts:
             )
         if not (head.disable_adapters or head.merged):
             lora, adapters = head, [a for a in head.active_adapters if a in head.lora_A]
+    tokens = trained_tokens(base)
+    if tokens is not None:
+        wrappers += [base] if base is tokens else [base, tokens]
+        base = tokens.get_base_layer()
+        tokens = tokens if tokens_switched_on(tokens) else None
     # asked of the module by name outside of its own call, ZeRO-3 would gather it for all of the model's forward
     if not isinstance(base, nn.Linear) or is_quantized(next(base.parameters(recurse=False))):
         raise ValueError(
@@ -84,7 +93,7 @@ def head_parts(model: PreTrainedModel) -> HeadParts:
             f"weights of type {type(getattr(base, 'weight', None)).__name__}, which lowtide cannot fuse: keep the head "
             "in full precision and untouched (`llm_int8_skip_modules`, `modules_to_not_convert`), or adapt it with LoRA"
         )
-    return HeadParts(base, lora, adapters, wrappers, getattr(model, "final_logits_bias", None))
+    return HeadParts(base, lora, adapters, wrappers, tokens, getattr(model, "final_logits_bias", None))
 
 
 def head_terms(parts: HeadParts, hidden: Tensor) -> tuple[list[Term], Tensor | None]:
@@ -99,4 +108,20 @@ def head_terms(parts: HeadParts, hidden: Tensor) -> tuple[list[Term], Tensor | N
         if up.bias is not None:
             own = up.bias * lora.scaling[name]
             bias = own if bias is None else bias + own
+    if parts.tokens is not None:
+        terms += _of_trained_tokens(parts.tokens, parts.base.weight, hidden)
     return terms, bias
+
+
+def _of_trained_tokens(layer: Any, weight: Tensor, hidden: Tensor) -> list[Term]:
+    """What trained rows change in the logits of their tokens, and of no others: the product with the difference to the
+    base's rows. No whole matrix with the rows in it is made."""
+    terms = []
+    for name in tokens_switched_on(layer):
+        tokens, rows = rows_of_tokens(layer, name)
+        index = torch.tensor(tokens, device=weight.device)
+        change = rows.to(weight.dtype) - weight.detach().index_select(0, index)
+        place = weight.new_zeros(weight.shape[0], len(tokens))
+        place[index, torch.arange(len(tokens), device=weight.device)] = 1
+        terms.append(Term(hidden @ change.T, place))
+    return terms

@@ -66,6 +66,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         quantization_config: for a model given by name.
         peft_config: adapters to put on the model.
         formatting_func: called with a row, returns its text or its messages.
+        model_init: called for the model where `model` is left out, after the seed is set.
         older: arguments that an older TRL had where the config has options today (see `trainers.older_arguments`).
 
     Raises:
@@ -85,8 +86,10 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         if given["train_dataset"] is None:
             raise ValueError(f"{type(self).__name__} needs a `train_dataset`, and it is None")
         given["processing_class"] = take_tokenizer(older, given["processing_class"])
-        begins = given["model"] is None and getattr(given["args"], "begins_at_random", False)
-        known = {name: given[name] for name in ARGUMENTS if name in given and not (begins and name == "model")}
+        maker = older.pop("model_init", None)
+        begins = maker is None and given["model"] is None and getattr(given["args"], "begins_at_random", False)
+        later = begins or maker is not None
+        known = {name: given[name] for name in ARGUMENTS if name in given and not (later and name == "model")}
         check_arguments(self.config.__name__, **known)
         for name in ("model", "ref_model", "teacher_model"):
             if isinstance(given.get(name), os.PathLike):
@@ -94,6 +97,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         args = config_of(self.config, given["args"], given["model"], self.method.name.upper())
         self.args = args = with_older(args, older, type(self).__name__)
         check_same_run({each.name: getattr(args, each.name) for each in fields(args) if each.init})
+        if maker is not None:
+            given["model"] = _made_by(maker, given["model"], args)
         if begins:
             given["model"] = beginning_of(args, given["train_dataset"], given["processing_class"])
         elif getattr(args, "begins_at_random", False):
@@ -135,6 +140,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         Raises:
             TypeError: as Python says it, of too many arguments, or one twice.
         """
+        if not positional and "model_init" in named:
+            named = {"model": None, **named}
         bound = self.__signature__.bind(*positional, **named)
         given = {name: bound.arguments.get(name, DEFAULTS.get(name)) for name in self.__signature__.parameters}
         return given, given.pop("older") or {}
@@ -302,6 +309,17 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         targets, [scores]; logits where a loss of one's own needs them."""
         return super().predict(self._handed_in(test_dataset), *args, **kwargs)
 
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            ValueError: says what to do.
+        """
+        raise ValueError(
+            f"{type(self).__name__}.hyperparameter_search is not built, since options and memory are settled when a "
+            "trainer is made: make a trainer for each trial, with its options, in the function that the search calls"
+        )
+
     def _handed_in(self, dataset: Any) -> Any:
         """A dataset that comes after construction, prepared and checked."""
         if dataset is self.eval_dataset:
@@ -310,6 +328,23 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         for name, each in by_name(dataset).items():
             self._check_rows(name, each, trained_on=False)
         return dataset
+
+
+def _made_by(model_init: Any, model: Any, args: TrainingConfig) -> Any:
+    """The model that `model_init` makes, after the seed is set, as `transformers.Trainer` calls it: with no trial.
+
+    Raises:
+        ValueError: there is a model too, or none is made.
+    """
+    if model is not None:
+        raise ValueError("a model came as `model` and as `model_init`: leave one of them out")
+    if not callable(model_init):
+        raise ValueError(f"model_init={model_init!r} must be a function that returns a model")
+    set_seed(args.seed)
+    made = model_init(None) if inspect.signature(model_init).parameters else model_init()
+    if made is None:
+        raise ValueError("model_init returned None: return the model")
+    return made
 
 
 OF_TRAINER = ("compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs")

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.batches.token_rows import IGNORED, TOKEN_FEATURES, TokenRows, flatten
 from lowtide.data.encode.rows import check_vocabulary
 from lowtide.data.encode.truncation import Truncation, cut_before_end
+from lowtide.data.encode.words import words_of
 from lowtide.data.formats.columns import check_columns
 from lowtide.data.formats.conversation import quoted
 from lowtide.data.formats.reading import RowFormat, RowPlace
@@ -70,7 +71,7 @@ class MaskedEncoder:
             )
         if self.words and not self.tokenized and not tokenizer.is_fast:
             raise ValueError(
-                f"whole_word_mask=True needs a fast tokenizer, which knows the tokens of a word; {source} would be "
+                f"whole_word_mask=True needs a fast tokenizer, which knows a token's place in its text; {source} would be "
                 f"tokenized by {type(tokenizer).__name__}. Take a fast one, or set whole_word_mask=False"
             )
         self.special = np.array(sorted(tokenizer.all_special_ids), dtype=np.int64)
@@ -115,12 +116,22 @@ class MaskedEncoder:
             return_attention_mask=False,
             return_token_type_ids=False,
             return_special_tokens_mask=True,
+            return_offsets_mapping=self.words,
             verbose=False,
         )
         columns = {name: found[name] for name in ("input_ids", "special_tokens_mask")}
         if self.words:
-            columns["word_ids"] = [_numbered(found.word_ids(row)) for row in range(len(texts))]
+            places = zip(texts, found["offset_mapping"], found["special_tokens_mask"], strict=True)
+            columns["word_ids"] = [_words(*each) for each in places]
         return columns
+
+
+def _words(text: str, spans: Sequence[tuple[int, int]], special: Sequence[int]) -> list[int]:
+    """The number of each token's word, `NO_WORD` of special tokens."""
+    words = np.full(len(spans), NO_WORD)
+    own = np.asarray(special) == 0
+    words[own] = words_of(text, [span for span, of_text in zip(spans, own, strict=True) if of_text])
+    return words.tolist()
 
 
 def _format_of(columns: Sequence[str], text_field: str, source: str) -> RowFormat[Any]:

@@ -66,16 +66,48 @@ def load_balancing_loss(model: nn.Module, router_logits: Any, experts: int, chos
     """The auxiliary loss of a mixture of experts, by the function of the model's own file, which is no part of an API.
 
     Args:
+        model: one that `balances_experts`.
         router_logits: of each layer, [tokens, experts].
         experts: of a layer.
         chosen: experts for each token.
         mask: [rows, longest], or None where all tokens are real.
     """
+    function = _balancing_function(model)
+    assert function is not None
+    return function(router_logits, experts, chosen, mask)
+
+
+def balances_experts(model: nn.Module) -> bool:
+    """Whether transformers has a load-balancing loss for a model, and the model has experts that it is of: many configs
+    say `output_router_logits` of a model without (llama4, Doge's dense form)."""
+    return _balancing_function(model) is not None and any(isinstance(m, _routers(model)) for m in model.modules())
+
+
+def _balancing_function(model: nn.Module) -> Callable[..., Tensor] | None:
+    """None also for one that reads routers of another form (Doge's product keys)."""
     files: list[Any] = [
         sys.modules[kind.__module__] for kind in type(model).__mro__
     ]  # a sharded model's class is torch's
-    file = next(each for each in files if hasattr(each, "load_balancing_loss_func"))
-    return file.load_balancing_loss_func(router_logits, experts, chosen, mask)
+    functions = (getattr(each, "load_balancing_loss_func", None) for each in files)
+    found = next((each for each in functions if each is not None), None)
+    if found is None or [*inspect.signature(found).parameters] != BALANCED:
+        return None
+    return found
+
+
+BALANCED = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+"""The parameters of `load_balancing_loss_func`."""
+
+
+def _routers(model: nn.Module) -> tuple[type, ...]:
+    """The classes whose outputs transformers records as `router_logits`."""
+    tables = (getattr(m, "_can_record_outputs", None) or {} for m in model.modules())
+    recorded = (each for table in tables for each in _listed(table.get("router_logits")))
+    return tuple({getattr(each, "target_class", each) for each in recorded})
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 # -- rotary embeddings that depend on the length of the row -------------------------------------------------------

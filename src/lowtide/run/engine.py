@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowtide.compat.torch import FakeTensor, let_go
-from lowtide.compat.transformers import attention_implementation
+from lowtide.compat.transformers import attention_implementation, balances_experts
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install
 from lowtide.engine.heads import head_of
 from lowtide.engine.probe import Probe, attention_backends, probe
@@ -29,6 +29,7 @@ from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.target import kind_of
 from lowtide.ranks.pipeline import Pipeline
 from lowtide.ranks.sequence import SequenceParallel
+from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import is_gathered
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer, check_sharded
@@ -350,21 +351,33 @@ def _longest_row(args: Any) -> int | None:
     return None if prompt is None or completion is None else prompt + completion
 
 
-def router_coefficient(model: PreTrainedModel, wanted: float | None) -> float:
-    """The weight of the load-balancing loss: the option's, or the model's own.
+def router_coefficient(model: PreTrainedModel, wanted: float | None, sharding: Sharding) -> float:
+    """The weight of the load-balancing loss: the option's, or the model's own where there is such a loss.
 
     Raises:
-        ValueError: the option is set for a model without experts.
+        ValueError: the option weighs a loss that cannot be computed.
     """
     config = model.config.get_text_config()
-    if not hasattr(config, "output_router_logits"):
-        if wanted is not None:
-            raise ValueError(
-                f"router_aux_loss_coef={wanted} needs a mixture of experts; model type {config.model_type} has none: "
-                "leave it out"
-            )
+    balances = balances_experts(model)
+    inherited = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if balances else 0.0
+    weight = inherited if wanted is None else wanted
+    if not weight:
         return 0.0
-    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if wanted is None else wanted
+    if sharding.pipeline_parallel > 1:
+        why = "of the experts of all layers together, which pipeline_parallel_size splits"
+        if wanted is not None:
+            raise ValueError(f"router_aux_loss_coef={weight:g} weighs a loss {why}: set router_aux_loss_coef=0")
+        logger.warning(
+            f"the load-balancing loss of the experts is left out: the model's config has router_aux_loss_coef={weight:g}"
+            f", and the loss is {why}"
+        )
+        return 0.0
+    if not balances:
+        raise ValueError(
+            f"router_aux_loss_coef={weight:g} needs a mixture of experts for which transformers has a load-balancing "
+            f"loss; model type {config.model_type} has none: leave it out"
+        )
+    return weight
 
 
 def disable_dropout(model: nn.Module) -> None:

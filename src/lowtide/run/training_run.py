@@ -365,14 +365,8 @@ class TrainingRun:
         self.active.prepare()
         folder = args.activation_offloading_dir or folder_on_a_disk(args.output_dir)
         self.place = place_maker(args.chain_storage, self.model, args.device, folder)
-        self.aux_coefficient = router_coefficient(
-            cast(Any, causal_model(self.model)), getattr(args, "router_aux_loss_coef", None)
-        )
-        if self.aux_coefficient and args.sharding.pipeline_parallel > 1:
-            raise ValueError(
-                f"router_aux_loss_coef={self.aux_coefficient:g} weighs a loss of the experts of all layers together, "
-                "which pipeline_parallel_size splits: set router_aux_loss_coef=0"
-            )
+        coefficient = getattr(args, "router_aux_loss_coef", None)
+        self.aux_coefficient = router_coefficient(cast(Any, causal_model(self.model)), coefficient, args.sharding)
 
     def make_reference(self) -> Scorer | None:
         """The reference, for a method that has one."""

@@ -71,7 +71,7 @@ class MaskedEncoder:
             )
         if self.words and not self.tokenized and not tokenizer.is_fast:
             raise ValueError(
-                f"whole_word_mask=True needs a fast tokenizer, which knows a token's place in its text; {source} would be "
+                f"whole_word_mask=True needs a fast tokenizer, which knows where a token stands; {source} would be "
                 f"tokenized by {type(tokenizer).__name__}. Take a fast one, or set whole_word_mask=False"
             )
         self.special = np.array(sorted(tokenizer.all_special_ids), dtype=np.int64)

@@ -36,8 +36,8 @@ WITHOUT_SPACES = np.array(
 def words_of(text: str, spans: Sequence[tuple[int, int]]) -> Int[np.ndarray, " tokens"]:
     """The number of each token's word; equal ones stand side by side.
 
-    A word reaches from white space to white space; a token of white space is of the word after it. Where a script has no
-    spaces (Chinese, Japanese, Thai, ...) each token is a word. A token that reaches into several words makes one of
+    A word reaches from white space to white space; a token of white space is of the word after it. Where a script has
+    no spaces (Chinese, Japanese, Thai, ...) each token is a word. A token that reaches into several words makes one of
     them.
 
     Args:

@@ -56,7 +56,7 @@ def test_stages_leave_out_what_nobody_asked_for(caplog: pytest.LogCaptureFixture
         assert router_coefficient(model, None, stages) == 0.0
     assert "is left out: the model's config has router_aux_loss_coef=0.25" in caplog.text
     assert router_coefficient(tiny("llama"), 0.0, stages) == 0.0
-    with pytest.raises(ValueError, match="router_aux_loss_coef=0.1 weighs a loss of the experts of all layers"):
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.1 weighs a loss of the experts of all layers"):
         router_coefficient(model, 0.1, stages)
 
 

@@ -69,7 +69,10 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     adapters = cast(Any, getattr(model, "peft_config", {})).values()
     check_adapters(*adapters)
     _check_prompts(model, args)
-    if causal_model(model).config.is_encoder_decoder:
+    inner = causal_model(model)
+    if not inner.supports_gradient_checkpointing:
+        _switch_off_checkpointing(args, f"transformers has none for model type {inner.config.model_type}")
+    if inner.config.is_encoder_decoder:
         _check_pairs(args)
     if args.padding_free:
         _check_rows_alone(adapters)
@@ -110,16 +113,26 @@ def _check_prompts(model: nn.Module, args: TrainingConfig) -> None:
     head = head_of(causal_model(model))
     if not head.virtual_tokens:
         raise ValueError(f"{title} puts virtual tokens before each row, which {head.models} are not trained with here")
-    if kind_of_prompt(prompt) in IN_LAYERS and args.gradient_checkpointing:
-        if "gradient_checkpointing" in args.requested:
-            raise ValueError(
-                f"{title} puts its vectors into the layers' keys and values, which gradient checkpointing drops: set "
-                "gradient_checkpointing=False"
-            )
-        logger.warning(f"gradient_checkpointing is off: it would drop the keys and values of {title}")
-        for name in ("gradient_checkpointing", "activation_checkpointing"):
-            if hasattr(args, name):
-                setattr(args, name, False)
+    if kind_of_prompt(prompt) in IN_LAYERS:
+        _switch_off_checkpointing(args, f"it drops keys and values, where {title} puts its vectors")
+
+
+def _switch_off_checkpointing(args: TrainingConfig, why: str) -> None:
+    """Turns gradient checkpointing off where the default chose it.
+
+    Raises:
+        ValueError: it was asked for; `why` completes the sentence.
+    """
+    if not args.gradient_checkpointing:
+        return
+    if "gradient_checkpointing" in args.requested:
+        raise ValueError(
+            f"gradient_checkpointing=True cannot be followed, since {why}: set gradient_checkpointing=False"
+        )
+    logger.warning(f"gradient_checkpointing is off, since {why}")
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if hasattr(args, name):
+            setattr(args, name, False)
 
 
 def _check_pairs(args: TrainingConfig) -> None:
@@ -368,8 +381,8 @@ def router_coefficient(model: PreTrainedModel, wanted: float | None, sharding: S
         if wanted is not None:
             raise ValueError(f"router_aux_loss_coef={weight:g} weighs a loss {why}: set router_aux_loss_coef=0")
         logger.warning(
-            f"the load-balancing loss of the experts is left out: the model's config has router_aux_loss_coef={weight:g}"
-            f", and the loss is {why}"
+            "the load-balancing loss of the experts is left out: the model's config has "
+            f"router_aux_loss_coef={weight:g}, and the loss is {why}"
         )
         return 0.0
     if not balances:

@@ -310,7 +310,7 @@ class FakeRun:
         follow_layers(model, layers, trace)
         run = self._assembled(model, self.peft_config, teacher=self._made_teacher())
         weights_wait(run.model, trace)
-        if self.config.gradient_checkpointing:
+        if run.args.gradient_checkpointing:
             inner: Any = causal_model(run.model)
             newer = getattr(inner, "activation_checkpointing_enable", None)  # older transformers have the other name
             (newer or inner.gradient_checkpointing_enable)(self.config.gradient_checkpointing_kwargs)

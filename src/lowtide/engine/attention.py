@@ -36,6 +36,9 @@ NAME = "lowtide"
 PACKED = "lowtide_flash"
 """The same function for vision towers that pack patches: transformers tells the bounds of their runs to attention whose
 name has "flash" in it, and calls any other once for each run."""
+OWN_MASK = "its layers choose by a mask of their own which keys a token sees"
+"""Of a model that was given no masks, and hands one to its attention: a sparse indexer made it, say. The plan does not
+know of it."""
 Plan = AttentionPlan | CachedPlan | SplitPlan
 
 _masks_wanted: ContextVar[bool] = ContextVar("masks_wanted", default=True)
@@ -150,6 +153,8 @@ def attention(
         return _dense(query, key, value, attention_mask, scaling, dropout, softcap, s_aux), None
     if isinstance(plan, PairPlan):
         plan = plan.of(module)
+    elif attention_mask is not None:
+        raise ValueError(OWN_MASK)
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         query = query * _temperature_correction(module, plan)
     asked: AttentionRules = {

@@ -136,6 +136,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         failure: Exception | None = None
         backends: set[str] = set()
         try:
+            _check_sees_all(inner)
             with observed_backends() as backends:
                 laid_out = score(model, plain).scored
             ragged_error = head.distances(laid_out, expected).mean().item()
@@ -151,6 +152,22 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
             failure = error
     found = Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, bool(backends), failure)
     return found.joined(_of_other(model, ragged))
+
+
+SELECTING = ("indexer", "compressor")
+"""Names of the modules by which a layer's attention chooses among earlier keys, or sums them up."""
+
+
+def _check_sees_all(model: nn.Module) -> None:
+    """Refuses layers without padding whose attention chooses among keys in a way that begins only above a length, so
+    that no short row shows it.
+
+    Raises:
+        ValueError: names the module.
+    """
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] in SELECTING:
+            raise ValueError(f"{type(module).__name__} ({name}) chooses which keys a token sees")
 
 
 def _has_experts(model: nn.Module) -> bool:

@@ -1,0 +1,76 @@
+"""Families whose attention chooses which keys a token sees run padded, where their own attention does it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lowtide.engine.attention import OWN_MASK
+from lowtide.engine.forward import install, score
+from lowtide.engine.probe import probe
+from lowtide.ragged import RaggedBatch
+from tests.support.architectures import COMMON, build, randomize
+from tests.support.reference import reference_logprobs
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "minimax_m3_vl_text": {
+        "head_dim": 8,
+        "layer_types": ["minimax_m3_sparse", "full_attention"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+def tiny(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, "max_position_embeddings": 512, **FAMILIES[family]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    randomize(model, 0, 0.1)
+    return model.eval()
+
+
+def test_an_indexer_is_seen_before_a_row_is_long_enough_for_it():
+    """The probe's rows have 19 tokens at most, of which this indexer leaves out none."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "minimax_m3_vl_text", **{**COMMON, **FAMILIES["minimax_m3_vl_text"], "index_block_size": 64}
+        ),
+        attn_implementation="eager",
+    )
+    found = probe(model)
+    assert not found.isolated
+    assert "MiniMaxM3VLIndexer" in str(found.error)
+
+
+def test_rows_beyond_what_it_chooses_are_the_models_own():
+    model = tiny("minimax_m3_vl_text")
+    rows = [torch.randint(3, 100, (length,)).tolist() for length in (40, 7, 70)]
+    wanted = torch.cat(reference_logprobs(model, rows))
+    install(model, padding_free=False)
+    got = score(model, RaggedBatch.from_segments(rows), padding_free=False).logprobs
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
+def test_a_mask_that_a_layer_makes_is_not_passed_over():
+    model = build("llama")
+    layer = model.model.layers[0].self_attn
+    layer.forward = partial(_with_mask, layer.forward)
+    install(model)
+    with pytest.raises(ValueError, match=OWN_MASK):
+        score(model, RaggedBatch.from_segments([[5, 6, 7], [8, 9]]))
+
+
+def _with_mask(forward: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+    tokens = hidden_states.shape[1]
+    return forward(
+        hidden_states, **{**kwargs, "attention_mask": torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril(-1)}
+    )

@@ -88,6 +88,7 @@ def _replace_linears(module: nn.Module, device: torch.device) -> None:
         linear: Any = layers.Linear4bit(
             child.in_features, child.out_features, bias, compute_dtype=child.weight.dtype, quant_type="nf4"
         )
+        linear.support_avx512bf16_for_cpu = False  # its repacked form takes only some sizes, and rounds the scales
         linear.weight = layers.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
         if bias:
             linear.bias = child.bias

@@ -69,6 +69,14 @@ def test_a_mask_that_a_layer_makes_is_not_passed_over():
         score(model, RaggedBatch.from_segments([[5, 6, 7], [8, 9]]))
 
 
+def test_positions_that_run_on_through_a_batch_are_seen_under_small_weights():
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.0}
+    config = AutoConfig.for_model("blenderbot-small", vocab_size=101, is_decoder=True, use_cache=False, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    assert not probe(model).isolated
+
+
 def _with_mask(forward: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
     tokens = hidden_states.shape[1]
     return forward(

@@ -56,7 +56,7 @@ def test_rows_beyond_what_it_chooses_are_the_models_own():
     rows = [torch.randint(3, 100, (length,)).tolist() for length in (40, 7, 70)]
     wanted = torch.cat(reference_logprobs(model, rows))
     install(model, padding_free=False)
-    got = score(model, RaggedBatch.from_segments(rows), padding_free=False).logprobs
+    got = score(model, RaggedBatch.from_segments(rows), padding_free=False).scored
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
 
 

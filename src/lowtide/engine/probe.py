@@ -129,15 +129,14 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
                 "its logits in a way that lowtide does not know; please report the model type"
             )
         if not ragged:
-            alone = Probe(head_error, math.inf, math.inf, math.inf, tolerance, 0.0)
-            return alone.joined(_of_other(model, ragged))
+            return _padded_only(head_error, tolerance).joined(_of_other(model, ragged))
         after = next(part.score_start for part in plain.segments if part.row == 1)
-        beside_others = score(model, changed, padding_free=False).scored[after:]
-        rounded = _has_experts(inner) or bool(head.distances(beside_others, padded[after:]).max() > 0)
+        beside = score(model, changed, padding_free=False).scored[after:]
+        rounded = _has_experts(inner) or bool(head.distances(beside, padded[after:]).max() > 0)
         leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16]) if rounded else 0.0
         install(model)
         failure: Exception | None = None
-        backends: set[str] = set()
+        backends = set[str]()
         try:
             _check_sees_all(inner)
             with observed_backends() as backends:
@@ -151,12 +150,16 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
             prefix_error = head.distances(sharing, expected[-len(sharing) :]).mean().item()
         except (TypeError, ValueError, RuntimeError) as error:  # a model that cannot take the ragged inputs, or worse
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the forward
-            ragged_error = leak = prefix_error = float("inf")
-            failure = error
-    if weight.dtype == torch.float32 and weight.device.type == "cpu" and not getattr(inner, "is_quantized", False):
-        tolerance = EXACT_ON_CPU
-    found = Probe(head_error, ragged_error, leak, prefix_error, tolerance, leak_tolerance, bool(backends), failure)
+            ragged_error, leak, prefix_error, failure = math.inf, math.inf, math.inf, error
+    limits = _of_segments(tolerance, inner, weight), leak_tolerance
+    found = Probe(head_error, ragged_error, leak, prefix_error, *limits, bool(backends), failure)
     return found.joined(_of_other(model, ragged))
+
+
+def _of_segments(tolerance: float, model: nn.Module, weight: Tensor) -> float:
+    """What rounding explains of the numbers of segments laid end to end; of the head's, `tolerance`."""
+    exact = weight.dtype == torch.float32 and weight.device.type == "cpu" and not getattr(model, "is_quantized", False)
+    return EXACT_ON_CPU if exact else tolerance
 
 
 SELECTING = ("indexer", "compressor")
@@ -164,8 +167,8 @@ SELECTING = ("indexer", "compressor")
 
 
 def _check_sees_all(model: nn.Module) -> None:
-    """Refuses layers without padding whose attention chooses among keys in a way that begins only above a length, so
-    that no short row shows it.
+    """Refuses layers whose attention chooses among keys in a way that may begin only above a length, so that no short
+    row shows it.
 
     Raises:
         ValueError: names the module.
@@ -173,6 +176,11 @@ def _check_sees_all(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in SELECTING:
             raise ValueError(f"{type(module).__name__} ({name}) chooses which keys a token sees")
+
+
+def _padded_only(head_error: float, tolerance: float) -> Probe:
+    """Of a model that is to run padded."""
+    return Probe(head_error, math.inf, math.inf, math.inf, tolerance, 0.0)
 
 
 def _has_experts(model: nn.Module) -> bool:

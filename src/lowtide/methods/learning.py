@@ -6,6 +6,7 @@ maker of rollouts calls `learn` once all ranks have rewarded theirs, the trainer
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch import Tensor
 from lowtide.data.batches.values import ADVANTAGE, WINDOW_TOKENS
 from lowtide.engine.heads.head import Head
 from lowtide.objectives.advantages import Advantages
-from lowtide.ops.float64 import float64_device
+from lowtide.ops.float64 import exchange_device, float64_device
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import gathered
 from lowtide.rollout.rollout import Rollout
@@ -58,13 +59,19 @@ class Rewarded:
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
         """Values of all ranks, one after the other, on the CPU; all ranks have as many."""
-        return gathered(values.to(self.device), self.copies).cpu()
+        return gathered(values.to(exchange_device(values, self.device)), self.copies).cpu()
 
     def summed(self, *values: Tensor | float) -> list[float]:
         """Sums over all ranks."""
         device = float64_device(self.device)
         mine = torch.tensor([[float(each) for each in values]], dtype=torch.float64, device=device)
         return gathered(mine, self.copies).sum(0).tolist()
+
+    def smallest(self, values: Tensor) -> float:
+        """The smallest value of all ranks; 0 where there is none."""
+        mine = torch.tensor([values.min().item() if len(values) else math.inf], dtype=torch.float64)
+        found = self.of_all_ranks(mine).min().item()
+        return found if math.isfinite(found) else 0.0
 
     @property
     def ended(self) -> Bool[Tensor, " completions"]:

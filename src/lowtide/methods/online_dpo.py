@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lowtide.data.batches.values import BETA, DECIDED, LENGTHS, PREFERENCE, REWARD
@@ -25,7 +25,7 @@ from lowtide.methods.options import VisionOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.preference import read_pairs
 from lowtide.methods.rollouts import Prompts, RolloutOptions
-from lowtide.objectives.advantages import weighted
+from lowtide.objectives.advantages import above_smallest, summed_up, weighted
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.preference import LOSSES, Pairs
 from lowtide.ops.float64 import to_float64
@@ -126,7 +126,8 @@ class Preferred(Learning):
         ended = rewarded.ended
         if options.missing_eos_penalty is not None:
             total = total - options.missing_eos_penalty * (~ended).to(total)
-        pairs = total.view(-1, 2)
+        magnitude = summed_up(rewarded.group.rewards, rewarded.group.weights)
+        pairs = above_smallest(total.view(-1, 2), magnitude.view(-1, 2))
         better = pairs[:, 0] >= pairs[:, 1]
         signs = torch.stack([better, ~better], 1).float() * 2 - 1
         preference = signs.masked_fill(pairs.isnan().any(1, keepdim=True), 0).view(-1)
@@ -134,7 +135,7 @@ class Preferred(Learning):
         beta = torch.full((len(rewarded.rollout),), options.beta_of(rewarded.epoch), dtype=torch.float64)
         return Learned(
             (pairs - pairs.flip(1)).view(-1).nan_to_num(nan=0.0),
-            {PREFERENCE: preference[own], REWARD: total[own].nan_to_num(nan=0.0), BETA: beta},
+            {PREFERENCE: preference[own], REWARD: total[own].nan_to_num(nan=0.0).float(), BETA: beta},
             metrics={
                 "objective/scores": total.nanmean().item(),
                 "objective/scores_margin": (pairs[:, 0] - pairs[:, 1]).abs().nanmean().item(),
@@ -178,6 +179,8 @@ class WrittenPairs:
     logprobs: Float[Tensor, "2 pairs"]
     """Without gradient."""
     reward: Float[Tensor, "2 pairs"]
+    learned: Bool[Tensor, "2 pairs"]
+    """Whether there are tokens to learn from: a completion that was cut off may have been left out."""
     beta: Float[Tensor, " pairs"]
 
 
@@ -212,6 +215,7 @@ def read_written_pairs(
     chosen, rejected = completion_segments(batch, 2)
     logprobs = segment_sums(stats.logprobs.detach(), batch)
     divergence = logprobs - segment_sums(reference, batch)
+    tokens = segment_sums(torch.ones_like(reference), batch)
     beta = batch.row_values[BETA].to(logprobs.dtype)
     return WrittenPairs(
         pairs,
@@ -219,6 +223,7 @@ def read_written_pairs(
         torch.stack([divergence[chosen], divergence[rejected]]),
         torch.stack([logprobs[chosen], logprobs[rejected]]),
         batch.row_values[REWARD].to(logprobs.dtype).T,
+        torch.stack([tokens[chosen], tokens[rejected]]) > 0,
         beta,
     )
 
@@ -230,25 +235,28 @@ def decided_counts(batch: RaggedBatch) -> Counts:
 
 def loss(written: WrittenPairs, counts: Counts, *, options: OnlineDPOOptions) -> Outcome:
     """The mean loss of the pairs that are decided, in the whole batch."""
-    pairs, beta, decided = written.pairs, written.beta, written.decided
+    pairs, beta, decided, learned = written.pairs, written.beta, written.decided, written.learned
     losses = LOSSES[options.loss_type].fn(pairs, PairSettings(beta)) * decided
 
-    def of_decided(values: Tensor) -> Mean:
-        return Mean(to_float64((values.detach() * decided).sum()), to_float64(decided.sum()))
+    def of_decided(values: Tensor, taken: Tensor) -> Mean:
+        counted = decided * taken
+        return Mean(to_float64((values.detach() * counted).sum()), to_float64(counted.sum()))
+
+    both = learned.all(0)
 
     chosen, rejected = (beta * ratio.detach() for ratio in (pairs.chosen_ratio, pairs.rejected_ratio))
     less = -beta * written.divergence
     means = {
-        "rewards/chosen": of_decided(chosen),
-        "rewards/rejected": of_decided(rejected),
-        "rewards/accuracies": of_decided((chosen > rejected).to(chosen.dtype)),
-        "rewards/margins": of_decided(chosen - rejected),
-        "logps/chosen": of_decided(pairs.chosen),
-        "logps/rejected": of_decided(pairs.rejected),
-        "objective/kl": mean_of(written.divergence),
-        "objective/non_score_reward": mean_of(less),
-        "objective/rlhf_reward": mean_of(written.reward + less),
-        "objective/entropy": mean_of(-written.logprobs),
+        "rewards/chosen": of_decided(chosen, learned[0]),
+        "rewards/rejected": of_decided(rejected, learned[1]),
+        "rewards/accuracies": of_decided((chosen > rejected).to(chosen.dtype), both),
+        "rewards/margins": of_decided(chosen - rejected, both),
+        "logps/chosen": of_decided(pairs.chosen, learned[0]),
+        "logps/rejected": of_decided(pairs.rejected, learned[1]),
+        "objective/kl": mean_of(written.divergence[learned]),
+        "objective/non_score_reward": mean_of(less[learned]),
+        "objective/rlhf_reward": mean_of((written.reward + less)[learned]),
+        "objective/entropy": mean_of(-written.logprobs[learned]),
         "beta": mean_of(beta),
     }
     return Outcome(losses.sum() / max(counts["pairs"], 1), means)

@@ -162,13 +162,13 @@ class ByToken(Learning):
             divergence = ESTIMATORS[options.kl_estimator](old, known[REFERENCE].double())
         rewards = token_rewards(options.kl_coef * divergence, score.nan_to_num(nan=0.0), lengths)
         if options.whiten_rewards:
-            rewards = whitened(rewards, *_moments(rewards, kept, rewarded), shift_mean=False)
+            rewards = whitened(rewards, *moments(rewards, kept, rewarded), shift_mean=False)
         advantages = estimated_advantages(rewards, values, lengths, gamma=options.gamma, lam=options.lam)
         returns = advantages + values
-        advantages = whitened(advantages, *_moments(advantages, kept, rewarded)) * kept
-        count, nats, surprise = rewarded.summed(len(lengths), divergence.sum(), -old.sum())
+        advantages = whitened(advantages, *moments(advantages, kept, rewarded)) * kept
+        count, nats, surprise = rewarded.summed(sum(length > 0 for length in lengths), divergence.sum(), -old.sum())
         scores = total.nanmean().item()
-        penalty = -options.kl_coef * nats / count
+        penalty = -options.kl_coef * nats / max(count, 1)
         return Learned(
             total.nan_to_num(nan=0.0),
             score_values={
@@ -177,8 +177,8 @@ class ByToken(Learning):
                 KEPT: kept,
             },
             metrics={
-                "objective/kl": nats / count,
-                "objective/entropy": surprise / count,
+                "objective/kl": nats / max(count, 1),
+                "objective/entropy": surprise / max(count, 1),
                 "objective/non_score_reward": penalty,
                 "objective/rlhf_reward": penalty + scores,
                 "objective/scores": scores,
@@ -197,12 +197,12 @@ class ByToken(Learning):
         return order
 
 
-def _moments(
-    values: Float[Tensor, " scores"], kept: Bool[Tensor, " scores"], rewarded: Rewarded
-) -> tuple[float, float]:
-    """Mean and variance of the tokens of all ranks that take part, with one degree of freedom less."""
-    total, count = rewarded.summed((values * kept).sum(), kept.sum())
-    mean = total / max(count, 1)
+def moments(values: Float[Tensor, " scores"], kept: Bool[Tensor, " scores"], rewarded: Rewarded) -> tuple[float, float]:
+    """Mean and variance of the tokens of all ranks that take part, with one degree of freedom less; of equal values
+    exactly that value and 0."""
+    smallest = rewarded.smallest(values[kept])
+    total, count = rewarded.summed(((values - smallest) * kept).sum(), kept.sum())
+    mean = smallest + total / max(count, 1)
     (squares,) = rewarded.summed(((values - mean) ** 2 * kept).sum())
     return mean, squares / max(count - 1, 1)
 

@@ -19,7 +19,7 @@ from lowtide.methods.options import VisionOptions
 from lowtide.methods.paper import Paper
 from lowtide.methods.policy import completion_counts, read_written
 from lowtide.methods.rollouts import Prompts, RolloutOptions
-from lowtide.objectives.advantages import Advantages, leave_one_out, weighted
+from lowtide.objectives.advantages import Advantages, leave_one_out, summed_up, weighted
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.objectives.policy_gradient import Written
 from lowtide.ops.linear_logprobs import Want
@@ -76,7 +76,8 @@ class RLOOOptions(RolloutOptions, VisionOptions):
             total = total.clamp(*self.reward_clip_range)
         if group.divergence is not None:
             total = total - self.beta * group.divergence
-        return leave_one_out(total, group.size, normalize=self.normalize_advantages)
+        magnitude = summed_up(group.rewards, group.weights)
+        return leave_one_out(total, group.size, magnitude=magnitude, normalize=self.normalize_advantages)
 
 
 class LessDivergence(ByAdvantage):
@@ -101,7 +102,7 @@ class LessDivergence(ByAdvantage):
 def _divergence(rewarded: Rewarded) -> Float[Tensor, " completions"]:
     """How much likelier each completion of this rank is to the policy that wrote it than to the reference, in nats."""
     values = rewarded.rollout.score_values
-    tokens = values[OLD] - values[REFERENCE]
+    tokens = values[OLD].double() - values[REFERENCE].double()
     return torch.stack([part.sum() for part in tokens.split(rewarded.lengths)])
 
 
@@ -112,18 +113,17 @@ def loss(written: Written, counts: Counts, *, options: RLOOOptions) -> Outcome:
     within = ratio.clamp(1 - options.epsilon, 1 + options.upper)
     losses = -torch.minimum(ratio * advantage, within * advantage)
     low, high = (ratio < 1 - options.epsilon) & (advantage < 0), (ratio > 1 + options.upper) & (advantage > 0)
-    means = {
-        "clip_ratio/low_mean": mean_of(low.float()),
-        "clip_ratio/high_mean": mean_of(high.float()),
-        "clip_ratio/region_mean": mean_of((low | high).float()),
-    }
     total = losses.sum() / counts["completions"]
-    return Outcome(
-        total,
-        means,
-        lows={"clip_ratio/low_min": low.float().min()},
-        highs={"clip_ratio/high_max": high.float().max()},
-    )
+    learned = written.lengths > 0
+    if not learned.any():
+        return Outcome(total)
+    low, high = low[learned].float(), high[learned].float()
+    means = {
+        "clip_ratio/low_mean": mean_of(low),
+        "clip_ratio/high_mean": mean_of(high),
+        "clip_ratio/region_mean": mean_of(low + high),
+    }
+    return Outcome(total, means, lows={"clip_ratio/low_min": low.min()}, highs={"clip_ratio/high_max": high.max()})
 
 
 def objective(options: RLOOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:

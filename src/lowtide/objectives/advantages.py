@@ -1,11 +1,15 @@
 """Rewards to advantages: by how much a completion is better than others of its prompt.
 
 Rewards that are NaN are of completions that nothing scored: they count in no mean, and their advantage is 0.
+Advantages do not depend on where 0 is. So each is computed from how far a reward is above the smallest one of its group
+(`above_smallest`): equal rewards are exactly 0 there, and their advantages too, whatever divides them later. All of it
+is in float64.
 Shapes: `completions` in groups of `size` that stand together, `functions` that reward them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +18,9 @@ from torch import Tensor
 
 TINY = 1e-4
 """Added to a standard deviation before it divides."""
+ROUNDING = 2.0**-40
+"""Rewards are equal if they differ by less than this share of what was added up to them: float64 sums of thousands of
+terms are as exact."""
 
 
 @dataclass(frozen=True)
@@ -21,26 +28,50 @@ class Advantages:
     """What a batch of groups comes to."""
 
     values: Float[Tensor, " completions"]
-    without_spread: Bool[Tensor, " any"]
-    """Which groups, or rewards, are all the same: there is nothing to learn from these."""
+    without_spread: Bool[Tensor, " groups"]
+    """Whether all known rewards of a group are the same: there is nothing to learn from it."""
 
 
 def weighted(
     rewards: Float[Tensor, "completions functions"], weights: Float[Tensor, " functions"]
 ) -> Float[Tensor, " completions"]:
-    """The weighted sum of the rewards of each; NaN where nothing scored it."""
-    total = (rewards * weights.to(rewards)).nansum(1)
+    """The weighted sum of the rewards of each, in float64; NaN where nothing scored it."""
+    total = (rewards.double() * weights.double()).nansum(1)
     return total.masked_fill(rewards.isnan().all(1), torch.nan)
 
 
-def deviation(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """The standard deviation over what is not NaN, with one degree of freedom less; 0 of a single value."""
-    known = ~values.isnan()
-    count = known.sum() if dim is None else known.sum(dim, keepdim=True)
-    mean = values.nanmean() if dim is None else values.nanmean(dim, keepdim=True)
-    squares = ((values - mean) ** 2).nansum() if dim is None else ((values - mean) ** 2).nansum(dim, keepdim=True)
-    found = torch.where(count > 1, (squares / (count - 1).clamp(min=1)).sqrt(), torch.zeros_like(squares))
-    return found if keepdim or dim is None else found.squeeze(dim)
+def summed_up(
+    rewards: Float[Tensor, "completions functions"], weights: Float[Tensor, " functions"]
+) -> Float[Tensor, " completions"]:
+    """How large the terms of `weighted` are together, their signs aside: what its rounding is in proportion to."""
+    return (rewards.double() * weights.double()).abs().nansum(1)
+
+
+def above_smallest(
+    values: Float[Tensor, "groups size"], magnitude: Float[Tensor, "groups size"] | None = None
+) -> Float[Tensor, "groups size"]:
+    """How far each value is above the smallest known one of its group, in float64: exactly 0 for equal values, and for
+    those that differ by their rounding alone.
+
+    Args:
+        magnitude: of what was added up to each value; None where that is the value itself.
+    """
+    magnitude = values.abs() if magnitude is None else magnitude
+    known = values.double().masked_fill(values.isnan(), math.inf)
+    above = values.double() - known.amin(1, keepdim=True)
+    rounding = ROUNDING * magnitude.double().nan_to_num(nan=0.0).amax(1, keepdim=True)
+    return above.masked_fill(above <= rounding, 0.0)
+
+
+def deviation(
+    values: Float[Tensor, "groups size"], magnitude: Float[Tensor, "groups size"] | None = None
+) -> Float[Tensor, "groups 1"]:
+    """The standard deviation of each group over what is not NaN, with one degree of freedom less; exactly 0 of equal
+    values, and of a single one."""
+    above = above_smallest(values, magnitude)
+    count = (~above.isnan()).sum(1, keepdim=True)
+    squares = ((above - above.nanmean(1, keepdim=True)) ** 2).nansum(1, keepdim=True)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
 
 
 def relative_to_group(
@@ -60,32 +91,47 @@ def relative_to_group(
             normalized within its group ("normalize_then_sum"; GDPO, arXiv 2601.05242).
     """
     if aggregation == "normalize_then_sum":
-        groups = rewards.view(-1, size, rewards.shape[1])
-        normal = (groups - groups.nanmean(1, keepdim=True)) / (deviation(groups, 1, keepdim=True) + TINY)
-        total = weighted(normal.reshape(rewards.shape), weights)
-        total = total.masked_fill(rewards.isnan().all(1), torch.nan)
-        spread = deviation(total).expand_as(total)
-        return _found((total - total.nanmean()) / (spread + TINY), spread)
-    total = weighted(rewards, weights)
-    groups = total.view(-1, size)
-    means = groups.nanmean(1).repeat_interleave(size)
-    spread = deviation(groups, 1).repeat_interleave(size) if scale != "batch" else deviation(total).expand_as(total)
-    return _found((total - means) if scale == "none" else (total - means) / (spread + TINY), spread)
+        columns = rewards.double().T.reshape(-1, size)
+        rewards = (_centred(columns) / (deviation(columns) + TINY)).view(len(weights), -1).T
+        scale = "batch"
+    total, magnitude = weighted(rewards, weights).view(-1, size), summed_up(rewards, weights).view(-1, size)
+    values = _centred(total, magnitude)
+    if scale == "batch":
+        values = values / (deviation(total.view(1, -1), magnitude.view(1, -1)) + TINY)
+    elif scale == "group":
+        values = values / (deviation(total, magnitude) + TINY)
+    return _found(values, above_smallest(total, magnitude))
 
 
-def leave_one_out(total: Float[Tensor, " completions"], size: int, *, normalize: bool = False) -> Advantages:
+def leave_one_out(
+    total: Float[Tensor, " completions"],
+    size: int,
+    *,
+    magnitude: Float[Tensor, " completions"] | None = None,
+    normalize: bool = False,
+) -> Advantages:
     """Rewards less the mean of the others of the group (RLOO, arXiv 2402.14740, equation 8).
 
     Args:
-        normalize: to a mean of 0 and a deviation of 1 over the batch.
+        magnitude: of what was added up to each; None where that is the total itself.
+        normalize: to a deviation of 1 over the batch; their mean is 0, within each group already.
     """
     groups = total.view(-1, size)
-    others = (groups.nansum(1, keepdim=True) - groups) / ((~groups.isnan()).sum(1, keepdim=True) - 1)
-    values = total - others.view(-1) if size > 1 else torch.zeros_like(total)
+    above = above_smallest(groups, None if magnitude is None else magnitude.view(-1, size))
+    others = (above.nansum(1, keepdim=True) - above) / ((~above.isnan()).sum(1, keepdim=True) - 1)
+    values = above - others if size > 1 else torch.zeros_like(above)
     if normalize:
-        values = (values - values.nanmean()) / (deviation(values) + TINY)
-    return _found(values, deviation(groups, 1))
+        values = values / (deviation(values.view(1, -1)) + TINY)
+    return _found(values, above)
 
 
-def _found(values: Tensor, spread: Tensor) -> Advantages:
-    return Advantages(values.nan_to_num(nan=0.0), torch.isclose(spread, torch.zeros_like(spread)))
+def _centred(
+    values: Float[Tensor, "groups size"], magnitude: Float[Tensor, "groups size"] | None = None
+) -> Float[Tensor, "groups size"]:
+    """Values less the mean of the known ones of their group."""
+    above = above_smallest(values, magnitude)
+    return above - above.nanmean(1, keepdim=True)
+
+
+def _found(values: Float[Tensor, "groups size"], above: Float[Tensor, "groups size"]) -> Advantages:
+    return Advantages(values.reshape(-1).nan_to_num(nan=0.0), (above.nan_to_num(nan=0.0) == 0).all(1))

@@ -29,7 +29,7 @@ class Correction:
     ratios: Float[Tensor, " scores"]
     """What the loss of each token is multiplied by."""
     distinct: Float[Tensor, " ratios"]
-    """The ratios as they were formed: one a token, or one a completion."""
+    """The ratios as they were formed: one a token, or one a completion that has tokens to learn from."""
     logs: Float[Tensor, " completions"]
     """The log of the ratio of each completion: the sum of those of its tokens, where they were formed for tokens."""
     distances: Float[Tensor, " known"]
@@ -72,7 +72,8 @@ def correction(
         ratios = ratios.masked_fill((ratios < low) | (ratios > high), 0.0)
     bounded = ratios.log().clamp(SMALLEST, FARTHEST)
     if of_sequences:
-        return Correction(ratios[completion], ratios, bounded, distances[~distances.isnan()])
+        distinct = ratios[completion.unique()]
+        return Correction(ratios[completion], distinct, bounded, distances[~distances.isnan()])
     summed = bounded.new_zeros(completions).index_add(0, completion, bounded)
     return Correction(ratios, ratios, summed, distances[~distances.isnan()])
 

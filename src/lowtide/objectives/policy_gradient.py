@@ -200,11 +200,12 @@ def near_policy(written: Written, threshold: float) -> Bool[Tensor, " scores"]:
 
 
 def over_tokens(written: Written, values: Tensor, level: str = "token") -> Mean:
-    """The mean of [scores] over tokens, or, of values that are a completion's, over completions."""
+    """The mean of [scores] over tokens, or, of values that are a completion's, over completions that have tokens to
+    learn from."""
     values = to_float64(values.detach())
     if level == "token":
         return Mean(values.sum(), float(values.numel()))
-    return Mean(written.means(values).sum(), float(len(written.lengths)))
+    return Mean(written.means(values).sum(), to_float64((written.lengths > 0).sum()))
 
 
 def clip_metrics(

@@ -18,6 +18,11 @@ def float64_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
 
 
+def exchange_device(values: Tensor, device: torch.device) -> torch.device:
+    """Where ranks of a device exchange values: there, or in host memory where the device cannot hold them."""
+    return float64_device(device) if values.dtype == torch.float64 else device
+
+
 def to_float64(values: Tensor) -> Tensor:
     """The values in float64, on `float64_device` of theirs."""
     return values.to(float64_device(values.device)).double()

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lowtide.objectives.advantages import weighted
+from lowtide.objectives.advantages import above_smallest, summed_up, weighted
 from lowtide.rollout.calls import Caller, CallTimedOut, name_of
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.rewards import Rewards
@@ -77,8 +77,9 @@ class RewardJudge(BasePairwiseJudge):
         """As of every judge; it looks at each completion alone, so that there is no order to shuffle."""
         repeated = [prompt for prompt, pair in zip(prompts, completions, strict=True) for _ in pair]
         what = Completed(repeated, [each for pair in completions for each in pair])
-        sums = weighted(self.rewards(what), self.rewards.weights).view(-1, 2)
-        return [self._better(*pair) for pair in sums.tolist()]
+        rewards, weights = self.rewards(what), self.rewards.weights
+        sums, magnitude = weighted(rewards, weights).view(-1, 2), summed_up(rewards, weights).view(-1, 2)
+        return [self._better(*pair) for pair in above_smallest(sums, magnitude).tolist()]
 
     def _better(self, first: float, second: float) -> int:
         return FIRST if first > second else SECOND if second > first else UNDECIDED
@@ -96,14 +97,14 @@ class JudgedPairs:
     def __init__(self, judge: Any, timeout: float | None = None) -> None:
         self.judge, self.caller = judge, Caller(timeout)
         self.names = [name_of(judge)]
-        self.weights = torch.ones(1)
+        self.weights = torch.ones(1, dtype=torch.float64)
 
     def __call__(self, completed: Completed, **more: Any) -> Float[Tensor, "completions 1"]:
         """As of `Rewards`; the completions of a prompt stand together, two of each."""
         said = list(completed.completions)
         pairs = list(zip(said[::2], said[1::2], strict=True))
         choices = torch.tensor(judge_pairs(self.judge, completed.prompts[::2], pairs, self.caller))
-        better = torch.stack([choices == FIRST, choices == SECOND], 1).float()
+        better = torch.stack([choices == FIRST, choices == SECOND], 1).double()
         return better.masked_fill((choices == UNDECIDED)[:, None], torch.nan).view(-1, 1)
 
 

@@ -26,8 +26,9 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
 from lowtide.methods.learning import GroupRewards, Learning, Rewarded
 from lowtide.methods.rollouts import RolloutOptions
-from lowtide.objectives.advantages import deviation, weighted
+from lowtide.objectives.advantages import deviation, summed_up, weighted
 from lowtide.objectives.correction import Correction, correction, sampling_metrics
+from lowtide.ops.float64 import exchange_device
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import gathered
 from lowtide.rollout.conversations import Conversations, ToolUse
@@ -163,7 +164,7 @@ class RolloutMaker:
 
     def _of_all_ranks(self, values: Tensor) -> Tensor:
         """Values of the rollouts of all ranks; what several hold alike counts once."""
-        return gathered(values.to(self.runner.device), self.runner.models().copies)
+        return gathered(values.to(exchange_device(values, self.runner.device)), self.runner.models().copies)
 
     def _share(self, rows: int) -> slice:
         """Of so many rows those that this rank writes completions of: a share where ranks hold whole weights and the
@@ -398,9 +399,11 @@ class RolloutMaker:
         }
         for name, column in zip(self.rewards.names, made.rewards.unbind(1), strict=True):
             metrics[f"rewards/{name}/mean"] = column.nanmean().item()
-            metrics[f"rewards/{name}/std"] = deviation(column).item()
+            metrics[f"rewards/{name}/std"] = deviation(column[None]).item()
         total = weighted(made.rewards, self.rewards.weights)
-        metrics["reward"], metrics["reward_std"] = total.nanmean().item(), deviation(total).item()
+        magnitude = summed_up(made.rewards, self.rewards.weights)
+        metrics["reward"] = total.nanmean().item()
+        metrics["reward_std"] = deviation(total[None], magnitude[None]).item()
         return metrics
 
 

@@ -52,12 +52,12 @@ def test_the_numbers_of_functions_of_every_kind():
     by_two = functools.partial(lambda completion_ids, times, **_: [len(ids) * times for ids in completion_ids], times=2)
     rewards = Rewards([lengths, right, slow_levels, by_two, Counting()], weights=[1, 2, 3, 4, 5])
     found = rewards(completed())
-    assert found.dtype == torch.float32
+    assert found.dtype == torch.float64
     nan = math.nan
-    wanted = torch.tensor([[2, 1, nan, 2, 0], [2, 0, nan, 4, 1], [2, 1, 0.5, 6, 2], [3, 0, 0.5, 8, 3.0]])
+    wanted = torch.tensor([[2, 1, nan, 2, 0], [2, 0, nan, 4, 1], [2, 1, 0.5, 6, 2], [3, 0, 0.5, 8, 3.0]]).double()
     torch.testing.assert_close(found, wanted, equal_nan=True)
     assert rewards.names == ["lengths", "right", "slow_levels", "<lambda>", "Counting"]
-    torch.testing.assert_close(weighted(found, rewards.weights)[:3], torch.tensor([12.0, 23.0, 39.5]))
+    torch.testing.assert_close(weighted(found, rewards.weights)[:3], torch.tensor([12.0, 23.0, 39.5]).double())
 
 
 def test_a_function_with_kwargs_gets_all_that_trl_gives():
@@ -87,7 +87,7 @@ def test_a_function_with_kwargs_gets_all_that_trl_gives():
     ids = [[7] * (n + 1) for n in range(4)]
     prompts = [row["prompt"] for row in ROWS]
     scored = GRPOTrainer._calculate_rewards.__wrapped__(trainer, ROWS, prompts, COMPLETIONS, ids)
-    torch.testing.assert_close(found, scored, equal_nan=True)
+    torch.testing.assert_close(found, scored.double(), equal_nan=True)
     [got], [wanted] = ours.seen, theirs.seen
     assert got.keys() == wanted.keys()
     same = got.keys() - {"log_extra", "log_metric"}

@@ -117,7 +117,7 @@ class FunctionReward:
         return None
 
     def read(self, result: Any, completed: Completed) -> Float[Tensor, " completions"]:
-        """What the function returned as numbers, NaN for each None.
+        """What the function returned as numbers, in float64, NaN for each None.
 
         Raises:
             ValueError: it is not one finite number or None a completion.
@@ -130,7 +130,8 @@ class FunctionReward:
                 f"reward function {self.name!r} returned {len(result)} rewards for {len(completed)} completions. "
                 f"{wanted}"
             )
-        return torch.tensor([self._number(each, number, completed) for number, each in enumerate(result)])
+        numbers = [self._number(each, number, completed) for number, each in enumerate(result)]
+        return torch.tensor(numbers, dtype=torch.float64)
 
     def _number(self, value: Any, number: int, completed: Completed) -> float:
         if value is None:

@@ -78,7 +78,7 @@ class Rewards:
             _source(func, None if names is None else names[number], tokenizers[number], options)
             for number, func in enumerate(funcs)
         ]
-        self.weights = torch.tensor([1.0] * len(funcs) if weights is None else list(weights), dtype=torch.float32)
+        self.weights = torch.tensor([1.0] * len(funcs) if weights is None else list(weights), dtype=torch.float64)
         if not self.weights.isfinite().all():
             raise ValueError(f"reward_weights are {self.weights.tolist()}, and each must be a finite number")
 
@@ -94,7 +94,7 @@ class Rewards:
     def add(self, function: Callable[..., Any], name: str, weight: float = 1.0) -> None:
         """One more column, such as what environments say of themselves."""
         self.sources.append(FunctionReward(function, name))
-        self.weights = torch.cat([self.weights, torch.tensor([weight])])
+        self.weights = torch.cat([self.weights, torch.tensor([weight], dtype=torch.float64)])
 
     def cut(self, cutter: Callable[[nn.Module], None]) -> None:
         """Leaves on each rank its part of the reward models; all ranks then ask for rewards together."""
@@ -126,7 +126,7 @@ class Rewards:
         log_extra: Callable[[str, list], None] = nothing,
         log_metric: Callable[[str, float], None] = nothing,
     ) -> Float[Tensor, "completions functions"]:
-        """The rewards, float32 on the CPU, NaN where a function does not apply.
+        """The rewards, float64 on the CPU, NaN where a function does not apply.
 
         Args:
             trainer_state: the step and epoch, for functions that change with them.
@@ -136,7 +136,7 @@ class Rewards:
         Raises:
             ValueError: a function raised, took too long, or returned what is no reward; names it and the completion.
         """
-        rewards = torch.full((len(completed), len(self.sources)), math.nan, dtype=torch.float32)
+        rewards = torch.full((len(completed), len(self.sources)), math.nan, dtype=torch.float64)
         if len(completed) == 0 and not self.cut_models:
             return rewards
         extras = {"trainer_state": trainer_state, "log_extra": log_extra, "log_metric": log_metric}

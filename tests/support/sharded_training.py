@@ -195,6 +195,7 @@ def trained(
     weights = trained_weights(trainer.model)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seen = {"epoch": trainer.state.epoch, "tokens": trainer.state.num_input_tokens_seen}
+    seen |= {"num_tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry][-1]}
     return losses, weights, seen | {name: value for name, value in evaluation.items() if name in FOUND}
 
 

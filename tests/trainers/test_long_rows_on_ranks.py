@@ -83,3 +83,9 @@ def marked(name: str, place: str) -> Any:
 @pytest.mark.parametrize(("name", "place"), [marked(*each) for each in cells()])
 def test_two_ranks_learn_what_one_does(name, place, two_ranks):
     assert_as_on_one_rank(two_ranks, f"{name}, {place}", {**TWO_STEPS, **CASES[name]})
+
+
+def test_stages_count_the_tokens_of_a_pair_in_pieces_as_one_rank_does(tmp_path):
+    """Its prompt counts for each completion, however many pieces run it."""
+    on_ranks(tmp_path, {"DPO": {**TWO_STEPS, **CASES["DPO"], **PIECES, **PLACES["stages"]}})
+    assert_as_on_one_rank(tmp_path, "DPO", {**TWO_STEPS, **CASES["DPO"]})

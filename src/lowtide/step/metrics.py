@@ -37,11 +37,14 @@ class Totals:
         total, count = _number(total), _number(count)
         _fold(self.means, name, torch.stack([total, count.to(total.device)]), torch.add)
 
+    def count(self, batch: RaggedBatch) -> None:
+        """Adds the tokens of a whole batch, of which the number does not depend on how the batch is cut and run."""
+        self.add(tokens=batch.repeated_tokens, scores=batch.scores)
+
     def take_in(self, output: ScoreOutput, batch: RaggedBatch) -> None:
         """What one micro-batch adds to the metrics; one without scores adds nothing."""
         if batch.scores == 0:
             return
-        self.add(tokens=batch.repeated_tokens, scores=batch.scores)
         if output.entropies is not None:
             self.add_mean("entropy", output.entropies.sum(), batch.scores)
         if output.aux_loss is not None:

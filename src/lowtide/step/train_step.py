@@ -176,6 +176,8 @@ def train_step(
             passes = _passes_of(runs, parts, idle, even)
             loss = _forward_and_backward(runs[0], batch, passes, plan, sync, totals)
     _exchange(loss, plan, sync, device)
+    if not stands_in:
+        totals.count(batch)
     return loss
 
 
@@ -425,6 +427,7 @@ def evaluate_batch(
     parts = parts_of(batch, limits)
     turns = _turns(models, parts, idle_part(batch, limits.tokens))
     results = _outputs(models, turns, objective)[: len(parts)]
+    totals.count(batch)
     for part, output in results:
         totals.take_in(output, part)
         if isinstance(objective, TokenObjective):

@@ -205,12 +205,12 @@ class OwnLosses(Trainer):
         self, model: nn.Module, batch: RaggedBatch, totals: Totals, limits: Limits, kept: PaddedPredictions | None
     ) -> None:
         """Adds the loss of a batch to `totals`, and its predictions to what is kept of them."""
+        totals.count(batch)
         for part in batch.split(limits.tokens, limits.rows):
             micro = self._handed_out(part, self.inner_objective.counts(part))
             mask = micro.inputs["attention_mask"]
             with computing(model), noisy_embeddings(causal_model(model), part, mask), torch.no_grad():
                 loss, logits, labels = self.prediction_step(model, dict(micro.inputs), kept is None)
-            totals.add(tokens=part.repeated_tokens, scores=part.scores)
             if micro.outcome is not None:
                 totals.take_outcome(micro.outcome)
             if loss is not None:

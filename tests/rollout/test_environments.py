@@ -76,21 +76,20 @@ def test_a_rollout_in_environments():
     assert given == rows(3, 3, 5)
     assert conversations.all[0].prompt == [{"role": "user", "content": "Go. It stands at 3."}]
     requests = conversations.requests([11, 12, 13])
-    assert [(each.count, each.seed) for each in requests] == [(2, 11), (1, 13)]
-    assert "It stands at 5." in tokenizer.decode(requests[1].prompt_ids)
+    assert [(each.count, each.seed) for each in requests] == [(1, 11), (1, 12), (1, 13)]
+    assert "It stands at 5." in tokenizer.decode(requests[2].prompt_ids)
 
     said = [[call("count", steps=2)], [call("count", steps=4), call("add", a=1, b=1)], ["no"]]
-    generated = [[], []]
-    for place, turns in enumerate(said):
-        request, number = divmod(place, 2)
+    generated = []
+    for request, turns in enumerate(said):
         completion = Completion()
         for turn in [*turns, "done"]:
             completion.token_ids += [*tokenizer(turn)["input_ids"], tokenizer.eos_token_id]
-            suffix = conversations(request, number, completion)
+            suffix = conversations(request, 0, completion)
             if suffix is None:
                 break
             completion.token_ids += suffix
-        generated[request].append(completion)
+        generated.append([completion])
     assert conversations.finish(generated) == [each for group in generated for each in group]
     messages = [each.messages for each in conversations.all]
     assert [[m["content"] for m in each if m["role"] == "tool"] for each in messages] == [["5"], ["7", "2"], []]

@@ -241,7 +241,8 @@ def scales(written: Written, variant: PolicyLoss, counts: Counts, options: GRPOO
         case Scale.STEP:
             return one / max(counts["scores"], 1)
         case Scale.WINDOW:
-            return 1 / written.window_tokens.clamp(min=1)
+            window = torch.where(written.window_tokens > 0, written.window_tokens, counts["scores"])
+            return 1 / window.clamp(min=1)
         case Scale.LONGEST:
             return one / (counts["completions"] * options.max_completion_length)
         case Scale.SUM:
@@ -262,6 +263,7 @@ def objective(options: GRPOOptions, *, aux_coefficient: float = 0.0) -> RowObjec
         aux_coefficient=aux_coefficient,
         temperature=options.temperature,
         needs_reference=options.compares,
+        mean_over="scores" if LOSSES[options.loss_type].scale in (Scale.STEP, Scale.WINDOW) else None,
         **more,
     )
 

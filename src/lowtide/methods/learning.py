@@ -154,7 +154,7 @@ class ByAdvantage(Learning):
 
     def learn(self, rewarded: Rewarded, options: Any) -> Learned:
         found: Advantages = options.advantages(self.group_of(rewarded, options))
-        share = 1.0 if rewarded.evaluated else options.gradient_accumulation_steps / options.steps_of_generation
+        share = 0.0 if rewarded.evaluated else options.gradient_accumulation_steps / options.steps_of_generation
         (scores,) = rewarded.summed(sum(rewarded.lengths))
         window = torch.full((len(rewarded.rollout),), scores * share)
         return Learned(

@@ -149,7 +149,6 @@ class Conversations:
     ) -> None:
         self.use, self.all = use, conversations
         self._most, self._max_length = most, max_length
-        self._first: list[int] = []
 
     def __len__(self) -> int:
         return len(self.all)
@@ -160,25 +159,16 @@ class Conversations:
         return None if self.use.environments is None else [each.environment for each in self.all]
 
     def requests(self, seeds: Sequence[int]) -> list[Request]:
-        """What to ask a generator for: completions side by side with the same prompt are one request.
+        """What to ask a generator for: one request each, so that what is drawn depends on no neighbour.
 
         Args:
-            seeds: one for each completion, no two alike; a request has that of its first.
+            seeds: one for each completion, no two alike.
         """
-        self._first, requests = [], []
-        for place, each in enumerate(self.all):
-            before = self.all[place - 1] if place else None
-            if before is not None and before.prompt_ids == each.prompt_ids:
-                last = requests[-1]
-                requests[-1] = Request(last.prompt_ids, last.count + 1, last.seed)
-            else:
-                self._first.append(place)
-                requests.append(Request(each.prompt_ids, 1, seeds[place]))
-        return requests
+        return [Request(each.prompt_ids, 1, seed) for each, seed in zip(self.all, seeds, strict=True)]
 
     def __call__(self, request: int, number: int, completion: Completion) -> list[int] | None:
         """The tokens of the tools' answers and of the next turn's header; None where the completion is over."""
-        one = self.all[self._first[request] + number]
+        one = self.all[request]
         turn = self._read(one, completion.token_ids)
         calls = turn.get("tool_calls") if turn is not None else None
         if not calls or one.rounds == self.use.most_rounds:

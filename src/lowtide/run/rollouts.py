@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -52,6 +52,43 @@ REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 """What a `rollout_func` returns at least."""
 
 
+@dataclass(frozen=True)
+class Figures:
+    """What metrics of rollouts are computed of, of all ranks, in the order of the rows."""
+
+    rewards: Float[Tensor, "completions functions"]
+    lengths: Float[Tensor, " completions"]
+    ended: Bool[Tensor, " completions"]
+
+    def first(self, count: int) -> Figures:
+        """Those of so many completions."""
+        return Figures(self.rewards[:count], self.lengths[:count], self.ended[:count])
+
+    @classmethod
+    def concat(cls, parts: Sequence[Figures]) -> Figures:
+        return cls(*(torch.cat([getattr(each, name) for each in parts]) for name in ("rewards", "lengths", "ended")))
+
+    def metrics(self, names: Sequence[str], weights: Float[Tensor, " functions"]) -> dict[str, float]:
+        """Under TRL's names."""
+        lengths, whole = self.lengths, self.lengths[self.ended] if self.ended.any() else torch.zeros(1)
+        metrics = {
+            "completions/mean_length": lengths.mean().item(),
+            "completions/min_length": lengths.min().item(),
+            "completions/max_length": lengths.max().item(),
+            "completions/clipped_ratio": (~self.ended).float().mean().item(),
+            "completions/mean_terminated_length": whole.mean().item(),
+            "completions/min_terminated_length": whole.min().item(),
+            "completions/max_terminated_length": whole.max().item(),
+        }
+        for name, column in zip(names, self.rewards.unbind(1), strict=True):
+            metrics[f"rewards/{name}/mean"] = column.nanmean().item()
+            metrics[f"rewards/{name}/std"] = deviation(column[None]).item()
+        total, magnitude = weighted(self.rewards, weights), summed_up(self.rewards, weights)
+        metrics["reward"] = total.nanmean().item()
+        metrics["reward_std"] = deviation(total[None], magnitude[None]).item()
+        return metrics
+
+
 @dataclass
 class Made:
     """A rollout with what is logged of it."""
@@ -66,6 +103,8 @@ class Made:
     """[completions] of all ranks."""
     rewards: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     """[completions, functions] of all ranks."""
+    figures: Figures | None = None
+    """Of all ranks."""
     extra: dict[str, list] = field(default_factory=dict)
     """Further columns of the table of completions, which reward functions logged."""
 
@@ -127,7 +166,8 @@ class RolloutMaker:
 
         Args:
             rows: of this rank, the completions of a prompt side by side.
-            place: what keys the random numbers beside the seed: (epoch, micro-batch, first completion).
+            place: what keys the random numbers beside the seed: when they are drawn, and at the end
+                the number of the first completion among those of all ranks.
             group: completions of a prompt.
             version: optimizer steps that the weights have taken.
             state: of the trainer, for reward functions.
@@ -381,30 +421,9 @@ class RolloutMaker:
         made.advantages = found.values
         rollout.row_values |= found.row_values
         rollout.score_values |= found.score_values
-        made.metrics |= self._metrics(made, rewarded) | found.metrics
-
-    def _metrics(self, made: Made, rewarded: Rewarded) -> dict[str, float]:
-        """Of the rollouts of all ranks, under TRL's names."""
-        lengths = rewarded.of_all_ranks(torch.tensor(made.rollout.lengths, dtype=torch.float32))
-        ended = rewarded.ended
-        whole = lengths[ended] if ended.any() else torch.zeros(1)
-        metrics = {
-            "completions/mean_length": lengths.mean().item(),
-            "completions/min_length": lengths.min().item(),
-            "completions/max_length": lengths.max().item(),
-            "completions/clipped_ratio": (~ended).float().mean().item(),
-            "completions/mean_terminated_length": whole.mean().item(),
-            "completions/min_terminated_length": whole.min().item(),
-            "completions/max_terminated_length": whole.max().item(),
-        }
-        for name, column in zip(self.rewards.names, made.rewards.unbind(1), strict=True):
-            metrics[f"rewards/{name}/mean"] = column.nanmean().item()
-            metrics[f"rewards/{name}/std"] = deviation(column[None]).item()
-        total = weighted(made.rewards, self.rewards.weights)
-        magnitude = summed_up(made.rewards, self.rewards.weights)
-        metrics["reward"] = total.nanmean().item()
-        metrics["reward_std"] = deviation(total[None], magnitude[None]).item()
-        return metrics
+        lengths = rewarded.of_all_ranks(torch.tensor(rollout.lengths, dtype=torch.float32))
+        made.figures = Figures(made.rewards, lengths, rewarded.ended)
+        made.metrics |= found.metrics
 
 
 def _as_given(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -320,7 +320,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         for number, inputs in enumerate(dataloader):
             self.leave_evaluation_if_stopped()
             batch = self.drawn(self.as_ragged(inputs), EVALUATION)
-            count = own_rows(self.accelerator, batch.rows)
+            count = self.own_rows(batch)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last
                 self.runner.accompany(batch, model)
@@ -350,6 +350,10 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         plain: Any = denumpify_detensorize(metrics)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in plain.items()}
         return EvalLoopOutput(logprobs, targets, metrics, int(sums.get("rows", 0)))
+
+    def own_rows(self, batch: RaggedBatch) -> int:
+        """How many rows of a batch to evaluate on are this rank's own, and do not fill it up."""
+        return own_rows(self.accelerator, batch.rows)
 
     def predictions(self, wanted: bool, model: nn.Module) -> Predictions:
         """What is kept of an evaluation of a model; `wanted` is whether `compute_metrics` gets it."""

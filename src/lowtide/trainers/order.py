@@ -128,7 +128,8 @@ def own_rows(accelerator: Accelerator, rows: int) -> int:
     if shard is None or shard.drop_last or not getattr(shard, "even_batches", True):
         return rows
     stream = getattr(loader.dataset, "dataset", None)
-    whole = stream.count if isinstance(stream, CountedPass) else len(loader.dataset)
+    sampler = getattr(getattr(shard, "batch_sampler", None), "sampler", loader.dataset)
+    whole = stream.count if isinstance(stream, CountedPass) else len(sampler)
     own = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
     left = (whole or 0) % (own * shard.num_processes)
     return max(0, min(rows, left - own * shard.process_index)) if left else rows

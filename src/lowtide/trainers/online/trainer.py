@@ -25,13 +25,14 @@ from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.rollout import Rollout
 from lowtide.rollout.turns import Turns
-from lowtide.run.rollouts import Made, RolloutMaker
+from lowtide.run.rollouts import Figures, Made, RolloutMaker
 from lowtide.run.writing import make_generator
 from lowtide.step.metrics import Totals
 from lowtide.trainers.online.completions_log import CompletionsLog
 from lowtide.trainers.online.entropy import kept_tokens
 from lowtide.trainers.online.order import PromptSampler, PromptStream, Windows
 from lowtide.trainers.online.rewards import OF_REWARDS, make_rewards, start_value_head
+from lowtide.trainers.order import own_rows
 from lowtide.trainers.reference import ReferenceTrainer
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class OnlineTrainer(ReferenceTrainer):
     def __init__(self, *positional: Any, **named: Any) -> None:
         self._window: Made | None = None
         self._evaluating: Totals | None = None
+        self._evaluated: list[Figures] = []
+        self._eval_rows, self._eval_completions = 0, 0
         super().__init__(*positional, **named)
         self.options = cast(RolloutOptions, self.args)
         self.args.generation_batch_size = self.options.written_at_a_time  # type: ignore[attr-defined]
@@ -226,7 +229,7 @@ class OnlineTrainer(ReferenceTrainer):
         if self._evaluating is None:
             place = (0, self.place[0], self.place[1] // self.windows.repeats, first)
         else:
-            place = (1, self.state.global_step, self._eval_rows, first)
+            place = (1, self.state.global_step, self._eval_rows + first)
         made = self.maker.make(
             rows,
             place,
@@ -234,12 +237,27 @@ class OnlineTrainer(ReferenceTrainer):
             version=self.state.global_step,
             state=self.state,
         )
-        totals = self._evaluating if self._evaluating is not None else self.runner.totals
-        for name, value in made.metrics.items():
-            if value == value:  # a function that applied to nothing has no mean
-                totals.add_mean(name, value, 1)
+        self._log(made)
         self.completions_log.take_in(made, self.rewards.names)
         return made
+
+    def _log(self, made: Made) -> None:
+        """Metrics of a rollout: one in training, where each counts alike; in evaluation those of all completions, at
+        its end, so that they do not depend on how many are written at a time."""
+        assert made.figures is not None
+        if self._evaluating is not None:
+            left = self._eval_completions - self._eval_rows
+            figures = made.figures if left <= 0 else made.figures.first(left)
+            self._evaluated.append(figures)
+            for name, value in made.metrics.items():
+                self._evaluating.add_mean(name, value * len(figures.lengths), len(figures.lengths))
+            return
+        for name, value in (made.metrics | self._metrics_of(made.figures)).items():
+            if value == value:  # a function that applied to nothing has no mean
+                self.runner.totals.add_mean(name, value, 1)
+
+    def _metrics_of(self, figures: Figures) -> dict[str, float]:
+        return figures.metrics(self.rewards.names, self.rewards.weights)
 
     def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -275,7 +293,9 @@ class OnlineTrainer(ReferenceTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the others', on completions that are written for it."""
-        self._evaluating, self._eval_rows = Totals(), 0
+        self._evaluating, self._eval_rows, self._evaluated = Totals(), 0, []
+        rows = args[0] if args else kwargs["dataloader"]
+        self._eval_completions = _completions_of(rows)
         self.maker.evaluates = True
         try:
             return super().evaluation_loop(*args, **kwargs)
@@ -287,15 +307,21 @@ class OnlineTrainer(ReferenceTrainer):
         if isinstance(inputs, RaggedBatch) or not isinstance(inputs, list):
             return super().as_ragged(inputs)
         made = self._made(inputs, self.options.generations_eval)
-        self._eval_rows += len(inputs)
+        self._eval_rows += len(inputs) * self.args.data_ranks
         rows = range(len(made.rollout) // self.learning.completions)
         batch = self.learning.batch(made.rollout, rows, sharing=self._sharing).to(self.args.device)
         return kept_tokens(self.runner, batch, self.args)
+
+    def own_rows(self, batch: RaggedBatch) -> int:
+        each = self.learning.completions
+        return own_rows(self.accelerator, batch.rows * each) // each
 
     def metrics_of(self, sums: dict[str, float]) -> dict[str, float]:
         metrics = super().metrics_of(sums)
         if self._evaluating is not None:
             metrics |= super().metrics_of(self._evaluating.read(self.args.device))
+            found = self._metrics_of(Figures.concat(self._evaluated)) if self._evaluated else {}
+            metrics |= {name: value for name, value in found.items() if value == value}
         return metrics
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -314,3 +340,12 @@ class OnlineTrainer(ReferenceTrainer):
         if path is not None and path.exists():
             rollout, _ = Rollout.load(path, self.training_run.reader)
             self._window = Made(rollout)
+
+
+def _completions_of(loader: DataLoader) -> int:
+    """Completions that an evaluation has, without those that fill up its last batch; 0 of a stream, where that is not
+    known before."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    while sampler is not None and not isinstance(sampler, PromptSampler):
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return 0 if sampler is None else len(sampler)

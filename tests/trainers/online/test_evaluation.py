@@ -1,0 +1,61 @@
+"""An evaluation's completions and numbers are the same however many are written at a time, and on how many ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.online_runs import online, prompts
+from tests.support.processes import run_ranks
+from tests.support.sharded_training import meeting_place, rank_of
+
+METHODS: dict[str, dict[str, Any]] = {
+    "GRPO": {"num_generations": 4, "num_generations_eval": 2},
+    "GRPO grpo": {"num_generations": 4, "num_generations_eval": 2, "loss_type": "grpo"},
+    "RLOO": {"num_generations": 2},
+    "OnlineDPO": {"num_generations": 2},
+    "PPO": {"num_generations": 1},
+}
+SAME = (
+    "eval_reward",
+    "eval_reward_std",
+    "eval_rewards/even_tokens/mean",
+    "eval_completions/mean_length",
+    "eval_entropy",
+)
+LOSSES = ("GRPO", "GRPO grpo", "RLOO", "OnlineDPO")
+"""Of PPO advantages are whitened over what is written at a time."""
+
+
+def evaluated(folder: Path, name: str, rows: int) -> dict[str, float]:
+    trainer = online(folder, name.split()[0], per_device_eval_batch_size=rows, **METHODS[name])
+    found = trainer.evaluate(prompts(5))
+    names = [*SAME, *(["eval_loss"] if name in LOSSES else []), "eval_frac_reward_zero_std"]
+    return {each: found[each] for each in names if each in found}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_whatever_is_written_at_a_time(name, tmp_path):
+    expected = evaluated(tmp_path / "whole", name, 10)
+    assert evaluated(tmp_path / "parts", name, 2) == pytest.approx(expected, rel=1e-5)
+    assert evaluated(tmp_path / "unequal", name, 4) == pytest.approx(expected, rel=1e-5)
+    assert expected["eval_reward"] != 0
+
+
+def rank_main(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        for name in METHODS:
+            found = evaluated(Path(folder, name), name, 2)
+            if rank == 0:
+                torch.save(found, Path(folder, f"{name}.pt"))
+
+
+@pytest.mark.slow
+def test_however_many_ranks_write(tmp_path):
+    run_ranks(rank_main, str(meeting_place(tmp_path)), ranks=2)
+    for name in METHODS:
+        expected = evaluated(tmp_path / f"one {name}", name, 10)
+        assert torch.load(tmp_path / f"{name}.pt") == pytest.approx(expected, rel=1e-5), name

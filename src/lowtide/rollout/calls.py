@@ -9,12 +9,14 @@ clients of servers belong to the loop that they were made on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
+import signal
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,6 +30,37 @@ GRACE = 1.0
 
 class CallTimedOut(Exception):
     """A call did not end within its time."""
+
+
+@contextlib.contextmanager
+def stopping_nobody() -> Iterator[None]:
+    """Turns what is no `Exception` (SystemExit, KeyboardInterrupt, GeneratorExit) into one, unless the user interrupted
+    the run meanwhile: code that a policy calls must not end it.
+
+    Raises:
+        RuntimeError: names what was raised.
+    """
+    interrupted: list[bool] = []
+    before: Any = signal.getsignal(signal.SIGINT)
+    watched = threading.current_thread() is threading.main_thread() and callable(before)
+
+    def note(*given: Any) -> Any:
+        interrupted.append(True)
+        return before(*given)
+
+    if watched:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if interrupted:
+            raise
+        raise RuntimeError(type(error).__name__) from error
+    finally:
+        if watched:
+            signal.signal(signal.SIGINT, before)
 
 
 class EventLoop:
@@ -80,7 +113,11 @@ async def _gather(awaitables: Sequence[Awaitable[Any]], tasks: list[asyncio.Task
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
-    except (KeyboardInterrupt, SystemExit) as error:  # these would end the loop's thread, and nobody would hear of it
+    except (
+        KeyboardInterrupt,
+        SystemExit,
+        GeneratorExit,
+    ) as error:  # these would end the loop's thread, and nobody would hear of it
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
-from lowtide.rollout.calls import Caller, CallTimedOut, drop_unawaited, name_of
+from lowtide.rollout.calls import Caller, CallTimedOut, drop_unawaited, name_of, stopping_nobody
+from lowtide.rollout.readable import readable
 
 Tool = Callable[..., Any]
 Schema = dict[str, Any]
@@ -103,7 +104,7 @@ def _start(call: Any, tools: Mapping[str, Tool], caller: Caller) -> tuple[str, A
             raise ValueError("A tool call must be a dict.")
         function = call.get("function", call)
         kind = call.get("type", FUNCTION)
-        name = str((function if isinstance(function, Mapping) else call).get("name", name))
+        name = readable(str((function if isinstance(function, Mapping) else call).get("name", name)))
         if kind != FUNCTION:
             raise ValueError(f"Unsupported tool call type: {kind}")
         if name not in tools:
@@ -111,7 +112,8 @@ def _start(call: Any, tools: Mapping[str, Tool], caller: Caller) -> tuple[str, A
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
-        return name, caller.start(tools[name], **arguments)
+        with stopping_nobody():
+            return name, caller.start(tools[name], **readable(arguments))
     except Exception as error:
         return name, error
 
@@ -120,10 +122,24 @@ def _answer(name: str, result: Any, caller: Caller) -> Answer:
     if isinstance(result, CallTimedOut):
         return Answer(name, str({"error": f"No result within {caller.timeout:g} seconds."}), failed=True)
     if isinstance(result, Exception):
-        return Answer(name, str({"error": str(result)}), failed=True)
+        return _failed(name, result)
     if isinstance(result, BaseException):  # a cancelled task
         return Answer(name, str({"error": type(result).__name__}), failed=True)
-    return Answer(name, text_of_result(result, name))
+    try:
+        with stopping_nobody():
+            return Answer(name, str(readable(text_of_result(result, name))))
+    except Exception as error:
+        return _failed(name, error)
+
+
+def _failed(name: str, error: Exception) -> Answer:
+    """The answer to a call that raised; the error's type where it has no text."""
+    try:
+        with stopping_nobody():
+            said = str(readable(str(error)))
+    except Exception:
+        said = type(error).__name__
+    return Answer(name, str({"error": said}), failed=True)
 
 
 def text_of_result(result: Any, name: str) -> str:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.encode.chat import TEMPLATE_FAILURES
 from lowtide.data.formats.conversation import Message
+from lowtide.rollout.readable import readable
 from lowtide.rollout.tools import Schema
 
 THOUGHTS = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
@@ -140,7 +141,7 @@ class Turns:
                 )
             if schemas:
                 return self._read_calls(ids, before)
-        except (ValueError, TypeError):
+        except Exception:  # by whatever code reads a template's form
             pass  # calls that cannot be read are words
         return {"role": "assistant", "content": str(self.tokenizer.decode(list(ids), skip_special_tokens=True))}
 
@@ -247,4 +248,4 @@ def _checked_call(call: Any) -> dict[str, Any]:
         raise ValueError("a tool call has no name")
     if function.get("arguments") is None:
         function["arguments"] = {}
-    return dict(call)
+    return readable(call)

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowtide.data.formats.images import in_words
+from lowtide.rollout.readable import readable
 from lowtide.run.rollouts import Made
 from lowtide.trainers.callbacks.log_completions import hand_to_trackers, trackers_of
 
@@ -38,13 +39,15 @@ class CompletionsLog:
             rewards = made.rewards[start + number].tolist()
             extra = {name: values[number] for name, values in columns.items()}
             self.rows.append(
-                {
-                    "prompt": as_text(made.prompts[number]),
-                    "completion": as_text(made.completions[number]),
-                    **dict(zip(names, rewards, strict=True)),
-                    **extra,
-                    "advantage": made.advantages[start + number].item(),
-                }
+                readable(
+                    {
+                        "prompt": as_text(made.prompts[number]),
+                        "completion": as_text(made.completions[number]),
+                        **dict(zip(names, rewards, strict=True)),
+                        **extra,
+                        "advantage": made.advantages[start + number].item(),
+                    }
+                )
             )
 
     def write(self, step: int) -> None:

@@ -165,8 +165,7 @@ def train_step(
     parts, own = _micro_batches(batch, limits, pieces, even=even, stands_in=stands_in)
     idle = idle_part(batch, limits.tokens) if in_order else batch
     first = _turns(models, parts, idle) if even else parts
-    how = (counts, ranks, plan.accumulate)
-    runs = _runs_of(models, objective, how, plan.grad_scale, own, first, sync, totals)
+    runs = _runs_of(models, objective, (counts, ranks, plan.accumulate), plan.grad_scale, own, first, sync, totals)
     runs[0].begin()
     loss = torch.zeros(())
     with sync.local(waited_for=models.waited_for or (plan.exchange is None and ranks > 1)):
@@ -176,8 +175,7 @@ def train_step(
             passes = _passes_of(runs, parts, idle, even)
             loss = _forward_and_backward(runs[0], batch, passes, plan, sync, totals)
     _exchange(loss, plan, sync, device)
-    if not stands_in:
-        totals.count(batch)
+    (Totals() if stands_in else totals).count(batch)
     return loss
 
 

@@ -8,7 +8,7 @@ conversations after the one that the chat template writes, which is not done her
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -222,3 +222,27 @@ def check_agreement(case: Case, steps: int, folder: Any) -> None:
     if "gradient_accumulation_steps" in case.flags:
         return  # TRL's metrics are means of the micro-batches' then
     assert_metrics_agree(actual, expected, set(COMPARED) & expected.keys() & actual.keys())
+
+
+@pytest.mark.slow
+def test_accuracy_is_that_of_tokens_where_trl_has_the_mean_of_micro_batches(tmp_path, monkeypatch):
+    """TRL's numbers of each micro-batch, weighed by their tokens, are ours."""
+    flags = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 3e-2}
+    case = replace(CASES["sigmoid"], flags={**CASES["sigmoid"].flags, **flags})
+    theirs = build_trainer(THEIRS["dpo"], case, tmp_path / "theirs", 4)
+    ours = build_trainer(lowtide, case, tmp_path / "ours", 4)
+    ours.model.load_state_dict(theirs.model.state_dict())
+    seen, compute = [], type(theirs)._compute_loss
+
+    def noted(self, model, inputs, *given, **named):
+        found = compute(self, model, inputs, *given, **named)
+        chosen = inputs["completion_mask"].chunk(2)[0].sum().item()
+        seen.append((self._metrics["train"]["mean_token_accuracy"][-1], chosen))
+        return found
+
+    monkeypatch.setattr(type(theirs), "_compute_loss", noted)
+    expected, actual = train(theirs)["mean_token_accuracy"], train(ours)["mean_token_accuracy"]
+    steps = [seen[4 * step : 4 * step + 4] for step in range(4)]
+    weighed = [sum(share * count for share, count in each) / sum(count for _, count in each) for each in steps]
+    assert actual.tolist() == pytest.approx(weighed, rel=1e-5)
+    assert expected.tolist() != pytest.approx(weighed, rel=1e-2)

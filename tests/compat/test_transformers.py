@@ -207,7 +207,7 @@ def test_a_vision_tower_takes_what_is_worked_out_of_the_sizes_of_images():
     grid = torch.tensor([[1, 4, 6], [1, 2, 2]])
     pixels = torch.randn(28, 96)
     expected = tower(pixels, grid_thw=grid).pooler_output
-    layout = inside.packed_layout(tower.config, grid)
+    layout = inside.packed_layout(tower, grid)
     nowhere = torch.zeros_like(grid)  # all that is read of the sizes is given
     found = tower(pixels, grid_thw=nowhere, **layout).pooler_output
     torch.testing.assert_close(found, expected, msg=lambda text: f"the tower reads the sizes in another way: {text}")

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from transformers import HfArgumentParser
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 # -- models and their configs -------------------------------------------------------------------------------------
 
@@ -216,14 +221,18 @@ def _forget_rows(module: Any, layers: str | None) -> None:
 # -- vision towers ------------------------------------------------------------------------------------------------
 
 
-def packed_layout(config: Any, grid: Int[Tensor, "images 3"]) -> dict[str, Any]:
-    """What the vision tower of the Qwen2-VL family works out from the sizes of images, as its arguments: else it reads
-    them off the device.
+PACKS_PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Model types whose vision tower takes the patches of all images end to end, and all that `packed_layout` works out."""
+
+
+def packed_layout(tower: Any, grid: Int[Tensor, "images 3"]) -> dict[str, Any]:
+    """What the vision tower of a model type of `PACKS_PATCHES` works out from the sizes of images, as its arguments:
+    else it reads them off the device.
 
     Args:
-        config: of the tower.
         grid: patches of each image in time, height and width.
     """
+    config = tower.config
     bounds = {"cu_seqlens": get_vision_cu_seqlens(grid)}
     found: dict[str, Any] = {"position_ids": get_vision_position_ids(grid, config.spatial_merge_size), **bounds}
     found["max_seqlen"] = int(bounds["cu_seqlens"].diff().max())
@@ -231,6 +240,14 @@ def packed_layout(config: Any, grid: Int[Tensor, "images 3"]) -> dict[str, Any]:
         sizes = config.spatial_merge_size, config.window_size, config.patch_size
         found["window_index"], found["cu_window_seqlens"] = get_vision_window_index(grid, *sizes)
         found["max_window_seqlen"] = int(found["cu_window_seqlens"].diff().max())
+    if (side := getattr(tower, "num_grid_per_side", None)) is not None:
+        found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=config.spatial_merge_size,
+        )
     return found
 
 

@@ -12,17 +12,18 @@ it, so that it changes no number and its gradients are zeros.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils.generic import ModelOutput
 
 from lowtide.compat.torch import without_modes
-from lowtide.compat.transformers import packed_layout
+from lowtide.compat.transformers import PACKS_PATCHES, packed_layout
 from lowtide.engine.attention import keep_plan, masks_built
 from lowtide.engine.heads.head import body
 from lowtide.ops.image_positions import GRID
@@ -33,6 +34,11 @@ IMAGES = "images"
 PIXELS, PIXEL_MASK = "pixel_values", "pixel_attention_mask"
 """Inputs of an image: its patches, tiles or pixels; and which pixels of its tiles are not padding."""
 
+TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments of a model's forward that say which tokens are of images, 1, and which are text, 0."""
+PACKS_TILES = ("idefics3", "smolvlm")
+"""Model types whose tower takes the tiles of all images end to end, each with the mask of its pixels."""
+
 RUNS_TOWER = "_lowtide_runs_tower"
 """The attribute of a model that says whether its tower runs in forwards that show no image too."""
 
@@ -41,8 +47,9 @@ RUNS_TOWER = "_lowtide_runs_tower"
 class ShownImages:
     """The images of a micro-batch, or a blank one, which no token is of."""
 
-    inputs: Mapping[str, Tensor]
-    """What the vision tower takes of the distinct ones, end to end; all but the pixels in host memory."""
+    inputs: Sequence[Mapping[str, Tensor]]
+    """What the vision tower takes of the distinct ones, in as few calls as their shapes allow; all but the pixels in
+    host memory."""
     tokens: tuple[int, ...]
     """How many tokens each distinct one fills."""
     order: tuple[int, ...]
@@ -55,21 +62,36 @@ def shown_images(images: Iterable[SegmentImage], device: torch.device) -> dict[s
     Args:
         device: where the model runs; pixels are copied there.
     """
-    distinct: dict[int, SegmentImage] = {}
+    groups: dict[Any, dict[int, SegmentImage]] = {}
     order = []
     for image in images:
-        distinct.setdefault(image.key, image)
+        groups.setdefault(_shapes(image.inputs), {}).setdefault(image.key, image)
         order.append(image.key)
-    if not distinct:
+    if not order:
         return {}
+    distinct = {key: image for group in groups.values() for key, image in group.items()}
     number = {key: place for place, key in enumerate(distinct)}
-    each = [image.inputs for image in distinct.values()]
-    along = 1 if each[0][PIXELS].ndim == 5 else 0  # [rows, tiles, ...], of models that cut images into tiles
-    inputs = {PIXELS: torch.cat([values[PIXELS] for values in each], along).to(device, non_blocking=True)}
-    with without_modes():
-        inputs |= {name: torch.cat([values[name] for values in each], along) for name in each[0] if name != PIXELS}
+    inputs = [_joined([image.inputs for image in group.values()], device) for group in groups.values()]
     tokens = tuple(image.tokens for image in distinct.values())
     return {IMAGES: ShownImages(inputs, tokens, tuple(number[key] for key in order))}
+
+
+def _along(inputs: Mapping[str, Tensor]) -> int:
+    """The axis on which the inputs of images are joined: tiles with masks of pixels stand in rows, [1, tiles, ...]."""
+    return 1 if PIXEL_MASK in inputs and inputs[PIXELS].ndim == 5 else 0
+
+
+def _shapes(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """The same for images that one call of a tower takes end to end."""
+    along = _along(inputs)
+    return tuple((name, value.dtype, value.shape[:along], value.shape[along + 1 :]) for name, value in inputs.items())
+
+
+def _joined(each: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    along = _along(each[0])
+    inputs = {PIXELS: torch.cat([values[PIXELS] for values in each], along).to(device, non_blocking=True)}
+    with without_modes():
+        return inputs | {name: torch.cat([values[name] for values in each], along) for name in each[0] if name != PIXELS}
 
 
 def run_tower(model: nn.Module, always: bool) -> None:
@@ -123,7 +145,17 @@ def blank_image(model: Any, device: torch.device) -> dict[str, ShownImages]:
             "which ranks that share weights run it on where their rows show none: train on whole copies (leave fsdp "
             "and deepspeed out), and please report the model type"
         )
-    return {IMAGES: ShownImages({PIXELS: pixels, **shape}, (), ())}
+    return {IMAGES: ShownImages([{PIXELS: pixels, **shape}], (), ())}
+
+
+@dataclass
+class EncodedImages(ModelOutput):
+    """What a model's own forward reads of its encoded images."""
+
+    pooler_output: Any = None
+    """The features that take the places of tokens."""
+    deepstack_features: Any = None
+    """Features that layers of the language model add at those places; one entry a layer."""
 
 
 def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
@@ -135,7 +167,27 @@ def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
     Raises:
         ValueError: the tower gives another number of features than there are tokens.
     """
-    features = _features(model, images.inputs)
+    outputs = [_encoded(model, inputs) for inputs in images.inputs]
+
+    def placed(read: Callable[[Any], Any]) -> Any:
+        parts = [read(each) for each in outputs]
+        if isinstance(parts[0], tuple) and isinstance(parts[0][0], int):  # (layer, its features)
+            return parts[0][0], _in_places(model, [features for _, features in parts], images)
+        return _in_places(model, parts, images)
+
+    layers = len(getattr(outputs[0], "deepstack_features", None) or ())
+    return {
+        "image": EncodedImages(
+            pooler_output=placed(lambda output: output.pooler_output),
+            deepstack_features=[placed(lambda output, n=n: output.deepstack_features[n]) for n in range(layers)] or None,
+        )
+    }
+
+
+def _in_places(model: Any, parts: Sequence[Any], images: ShownImages) -> Any:
+    """Features of the distinct images as those of the places that show them; one tensor or a list of them, as the tower
+    gives them."""
+    features = torch.cat([_flat(each) for each in parts])
     if not images.tokens:  # of a blank image backward reaches the tower all the same
         features = features[:0]
     if len(features) != sum(images.tokens):
@@ -144,34 +196,40 @@ def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
             f"fill {sum(images.tokens)} tokens: processor and model do not belong together"
         )
     if images.order != tuple(range(len(images.tokens))):
-        parts = features.split(images.tokens)
-        features = torch.cat([parts[number] for number in images.order])
-    return {"image": BaseModelOutputWithPooling(pooler_output=cast(Any, [features]))}
+        each = features.split(images.tokens)
+        features = torch.cat([each[number] for number in images.order])
+    return features if isinstance(parts[0], Tensor) else [features]
 
 
-def _features(model: Any, inputs: Mapping[str, Tensor]) -> Float[Tensor, "tokens hidden"]:
-    pixels = inputs[PIXELS]
-    if GRID in inputs:
+def _flat(features: Any) -> Float[Tensor, "tokens hidden"]:
+    return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat([_flat(each) for each in features])
+
+
+def _encoded(model: Any, inputs: Mapping[str, Tensor]) -> Any:
+    pixels, kind = inputs[PIXELS], model.config.model_type
+    if GRID in inputs and kind in PACKS_PATCHES:
         tower = model.visual
         with without_modes():
-            layout = packed_layout(tower.config, inputs[GRID])
+            layout = packed_layout(tower, inputs[GRID])
             bounds = {name: value for name, value in layout.items() if name.startswith("cu_")}
             layout = {name: v.to(pixels.device) if isinstance(v, Tensor) else v for name, v in layout.items()}
             for name, value in bounds.items():
                 keep_plan(layout[name], value.tolist())
-        return tower(pixels.to(tower.dtype), grid_thw=inputs[GRID], **layout).pooler_output
-    if PIXEL_MASK in inputs and hasattr(model, "connector"):
+        found = tower(pixels.to(tower.dtype), grid_thw=inputs[GRID], **layout)
+        layers = getattr(found, "deepstack_features", None)
+        return EncodedImages([found.pooler_output], layers and [[layer] for layer in layers])
+    if kind in PACKS_TILES:
         with without_modes():
             seen = _seen_patches(inputs[PIXEL_MASK][0], model.config.vision_config.patch_size)
             masks = contextlib.nullcontext() if seen.all() else masks_built()  # tiles are whole, but for odd sizes
         with masks:
             tiles, seen = pixels[0].to(model.dtype), seen.to(pixels.device)
             states = model.vision_model(pixel_values=tiles, patch_attention_mask=seen).last_hidden_state
-        return model.connector(states).flatten(0, 1)
+        return EncodedImages(model.connector(states))
+    taken = inspect.signature(model.get_image_features).parameters
     with masks_built():
-        on_device = {name: value.to(pixels.device) for name, value in inputs.items()}
-        pooled = model.get_image_features(**on_device, return_dict=True).pooler_output
-    return pooled.flatten(0, -2) if isinstance(pooled, Tensor) else torch.cat(tuple(pooled))
+        given = {name: value.to(pixels.device) for name, value in inputs.items() if name in taken}
+        return model.get_image_features(**given, return_dict=True)
 
 
 def _seen_patches(mask: Int[Tensor, "tiles height width"], patch: int) -> Bool[Tensor, "tiles rows columns"]:

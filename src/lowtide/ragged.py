@@ -62,6 +62,8 @@ class SegmentImage:
     """How many tokens it fills."""
     key: int
     """The same for the same image, within one process."""
+    marked: tuple[int, ...] = ()
+    """The token ids that the processor says are of images, to models whose forward is told of each token."""
 
 
 class PositionRule(Protocol):

@@ -251,6 +251,24 @@ def packed_layout(tower: Any, grid: Int[Tensor, "images 3"]) -> dict[str, Any]:
     return found
 
 
+PREFIX_MODELS = ("paligemma", "pi0")
+"""Model types that were trained to attend in both directions within a prompt, which their processor marks."""
+
+
+def attends_both_ways(config: Any) -> bool:
+    """Whether the image tokens of a model type that is known attend to each other in both directions: its forward makes
+    masks of what the processor says of each token."""
+    text = config.get_text_config()
+    return config.model_type in ("gemma3", "shieldgemma2", "molmo2") or (
+        getattr(text, "use_bidirectional_attention", None) == "vision"
+    )
+
+
+def attends_both_ways_in_prompts(config: Any) -> bool:
+    """Whether a model attends in both directions within a prompt (a prefix language model)."""
+    return config.model_type in PREFIX_MODELS or bool(getattr(config.get_text_config(), "prefix_lm", False))
+
+
 # -- gradient checkpointing ---------------------------------------------------------------------------------------
 
 

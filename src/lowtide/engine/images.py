@@ -117,6 +117,20 @@ def shown_or_blank(model: nn.Module, images: Iterable[SegmentImage], device: tor
     return shown if shown or not vars(model).get(RUNS_TOWER) else blank_image(model, device)
 
 
+def kinds_of_tokens(
+    model: nn.Module, token_ids: Int[Tensor, "rows tokens"], images: Iterable[SegmentImage]
+) -> dict[str, Tensor]:
+    """The arguments of a model's forward that say which tokens are of images; none where it takes none."""
+    inner: Any = body(model)
+    name = next((each for each in TYPES if each in inspect.signature(type(inner).forward).parameters), None)
+    if name is None or not hasattr(inner, "get_image_features"):
+        return {}
+    kinds = torch.zeros_like(token_ids)
+    for token in {token for image in images for token in image.marked}:
+        kinds.masked_fill_(token_ids == token, 1)
+    return {name: kinds}
+
+
 def blank_image(model: Any, device: torch.device) -> dict[str, ShownImages]:
     """The keyword arguments of a model's forward for the smallest image that its tower takes, which no token is of.
 

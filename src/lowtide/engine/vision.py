@@ -21,6 +21,9 @@ TOWERS = ("visual", "vision_model", "vision_tower")
 """What transformers calls the tower in the body of a model."""
 PROJECTORS = ("merger", "deepstack_merger_list")
 """What it calls projectors within towers; others stand beside them."""
+UNKNOWN_POSITIONS = (
+    "model type {kind} counts the positions of images in a way that lowtide does not know; please report the model type"
+)
 
 
 def encodes_images(model: nn.Module) -> bool:
@@ -76,19 +79,22 @@ def position_rule(model: nn.Module) -> GridPositions | None:
     inner: Any = body(causal_model(model))
     if not hasattr(inner, "get_rope_index"):
         return None
-    rule = GridPositions(inner.config.vision_config.spatial_merge_size)
+    merge = getattr(inner.config.vision_config, "spatial_merge_size", None)
+    if merge is None:
+        raise ValueError(UNKNOWN_POSITIONS.format(kind=inner.config.model_type))
+    rule = GridPositions(merge)
     if isinstance(next(inner.parameters()), FakeTensor):
         return rule
-    merge = rule.merge
     grid = torch.tensor([[1, 2 * merge, 3 * merge]])
     image = SegmentImage({GRID: grid}, start=2, tokens=6, key=0)
     kinds = torch.tensor([[0, 0, *[1] * 6, 0, 0, 0]], dtype=torch.int)
-    found, _ = inner.get_rope_index(torch.zeros_like(kinds).long(), mm_token_type_ids=kinds, image_grid_thw=grid)
-    if not torch.equal(found[:, 0].cpu(), rule.positions(kinds.shape[1], [image])):
-        raise ValueError(
-            f"model type {inner.config.model_type} counts the positions of images in a way that lowtide does not know; "
-            "please report the model type"
-        )
+    try:
+        found, _ = inner.get_rope_index(torch.zeros_like(kinds).long(), mm_token_type_ids=kinds, image_grid_thw=grid)
+        known = torch.equal(found[:, 0].cpu(), rule.positions(kinds.shape[1], [image]))
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
+        known = False
+    if not known:
+        raise ValueError(UNKNOWN_POSITIONS.format(kind=inner.config.model_type))
     return rule
 
 

@@ -12,9 +12,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowtide.compat.torch import FakeTensor, let_go
-from lowtide.compat.transformers import attention_implementation, balances_experts
+from lowtide.compat.transformers import (
+    attends_both_ways,
+    attends_both_ways_in_prompts,
+    attention_implementation,
+    balances_experts,
+)
+from lowtide.data.batches.images import ImageReader
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install
 from lowtide.engine.heads import head_of
+from lowtide.engine.image_proof import ImageProof
 from lowtide.engine.probe import Probe, attention_backends, probe
 from lowtide.engine.rotary import kinds_by_length, rows_alike
 from lowtide.engine.splitting import split_over
@@ -32,6 +39,7 @@ from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import is_gathered
 from lowtide.ranks.world import worst_of_ranks
+from lowtide.run.inputs.images import rows_to_prove
 from lowtide.run.optimizers import OPTIMIZERS, check_own_optimizer, check_sharded
 from lowtide.run.options.deepspeed import sized
 from lowtide.run.options.training import TrainingConfig
@@ -54,13 +62,17 @@ class Engine:
     """How sequences are split over ranks; empty where they are not."""
 
 
-def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
+def install_engine(model: nn.Module, args: TrainingConfig, reader: ImageReader | None = None) -> Engine:
     """Installs the engine and proves it on the model itself.
+
+    Args:
+        reader: makes images ready, where rows show any.
 
     Raises:
         ValueError: the model's head is not understood, its adapters are virtual tokens or need padded rows, or its
             gradients would be of a dtype that cannot be trained so; or its sequences cannot be split over ranks.
     """
+    check_causal(causal_model(model))
     _check_precision(model, args)
     if args.optim in OPTIMIZERS:
         check_own_optimizer(model)
@@ -77,7 +89,7 @@ def install_engine(model: nn.Module, args: TrainingConfig) -> Engine:
     if args.padding_free:
         _check_rows_alone(adapters)
     mixed = computed_in(args)
-    engine = replace(_proved(model, args), computed_in=mixed)
+    engine = replace(_proved(model, args, reader), computed_in=mixed)
     compute_in(model, mixed)
     engine = replace(engine, attention=_other_attention(model, args, engine))
     if args.sharding.pipeline_parallel > 1:
@@ -230,11 +242,27 @@ def check_trained(model: nn.Module) -> None:
     raise ValueError(f"the model has nothing to train, since every parameter is frozen: {remedy}")
 
 
-def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
-    """The engine in a model, and what running two tiny segments through it says."""
+def check_causal(model: PreTrainedModel) -> None:
+    """Refuses a model that attends in both directions within a prompt: here each token sees those before it alone.
+
+    Raises:
+        ValueError: names the model type.
+    """
+    if attends_both_ways_in_prompts(model.config):
+        optional = hasattr(model.config.get_text_config(), "prefix_lm")
+        raise ValueError(
+            f"model type {model.config.model_type} attends in both directions within a prompt (a prefix language "
+            "model), and lowtide trains models in which a token sees those before it alone: "
+            + ("set prefix_lm=False in its config to train it so" if optional else "take another model")
+        )
+
+
+def _proved(model: nn.Module, args: TrainingConfig, reader: ImageReader | None) -> Engine:
+    """The engine in a model, and what running two tiny segments, and rows with images, through it says."""
     prompt = prompt_config(model)
     ragged = args.padding_free and prompt is None
     if isinstance(next(model.parameters()), FakeTensor):
+        ragged = ragged and (reader is None or not attends_both_ways(causal_model(model).config))
         install(model, padding_free=ragged)
         return Engine(ragged, "not proved: there are no values", Probe(0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
     if stream_of(model) is None:
@@ -243,9 +271,11 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
     settle_heap(model, gathers=args.sharding.by_deepspeed or is_gathered(model))
     inner = causal_model(model)
     implementation = _implementation(inner)
+    shown = None if reader is None else ImageProof(model, rows_to_prove(reader))
     found = probe(model, ragged=prompt is None)
+    of_images = None if shown is None or not (ragged and found.isolated) else shown.why_not_ragged(model)
     let_go(model)
-    if ragged and found.isolated:
+    if ragged and found.isolated and of_images is None:
         return Engine(True, "segments proved isolated on this model", found)
     if found.error is not None and is_out_of_memory(found.error):
         raise found.error  # it says nothing of the model
@@ -253,6 +283,8 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
     inner.set_attn_implementation(implementation)
     if (other := head_of(inner).beside(inner)) is not None:
         other.set_attn_implementation(implementation)
+    if shown is not None:
+        shown.check_padded(model)
     if not args.padding_free:
         return Engine(False, "padding_free=False", found)
     if prompt is not None:
@@ -260,6 +292,8 @@ def _proved(model: nn.Module, args: TrainingConfig) -> Engine:
         logger.warning(f"running padded: {reason}")
         return Engine(False, reason, found)
     reason = f"model type {inner.config.model_type} {_why_padded(found)}"
+    if of_images is not None:
+        reason = f"rows show images, and of model type {inner.config.model_type} {of_images}"
     logger.warning(f"running padded: {reason}")
     return Engine(False, reason, found)
 

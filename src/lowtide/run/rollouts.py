@@ -138,7 +138,7 @@ class RolloutMaker:
     @property
     def writer(self) -> Writer:
         """Who writes completions of prompts."""
-        never = () if self.reader is None or self.options.use_vllm else (self.reader.mark,)
+        never = () if self.reader is None or self.options.use_vllm else (self.reader.place,)
         return Writer(self.options, self.runner, self.tokenizer, self.generator, never_ids=never)
 
     def check_images(self) -> None:

@@ -137,7 +137,12 @@ class TrainingRun:
             self._references.source = inputs.model if isinstance(inputs.model, str) else None
         self.model, self.tokenizer, self.processing_class = self._loaded()
         check_trained(self.model)
-        self.reader = image_reader(self.model, self.processing_class) if method.rows.takes_images else None
+        self.reader, self.unread = None, ""
+        if method.rows.takes_images:
+            try:
+                self.reader = image_reader(self.model, self.processing_class)
+            except ValueError as error:  # which is no matter where rows show no images
+                self.unread = str(error)
         inputs.model = inputs.ref_model = None  # what holds them decides how long they live
         self.vocab_size = vocabulary(self.model)
         self.pad_id = method.head.pad_id(cast(Any, causal_model(self.model)))
@@ -264,6 +269,7 @@ class TrainingRun:
             method=self.method.title,
             takes=self.method.rows.takes_images,
             prepared=self.skips_preparation,
+            unread=self.unread,
         )
         if self.skips_preparation:
             if self.inputs.data_collator is None:
@@ -354,7 +360,7 @@ class TrainingRun:
         args, inputs = self.args, self.inputs
         if args.sharding.cuts_weights and self._references is not None:
             self._references.set_aside(self.model)
-        self.engine = install_engine(self.model, args)
+        self.engine = install_engine(self.model, args, self.reader if self.shows_images else None)
         sharing = check_prefixes(self.engine, self.model, args)
         self.own_collator = self.method.rows.collator(
             args, sharing=sharing, score_rule=self.score_rule, reader=self.reader

@@ -52,7 +52,7 @@ class DistillationTrainer(ReferenceTrainer):
         if self.training_run.shows_images:
             check_writes_after_images(generator)
         reader = self.training_run.reader
-        never = () if reader is None else (reader.mark,)
+        never = () if reader is None else (reader.place,)
         return Writer(options, self.runner, cast(Any, self.tokenizer), generator, teacher, never_ids=never)
 
     def report_lines(self) -> list[tuple[str, str]]:

@@ -24,6 +24,9 @@ IMAGES = "images"
 """The column of the images of a prepared row, as they are stored."""
 OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """What a processor makes of text."""
+KINDS = ("mm_token_type_ids", "token_type_ids")
+"""Which of the tokens are of images, 1, and which are text, 0."""
+PIXELS = "pixel_values"
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,18 @@ class ImageReader:
     Args:
         processor: the model's, with an image processor and a tokenizer.
         position_rule: how the model counts positions on several axes.
+        place: the token that the model looks for; that of a conversation if None.
 
     Raises:
         ValueError: the processor does not say which token stands for an image.
     """
 
-    def __init__(self, processor: Any, position_rule: PositionRule | None = None) -> None:
+    def __init__(self, processor: Any, position_rule: PositionRule | None = None, place: int | None = None) -> None:
         self.processor, self.position_rule = processor, position_rule
         self.mark: Any = getattr(processor, "image_token_id", None)
-        """The token that stands for an image in a conversation, and for a place of it in a row."""
+        """The token that stands for an image in a conversation."""
+        self.place: Any = self.mark if place is None else place
+        """The token that stands for a place of an image in a row."""
         if not isinstance(self.mark, int) or not isinstance(getattr(processor, "image_token", None), str):
             raise ValueError(
                 f"the processor ({type(processor).__name__}) does not say which token stands for an image "
@@ -63,27 +69,49 @@ class ImageReader:
         Raises:
             ValueError: it cannot be opened, or the processor cannot take it; says which image and why.
         """
-        try:
-            picture = datasets.Image().decode_example(dict(stored))
-            made = self.processor(
-                images=[[picture]],
-                text=[self.processor.image_token],
-                add_special_tokens=False,
-                return_tensors="pt",
-            )
-        except (OSError, ValueError, SyntaxError, TypeError) as error:  # PIL has all of these for broken files
-            raise ValueError(f"{title_of(stored)} cannot be read as an image ({_first_line(error)})") from error
+        made = self._made(self.processor.image_token, [stored])
         ids = made["input_ids"][0].tolist()
+        if self.place not in ids or not isinstance(made.get(PIXELS), Tensor):
+            raise ValueError(
+                f"{type(self.processor).__name__} makes no token {self.place}, which the model looks for, or no "
+                f"{PIXELS} of an image: they do not belong together, or lowtide does not know how its rows show images"
+            )
         inputs = {name: value for name, value in made.items() if name not in OF_TEXT and isinstance(value, Tensor)}
-        shown = SegmentImage(inputs, ids.index(self.mark), ids.count(self.mark), hash(identity(stored)))
+        kinds = next((made[name][0].tolist() for name in KINDS if name in made), [0] * len(ids))
+        marked = tuple(sorted({token for token, kind in zip(ids, kinds, strict=True) if kind}))
+        shown = SegmentImage(inputs, ids.index(self.place), ids.count(self.place), hash(identity(stored)), marked)
         return ReadyImage(ids, shown)
 
     def token_ids(self, text: str, stored: Sequence[Stored]) -> list[int]:
         """What the processor makes of a whole text with these images."""
-        pictures = [datasets.Image().decode_example(dict(each)) for each in stored]
-        images = [pictures] if pictures else None
-        made = self.processor(images=images, text=[text], add_special_tokens=False, return_tensors="pt")
-        return made["input_ids"][0].tolist()
+        return self._made(text, stored)["input_ids"][0].tolist()
+
+    def row(self, text: str, stored: Sequence[Stored]) -> tuple[list[int], list[SegmentImage], dict[str, Tensor]]:
+        """A text with images as tokens, as the images among them, and as all that the processor makes of it at once.
+
+        Raises:
+            ValueError: as `ready`.
+        """
+        made = self._made(text, stored)
+        ids = made["input_ids"][0].tolist()
+        return ids, self.shown(ids, stored, {}), {name: v for name, v in made.items() if isinstance(v, Tensor)}
+
+    def _made(self, text: str, stored: Sequence[Stored]) -> Any:
+        """What the processor makes of a text with these images."""
+        pictures = []
+        for each in stored:
+            try:
+                pictures.append(datasets.Image().decode_example(dict(each)))
+            except (OSError, ValueError, SyntaxError, TypeError) as error:  # PIL has all of these for broken files
+                raise ValueError(f"{title_of(each)} cannot be read as an image ({_first_line(error)})") from error
+        try:
+            images = [pictures] if pictures else None
+            return self.processor(images=images, text=[text], add_special_tokens=False, return_tensors="pt")
+        except Exception as error:  # a class of each processor's own
+            raise ValueError(
+                f"{', '.join(map(title_of, stored))} cannot be made ready by {type(self.processor).__name__} "
+                f"({_first_line(error)})"
+            ) from error
 
     def shown(
         self, token_ids: Sequence[int], stored: Sequence[Stored], known: dict[Any, ReadyImage]
@@ -97,7 +125,7 @@ class ImageReader:
         Raises:
             ValueError: they fill another number of tokens than there are.
         """
-        places = torch.nonzero(torch.as_tensor(token_ids) == self.mark).flatten().tolist()
+        places = torch.nonzero(torch.as_tensor(token_ids) == self.place).flatten().tolist()
         if not places:
             return []
         found, filled = [], 0
@@ -120,11 +148,11 @@ class ImageReader:
         """How many tokens of a column of prepared rows are of images."""
         table: Any = rows.with_format("arrow").select_columns([column])
         parts = (part[column].combine_chunks().flatten().to_numpy() for part in table.iter(1000))
-        return sum(int((part == self.mark).sum()) for part in parts)
+        return sum(int((part == self.place).sum()) for part in parts)
 
     def unscored(self, labels: Sequence[int]) -> list[int]:
         """Labels without those of images: nothing predicts a place of an image."""
-        return [IGNORE if label == self.mark else label for label in labels]
+        return [IGNORE if label == self.place else label for label in labels]
 
 
 def title_of(stored: Stored) -> str:

@@ -190,7 +190,7 @@ class ImageExpander:
             prompts = np.minimum.reduce([side.prompt_lengths for side in sides if side.prompt_lengths is not None])
             ranges = kept_ranges([side.lengths for side in sides], prompts, self.truncation)
         for side, (start, stop) in zip(sides, ranges, strict=True):
-            at = np.flatnonzero(side.token_ids == self.reader.mark)
+            at = np.flatnonzero(side.token_ids == self.reader.place)
             owner = np.searchsorted(side.offsets, at, side="right") - 1
             local = at - side.offsets[owner]
             lost: Bool[np.ndarray, " marks"] = (local < start[owner]) | (local >= stop[owner])

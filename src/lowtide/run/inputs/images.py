@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from lowtide.compat.transformers import attends_both_ways
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.formats.images import shows_images
 from lowtide.engine.forward import causal_model
+from lowtide.engine.image_proof import ShownRow
 from lowtide.engine.images import blank_image
 from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.engine.vision import encodes_images, position_rule
 
+IMAGE_MODELS = frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+"""Model types that take images beside text."""
+PICTURES = ((64, 48), (40, 96))
+"""Width and height of the pictures that a model is proved with."""
 OLDEST = (5, 23)
 """The version of transformers from which on vision-language models are known to give the padded rows' numbers."""
 
@@ -32,14 +43,33 @@ def image_reader(model: nn.Module, processing_class: Any) -> ImageReader | None:
     """
     if not (encodes_images(model) and is_processor(processing_class)):
         return None
-    reader = ImageReader(processing_class, position_rule(model))
     config: Any = causal_model(model).config
-    if getattr(config, "image_token_id", reader.mark) != reader.mark:
-        raise ValueError(
-            f"the processor writes token {reader.mark} for an image and the model looks for {config.image_token_id}: "
-            "they do not belong together"
-        )
+    reader = ImageReader(processing_class, position_rule(model), getattr(config, "image_token_id", None))
+    if reader.place != reader.mark:
+        reader.ready(_picture(0))
     return reader
+
+
+def rows_to_prove(reader: ImageReader) -> list[ShownRow]:
+    """Small rows with images of two sizes, as the processor makes them; of two in a row, where it takes several.
+
+    Raises:
+        ValueError: the processor cannot make one ready.
+    """
+    mark, pictures = reader.processor.image_token, [_picture(0), _picture(1)]
+    rows = [ShownRow(*reader.row(f"Look: {mark} This is a picture.", [each])) for each in pictures]
+    with contextlib.suppress(ValueError):  # a processor that takes one image a row
+        rows.append(ShownRow(*reader.row(f"Two: {mark} and {mark} These are pictures.", pictures)))
+    return rows
+
+
+def _picture(number: int) -> dict[str, Any]:
+    """A picture as it is stored."""
+    width, height = PICTURES[number]
+    pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return {"bytes": file.getvalue(), "path": None}
 
 
 def check_images(model: nn.Module, args: Any, title: str, *, writes: bool) -> None:
@@ -112,6 +142,7 @@ def _reads(model: nn.Module) -> dict[str, Any]:
     config: Any = causal_model(model).config
     names = ("patch_size", "temporal_patch_size", "spatial_merge_size")
     own = {name: getattr(config, name, None) for name in ("model_type", "image_token_id", "scale_factor")}
+    own["use_bidirectional_attention"] = attends_both_ways(config)
     return own | {name: getattr(config.vision_config, name, None) for name in names}
 
 
@@ -129,14 +160,21 @@ def check_takes_images(
     method: str,
     takes: bool,
     prepared: bool = False,
+    unread: str = "",
 ) -> None:
-    """Refuses rows with images that nothing would read, of a model that could.
+    """Refuses rows with images that nothing would read.
+
+    Args:
+        unread: why there is no reader, where the model and its processor are to blame.
 
     Raises:
         ValueError: says what is missing.
     """
-    if not encodes_images(model) or (takes and reader is not None and not prepared):
+    if takes and reader is not None and not prepared:
         return
+    kind = causal_model(model).config.model_type
+    if not encodes_images(model) and kind not in IMAGE_MODELS:
+        return  # a model of text, whose rows say so
     first = next(iter(dataset.with_format("arrow")), None) if hasattr(dataset, "with_format") else None
     row = {} if first is None else {name: first[name][0].as_py() for name in first.column_names}
     if not shows_images(list(row), row):
@@ -146,6 +184,13 @@ def check_takes_images(
             f"{title} has images, and {method} takes text alone: lowtide trains on images by SFT, distillation, DPO, "
             "CPO, ORPO, KTO, BCO, reward modelling, GRPO, RLOO, online DPO and PPO"
         )
+    if not encodes_images(model):
+        raise ValueError(
+            f"{title} has images, and model type {kind} takes them in a way that lowtide does not know: train it on text "
+            "alone, or take another model"
+        )
+    if unread:
+        raise ValueError(f"{title} has images: {unread}")
     if prepared:
         raise ValueError(
             f"{title} has images, and rows with images are prepared by lowtide: leave out skip_prepare_dataset, and a "

@@ -1,0 +1,306 @@
+"""A tiny model of each family that transformers lists as taking images and text, and images as its processor makes them.
+
+No hub is needed: configs are made in code, and pixels are random numbers of the shapes that a processor would make.
+`NOT_BUILT` says which families are left out, and why.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from lowtide.engine.heads.head import body
+from lowtide.engine.image_proof import ShownRow
+from lowtide.engine.images import TYPES
+from lowtide.ragged import SegmentImage
+from tests.support.encoders import with_larger_weights
+
+IMAGE, VOCABULARY = 300, 320
+SIDE, PATCH = 16, 4
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+    "depth": 2,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "embed_dim": 32,
+}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+PINPOINTS = [[16, 32], [32, 16], [32, 32], [16, 48]]
+GEMMA_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+
+Inputs = dict[str, Tensor]
+
+
+def _random(number: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(number))
+
+
+def square(number: int, channels: int = 3) -> Inputs:
+    """One size for all images."""
+    return {"pixel_values": _random(number, 1, channels, SIDE, SIDE)}
+
+
+def grid(number: int, *, temporal: int = 2, merge: int = 2) -> Inputs:
+    """Patches end to end, as many as the image has."""
+    height, width = ((2, 3), (3, 2), (2, 2))[number % 3]
+    height, width = height * merge, width * merge
+    shape = height * width, 3 * temporal * PATCH * PATCH
+    return {"pixel_values": _random(number, *shape), "image_grid_thw": torch.tensor([[1, height, width]])}
+
+
+def flat_grid(number: int) -> Inputs:
+    return grid(number, temporal=1)
+
+
+def patch_grid(number: int) -> Inputs:
+    """Patches of their own shape, each a small picture."""
+    made = grid(number, temporal=1)
+    return {**made, "pixel_values": made["pixel_values"].view(-1, 3, PATCH, PATCH)}
+
+
+def merged_grid(number: int) -> Inputs:
+    return {**grid(number, temporal=1), "image_merge_sizes": torch.tensor([2])}
+
+
+def tiles(number: int) -> Inputs:
+    """Rows of tiles, each with the mask of its pixels; another number of them for other images."""
+    count = (1, 3, 2)[number % 3]
+    pixels = _random(number, 1, count, 3, SIDE, SIDE)
+    return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, count, SIDE, SIDE, dtype=torch.long)}
+
+
+def anyres(number: int) -> Inputs:
+    """The whole image, and tiles of it: as many as its size needs."""
+    count, size = ((3, (16, 30)), (5, (30, 28)), (4, (14, 44)))[number % 3]
+    return {"pixel_values": _random(number, 1, count, 3, SIDE, SIDE), "image_sizes": torch.tensor([size])}
+
+
+def crops(number: int) -> Inputs:
+    """Tiles end to end."""
+    return {"pixel_values": _random(number, (1, 3, 2)[number % 3], 3, SIDE, SIDE)}
+
+
+def sized(number: int) -> Inputs:
+    """Pixels of an image of any size."""
+    height, width = ((8, 16), (16, 8), (16, 16))[number % 3]
+    return {"pixel_values": _random(number, 1, 3, height, width), "image_sizes": torch.tensor([[height, width]])}
+
+
+def siglip2(number: int) -> Inputs:
+    height, width = ((2, 4), (4, 2), (4, 4))[number % 3]
+    seen = torch.zeros(1, 16, dtype=torch.long)
+    seen[:, : height * width] = 1
+    return {
+        "pixel_values": _random(number, 1, 16, 3 * PATCH * PATCH) * seen[..., None],
+        "spatial_shapes": torch.tensor([[height, width]]),
+        "pixel_attention_mask": seen,
+    }
+
+
+def gemma4(number: int) -> Inputs:
+    """Patches padded to the most, with their places."""
+    height, width = ((3, 6), (6, 3), (6, 6))[number % 3]
+    places = torch.full((1, 36, 2), -1)
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    places[0, : height * width] = torch.stack([columns.flatten(), rows.flatten()], -1)
+    pixels = _random(number, 1, 36, 3 * PATCH * PATCH).sigmoid() * (places[..., :1] >= 0)
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
+class Family(NamedTuple):
+    """How a tiny model of a family is made."""
+
+    image: Callable[[int], Inputs] = square
+    text: Mapping[str, Any] = {}
+    tower: Mapping[str, Any] = {}
+    own: Mapping[str, Any] = {}
+    """Of the config itself."""
+    gradients: bool = True
+    """Whether its backward is deterministic enough, and its own, to be compared."""
+
+
+QWEN3 = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+FAMILIES: dict[str, Family] = {
+    "aria": Family(text=EXPERTS | {"moe_num_experts": 4}, own={"projector_patch_to_query_dict": {16: 4}}),
+    "aya_vision": Family(crops),
+    "cohere2_vision": Family(crops),
+    "cosmos3_omni": Family(grid, MROPE, QWEN3),
+    "deepseek_vl": Family(),
+    "fuyu": Family(),
+    "gemma3": Family(text=GEMMA_LAYERS, own={"mm_tokens_per_image": 4}),
+    "gemma4": Family(
+        gemma4,
+        GEMMA_LAYERS | {"global_head_dim": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY},
+        {"pooling_kernel_size": 3, "position_embedding_size": 64, "head_dim": 8, "num_key_value_heads": 4},
+        {"audio_config": None},
+    ),
+    "gemma4_vision": Family(
+        gemma4,
+        GEMMA_LAYERS
+        | {
+            "use_bidirectional_attention": "vision",
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 0,
+        },
+        {"pooling_kernel_size": 3, "position_embedding_size": 64, "head_dim": 8, "num_key_value_heads": 4},
+        {"audio_config": None},
+    ),
+    "gemma4_unified": Family(gemma4, GEMMA_LAYERS | {"global_head_dim": 8}),
+    "glm46v": Family(grid, MROPE),
+    "glm4v": Family(grid, MROPE),
+    "glm4v_moe": Family(grid, MROPE | EXPERTS),
+    "glm_ocr": Family(grid, MROPE),
+    "glmga": Family(grid, MROPE),
+    "got_ocr2": Family(),
+    "granite_docling": Family(tiles),
+    "hunyuan_vl": Family(grid),
+    "hyperclovax_vision_v2": Family(grid, tower={"window_size": 16, "fullatt_block_indexes": [1]}),
+    "idefics2": Family(tiles, own={"perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 1, "hidden_size": 32}}),
+    "idefics3": Family(tiles, own={"scale_factor": 2}),
+    "internvl": Family(crops),
+    "kimi_k25": Family(patch_grid, EXPERTS),
+    "lfm2_vl": Family(siglip2, {"layer_types": ["full_attention", "conv"]}, {"num_patches": 16}),
+    "lfm3_vl": Family(grid),
+    "lighton_ocr": Family(sized),
+    "llama4": Family(text=EXPERTS),
+    "llava": Family(own={"vision_feature_layer": -1}),
+    "llava_next": Family(anyres, own={"image_grid_pinpoints": PINPOINTS, "vision_feature_layer": -1}),
+    "llava_next_video": Family(anyres, own={"image_grid_pinpoints": PINPOINTS, "vision_feature_layer": -1}),
+    "llava_onevision": Family(anyres, own={"image_grid_pinpoints": PINPOINTS, "vision_feature_layer": -1}),
+    "minimax_m3_vl": Family(grid, EXPERTS),
+    "mistral3": Family(sized, own={"spatial_merge_size": 2, "vision_feature_layer": -1}),
+    "ovis2": Family(),
+    "paddleocr_vl": Family(patch_grid, MROPE),
+    "pp_chart2table": Family(),
+    "qianfan_ocr": Family(crops),
+    "qwen2_5_vl": Family(grid, MROPE, {"window_size": 16, "fullatt_block_indexes": [1]}),
+    "qwen2_vl": Family(grid, MROPE, {"mlp_ratio": 2}),
+    "qwen3_5": Family(grid, MROPE | LINEAR, {"num_position_embeddings": 16}),
+    "qwen3_5_moe": Family(grid, MROPE | LINEAR | EXPERTS, {"num_position_embeddings": 16}),
+    "qwen3_vl": Family(grid, MROPE, QWEN3),
+    "qwen3_vl_moe": Family(grid, MROPE | EXPERTS, QWEN3),
+    "shieldgemma2": Family(text=GEMMA_LAYERS, own={"mm_tokens_per_image": 4}),
+    "smolvlm": Family(tiles, own={"scale_factor": 2}),
+    "video_llama_3": Family(merged_grid),
+    "video_llava": Family(),
+    "vipllava": Family(own={"vision_feature_layers": [-1, -2]}),
+}
+TYPE_OF = {"gemma4_vision": "gemma4"}
+"""The model type of a family that is named otherwise."""
+NOT_BUILT: dict[str, str] = {}
+LISTED = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def family_config(name: str) -> Any:
+    made = FAMILIES[name]
+    return AutoConfig.for_model(
+        TYPE_OF.get(name, name),
+        **{
+            "text_config": {**TEXT, **made.text},
+            "vision_config": {**TOWER, **made.tower},
+            "image_token_id": IMAGE,
+            "tie_word_embeddings": False,
+            **made.own,
+        },
+    )
+
+
+def family_model(name: str) -> Any:
+    """A tiny float64 model whose attention is far from uniform."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(family_config(name), dtype=torch.float64)
+    return with_larger_weights(model).to(torch.float64).eval()
+
+
+def segment_image(model: Any, name: str, number: int) -> SegmentImage:
+    """An image, with as many tokens as the tower makes features of it."""
+    inputs = {n: v.double() if v.is_floating_point() else v for n, v in FAMILIES[name].image(number).items()}
+    read = body(model).get_image_features
+    taken = inspect.signature(read).parameters
+    with torch.no_grad():
+        made = read(**{n: v for n, v in inputs.items() if n in taken}, return_dict=True).pooler_output
+    count = _count(made)
+    return SegmentImage(inputs, 0, count, 1000 + number, (IMAGE,))
+
+
+def _count(features: Any) -> int:
+    return math.prod(features.shape[:-1]) if isinstance(features, Tensor) else sum(_count(each) for each in features)
+
+
+def shown_row(model: Any, images: Sequence[SegmentImage], seed: int) -> ShownRow:
+    """A row that shows images, and what the model's own forward takes of it."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(3, 250, (count,), generator=rng).tolist()
+
+    tokens, placed = words(3), []
+    for image in images:
+        placed.append(image._replace(start=len(tokens)) if hasattr(image, "_replace") else _at(image, len(tokens)))
+        tokens += [IMAGE] * image.tokens + words(2)
+    tokens += words(7)
+    ids = torch.tensor([tokens])
+    inputs: Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **_together(images)}
+    taken = inspect.signature(type(body(model)).forward).parameters
+    inputs |= {name: (ids == IMAGE).long() for name in TYPES if name in taken}
+    return ShownRow(tokens, placed, inputs)
+
+
+def _at(image: SegmentImage, start: int) -> SegmentImage:
+    return SegmentImage(image.inputs, start, image.tokens, image.key, image.marked)
+
+
+def _together(images: Sequence[SegmentImage]) -> Inputs:
+    """The images of a row as a processor makes them at once: padded to the largest; tiles side by side in their row."""
+    along = 1 if "pixel_attention_mask" in images[0].inputs and images[0].inputs["pixel_values"].ndim == 5 else 0
+    made = {}
+    for name in images[0].inputs:
+        parts = [image.inputs[name] for image in images]
+        largest = [max(part.shape[axis] for part in parts) for axis in range(parts[0].ndim)]
+        wide = []
+        for part in parts:
+            size = [part.shape[axis] if axis == along else largest[axis] for axis in range(part.ndim)]
+            whole = part.new_zeros(size)
+            whole[tuple(slice(n) for n in part.shape)] = part
+            wide.append(whole)
+        made[name] = torch.cat(wide, along)
+    return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ TOWER: dict[str, Any] = {
     "embed_dim": 32,
 }
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+WHOLE_MROPE = {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
 EXPERTS = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -101,6 +103,12 @@ def tiles(number: int) -> Inputs:
     return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, count, SIDE, SIDE, dtype=torch.long)}
 
 
+def known_tiles(number: int) -> Inputs:
+    """Rows of tiles, and which of them are there."""
+    made = tiles(number)
+    return {**made, "pixel_attention_mask": torch.ones(made["pixel_values"].shape[:2], dtype=torch.bool)}
+
+
 def anyres(number: int) -> Inputs:
     """The whole image, and tiles of it: as many as its size needs."""
     count, size = ((3, (16, 30)), (5, (30, 28)), (4, (14, 44)))[number % 3]
@@ -147,8 +155,8 @@ class Family(NamedTuple):
     tower: Mapping[str, Any] = {}
     own: Mapping[str, Any] = {}
     """Of the config itself."""
-    gradients: bool = True
-    """Whether its backward is deterministic enough, and its own, to be compared."""
+    dtype: torch.dtype = torch.float64
+    """Grouped products of experts know no float64."""
 
 
 QWEN3 = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
@@ -159,17 +167,52 @@ LINEAR = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }
+QFORMER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "encoder_hidden_size": 32,
+    "vocab_size": VOCABULARY,
+}
 FAMILIES: dict[str, Family] = {
-    "aria": Family(text=EXPERTS | {"moe_num_experts": 4}, own={"projector_patch_to_query_dict": {16: 4}}),
+    "aria": Family(
+        text=EXPERTS | {"moe_num_experts": 4}, own={"projector_patch_to_query_dict": {16: 4}}, dtype=torch.float32
+    ),
     "aya_vision": Family(crops),
+    "blip-2": Family(own={"qformer_config": QFORMER}),
     "cohere2_vision": Family(crops),
+    "cohere_compass": Family(
+        grid,
+        {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), MROPE["rope_parameters"])}
+        | {"bos_token_id": 1},
+        QWEN3,
+    ),
+    "cosmos3_edge": Family(flat_grid, {"rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [2, 1, 1]}}),
+    "ernie4_5_vl_moe": Family(
+        flat_grid,
+        MROPE
+        | {"moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2, "mlp_layer_types": ["dense", "sparse"]},
+        dtype=torch.float32,
+    ),
+    "exaone4_5": Family(
+        grid, {"model_type": "exaone4"}, {"window_size": 16, "fullatt_block_indexes": [1], "num_key_value_heads": 4}
+    ),
+    "glm5_next": Family(grid, {**EXPERTS, "num_key_value_heads": 4}, dtype=torch.float32),
+    "mllama": Family(text={"bos_token_id": 1, "cross_attention_layers": [1]}),
+    "step3p7": Family(text={"sliding_window": 64}),
+    "blip": Family(),
+    "pix2struct": Family(),
+    "kosmos-2": Family(),
+    "pp_formulanet": Family(),
     "cosmos3_omni": Family(grid, MROPE, QWEN3),
     "deepseek_vl": Family(),
     "fuyu": Family(),
     "gemma3": Family(text=GEMMA_LAYERS, own={"mm_tokens_per_image": 4}),
     "gemma4": Family(
         gemma4,
-        GEMMA_LAYERS | {"global_head_dim": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY},
+        GEMMA_LAYERS
+        | {"global_head_dim": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY},
         {"pooling_kernel_size": 3, "position_embedding_size": 64, "head_dim": 8, "num_key_value_heads": 4},
         {"audio_config": None},
     ),
@@ -187,37 +230,52 @@ FAMILIES: dict[str, Family] = {
     "gemma4_unified": Family(gemma4, GEMMA_LAYERS | {"global_head_dim": 8}),
     "glm46v": Family(grid, MROPE),
     "glm4v": Family(grid, MROPE),
-    "glm4v_moe": Family(grid, MROPE | EXPERTS),
-    "glm_ocr": Family(grid, MROPE),
-    "glmga": Family(grid, MROPE),
+    "glm4v_moe": Family(grid, WHOLE_MROPE | EXPERTS, dtype=torch.float32),
+    "glm_ocr": Family(grid, WHOLE_MROPE),
+    "glmga": Family(grid, WHOLE_MROPE),
     "got_ocr2": Family(),
-    "granite_docling": Family(tiles),
-    "hunyuan_vl": Family(grid),
+    "granite_docling": Family(known_tiles),
+    "hunyuan_vl": Family(
+        flat_grid, {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]}}
+    ),
     "hyperclovax_vision_v2": Family(grid, tower={"window_size": 16, "fullatt_block_indexes": [1]}),
-    "idefics2": Family(tiles, own={"perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 1, "hidden_size": 32}}),
+    "idefics2": Family(
+        tiles, own={"perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 1, "hidden_size": 32}}
+    ),
     "idefics3": Family(tiles, own={"scale_factor": 2}),
     "internvl": Family(crops),
-    "kimi_k25": Family(patch_grid, EXPERTS),
     "lfm2_vl": Family(siglip2, {"layer_types": ["full_attention", "conv"]}, {"num_patches": 16}),
     "lfm3_vl": Family(grid),
     "lighton_ocr": Family(sized),
-    "llama4": Family(text=EXPERTS),
+    "llama4": Family(
+        text=EXPERTS,
+        tower={
+            "pixel_shuffle_ratio": 0.5,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "vision_output_dim": 32,
+            "intermediate_size": 128,
+        },
+        dtype=torch.float32,
+    ),
     "llava": Family(own={"vision_feature_layer": -1}),
     "llava_next": Family(anyres, own={"image_grid_pinpoints": PINPOINTS, "vision_feature_layer": -1}),
     "llava_next_video": Family(anyres, own={"image_grid_pinpoints": PINPOINTS, "vision_feature_layer": -1}),
     "llava_onevision": Family(anyres, own={"image_grid_pinpoints": PINPOINTS, "vision_feature_layer": -1}),
-    "minimax_m3_vl": Family(grid, EXPERTS),
+    "minimax_m3_vl": Family(grid, EXPERTS, dtype=torch.float32),
     "mistral3": Family(sized, own={"spatial_merge_size": 2, "vision_feature_layer": -1}),
-    "ovis2": Family(),
+    "ovis2": Family(
+        tower={"num_visual_indicator_tokens": 5, "vocab_size": 64}, own={"hidden_size": 32}, dtype=torch.float32
+    ),
     "paddleocr_vl": Family(patch_grid, MROPE),
     "pp_chart2table": Family(),
     "qianfan_ocr": Family(crops),
     "qwen2_5_vl": Family(grid, MROPE, {"window_size": 16, "fullatt_block_indexes": [1]}),
     "qwen2_vl": Family(grid, MROPE, {"mlp_ratio": 2}),
     "qwen3_5": Family(grid, MROPE | LINEAR, {"num_position_embeddings": 16}),
-    "qwen3_5_moe": Family(grid, MROPE | LINEAR | EXPERTS, {"num_position_embeddings": 16}),
+    "qwen3_5_moe": Family(grid, MROPE | LINEAR | EXPERTS, {"num_position_embeddings": 16}, dtype=torch.float32),
     "qwen3_vl": Family(grid, MROPE, QWEN3),
-    "qwen3_vl_moe": Family(grid, MROPE | EXPERTS, QWEN3),
+    "qwen3_vl_moe": Family(grid, MROPE | EXPERTS, QWEN3, dtype=torch.float32),
     "shieldgemma2": Family(text=GEMMA_LAYERS, own={"mm_tokens_per_image": 4}),
     "smolvlm": Family(tiles, own={"scale_factor": 2}),
     "video_llama_3": Family(merged_grid),
@@ -226,7 +284,47 @@ FAMILIES: dict[str, Family] = {
 }
 TYPE_OF = {"gemma4_vision": "gemma4"}
 """The model type of a family that is named otherwise."""
-NOT_BUILT: dict[str, str] = {}
+NOT_BUILT = {
+    "chameleon": "a picture is a row of tokens of an image tokenizer, whose vocabulary maps come with a checkpoint",
+    "emu3": "the same",
+    "janus": "its image tokenizer has 118 million parameters in the smallest config",
+    "deepseek_ocr2": "its tower has sizes that its config fixes",
+    "unlimited_ocr": "the same: 404 million parameters",
+    "deepseek_vl_hybrid": "the same: 96 million parameters",
+    "muse_glimmer": "the same: 42 million parameters",
+    "muse_spark": "the same: 26 billion parameters",
+    "mistral_large4": "the same: 77 million parameters; Mistral 3's classes",
+    "qwen4_exp": "the same: 52 million parameters",
+    "qwen2_5_omni_thinker": "the same, with audio: 640 million parameters",
+    "qwen3_omni_moe_thinker": "the same, with audio: 669 million parameters",
+    "nemotron_h_omni": "the same: 35 million parameters",
+    "kimi_k25": "its projector has sizes that its config fixes",
+    "inkling2": "its patches are of two sizes, which its processor makes",
+    "inkling_mm_model": "needs scipy",
+    "dots3_note": "its config names layers above those of a tiny model",
+    "diffusion_gemma": "writes by diffusion, with no next token",
+    "evolla": "takes proteins, and transformers makes no such model by its auto class",
+    "fast_vlm": "needs timm",
+    "gemma3n": "needs timm",
+    "perception_lm": "needs timm",
+    "granite4_vision": "its layers and tiles go by tables of the released checkpoint",
+    "minicpm_ocr": "its tower needs target sizes in its processor's form",
+    "minicpmv4_6": "the same",
+    "minicpmv4_7": "the same",
+    "florence2": "an encoder-decoder; its tower has stages with sizes of their own",
+    "git": "its config takes no parts, and images stand before the text without tokens",
+    "idefics": "cross attention, with a config of its own",
+    "instructblip": "its second tower reads the prompt again, with a tokenizer of its own",
+    "instructblipvideo": "videos",
+    "kosmos-2.5": "its config takes no parts",
+    "mistral4": "a text model",
+    "molmo2": "its tower has sizes that its config fixes",
+    "pi0": "writes actions of a robot",
+    "t5gemma2": "an encoder-decoder",
+    "udop": "an encoder-decoder that takes boxes of words",
+    "vision-encoder-decoder": "an encoder-decoder of two other models",
+}
+"""Families of which no tiny model is built, and why."""
 LISTED = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
@@ -245,20 +343,20 @@ def family_config(name: str) -> Any:
 
 
 def family_model(name: str) -> Any:
-    """A tiny float64 model whose attention is far from uniform."""
+    """A tiny model whose attention is far from uniform."""
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(family_config(name), dtype=torch.float64)
-    return with_larger_weights(model).to(torch.float64).eval()
+    model = AutoModelForImageTextToText.from_config(family_config(name), dtype=torch.float32)
+    return with_larger_weights(model).to(FAMILIES[name].dtype).eval()
 
 
 def segment_image(model: Any, name: str, number: int) -> SegmentImage:
     """An image, with as many tokens as the tower makes features of it."""
-    inputs = {n: v.double() if v.is_floating_point() else v for n, v in FAMILIES[name].image(number).items()}
+    inputs = {n: v.to(model.dtype) if v.is_floating_point() else v for n, v in FAMILIES[name].image(number).items()}
     read = body(model).get_image_features
     taken = inspect.signature(read).parameters
     with torch.no_grad():
-        made = read(**{n: v for n, v in inputs.items() if n in taken}, return_dict=True).pooler_output
-    count = _count(made)
+        made = read(**{n: v for n, v in inputs.items() if n in taken}, return_dict=True)
+    count = _count(made.last_hidden_state if made.pooler_output is None else made.pooler_output)
     return SegmentImage(inputs, 0, count, 1000 + number, (IMAGE,))
 
 
@@ -275,7 +373,7 @@ def shown_row(model: Any, images: Sequence[SegmentImage], seed: int) -> ShownRow
 
     tokens, placed = words(3), []
     for image in images:
-        placed.append(image._replace(start=len(tokens)) if hasattr(image, "_replace") else _at(image, len(tokens)))
+        placed.append(replace(image, start=len(tokens)))
         tokens += [IMAGE] * image.tokens + words(2)
     tokens += words(7)
     ids = torch.tensor([tokens])
@@ -283,10 +381,6 @@ def shown_row(model: Any, images: Sequence[SegmentImage], seed: int) -> ShownRow
     taken = inspect.signature(type(body(model)).forward).parameters
     inputs |= {name: (ids == IMAGE).long() for name in TYPES if name in taken}
     return ShownRow(tokens, placed, inputs)
-
-
-def _at(image: SegmentImage, start: int) -> SegmentImage:
-    return SegmentImage(image.inputs, start, image.tokens, image.key, image.marked)
 
 
 def _together(images: Sequence[SegmentImage]) -> Inputs:

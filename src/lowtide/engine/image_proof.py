@@ -141,5 +141,3 @@ def _said(error: Exception) -> str:
 def _raise_if_of_memory(error: Exception) -> None:
     if is_out_of_memory(error):
         raise error  # it says nothing of the model
-
-

@@ -12,6 +12,7 @@ it, so that it changes no number and its gradients are zeros.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,9 @@ def _joined(each: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[
     along = _along(each[0])
     inputs = {PIXELS: torch.cat([values[PIXELS] for values in each], along).to(device, non_blocking=True)}
     with without_modes():
-        return inputs | {name: torch.cat([values[name] for values in each], along) for name in each[0] if name != PIXELS}
+        return inputs | {
+            name: torch.cat([values[name] for values in each], along) for name in each[0] if name != PIXELS
+        }
 
 
 def run_tower(model: nn.Module, always: bool) -> None:
@@ -164,7 +167,7 @@ def blank_image(model: Any, device: torch.device) -> dict[str, ShownImages]:
 
 @dataclass
 class EncodedImages(ModelOutput):
-    """What a model's own forward reads of its encoded images."""
+    """What a model's own forward reads of its encoded images, where lowtide calls the tower."""
 
     pooler_output: Any = None
     """The features that take the places of tokens."""
@@ -179,9 +182,11 @@ def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
         model: the body of a vision-language model.
 
     Raises:
-        ValueError: the tower gives another number of features than there are tokens.
+        ValueError: the tower gives another number of features than there are tokens, or none that are known.
     """
     outputs = [_encoded(model, inputs) for inputs in images.inputs]
+    if getattr(outputs[0], "pooler_output", None) is None:
+        raise ValueError(f"model type {model.config.model_type} encodes images in a way that lowtide does not know")
 
     def placed(read: Callable[[Any], Any]) -> Any:
         parts = [read(each) for each in outputs]
@@ -190,12 +195,14 @@ def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
         return _in_places(model, parts, images)
 
     layers = len(getattr(outputs[0], "deepstack_features", None) or ())
-    return {
-        "image": EncodedImages(
-            pooler_output=placed(lambda output: output.pooler_output),
-            deepstack_features=[placed(lambda output, n=n: output.deepstack_features[n]) for n in range(layers)] or None,
-        )
-    }
+    found = copy.copy(outputs[0])
+    for name in ("last_hidden_state", "hidden_states", "attentions"):
+        if getattr(found, name, None) is not None:
+            setattr(found, name, None)  # large, and not read
+    found.pooler_output = placed(lambda output: output.pooler_output)
+    if layers:
+        found.deepstack_features = [placed(lambda output, n=n: output.deepstack_features[n]) for n in range(layers)]
+    return {"image": found}
 
 
 def _in_places(model: Any, parts: Sequence[Any], images: ShownImages) -> Any:

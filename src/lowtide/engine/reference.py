@@ -216,7 +216,7 @@ def teaching(model: nn.Module, states: Tensor) -> TeacherStates | None:
     inner = causal_model(model)
     if (stage := stage_of(inner)) is not None and not stage.pipeline.is_last:
         return None
-    return TeacherStates(states, head_parts(inner), projection_of(inner.config.get_text_config()))
+    return TeacherStates(states, head_parts(inner), projection_of(inner.config))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from lowtide.engine.heads.head import body
 from lowtide.ops.image_positions import GRID, GridPositions
 from lowtide.ragged import SegmentImage
 
-TOWERS = ("visual", "vision_model", "vision_tower")
+TOWERS = ("visual", "vision_model", "vision_tower", "vision_encoder")
 """What transformers calls the tower in the body of a model."""
 PROJECTORS = ("merger", "deepstack_merger_list")
 """What it calls projectors within towers; others stand beside them."""

@@ -22,10 +22,15 @@ from lowtide.ops.linear_logprobs import Projection, Term
 SCALED_WHERE_TIED = frozenset({"umt5", "switch_transformers"})
 """Model types that scale hidden states as T5 where the head is the embedding, without a word of it in their config."""
 
+UNSCALED = frozenset({"aya_vision", "cohere2_vision"})
+"""Vision-language models that leave out the scaling of the language model inside."""
 
-def projection_of(config: PretrainedConfig) -> Projection:
-    """What a model type does to its logits, from its config."""
-    scale = 1.0
+
+def projection_of(whole: PretrainedConfig) -> Projection:
+    """What a model type does to its logits, from the config of the whole model."""
+    if whole.model_type in UNSCALED:
+        return Projection()
+    config, scale = whole.get_text_config(), 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         scale *= getattr(config, name, None) or 1.0
     tied = config.model_type in SCALED_WHERE_TIED and config.tie_word_embeddings

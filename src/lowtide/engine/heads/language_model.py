@@ -178,7 +178,7 @@ def reading(
     names = ["logprobs", *(name for name in Want._fields if getattr(scores.want, name))]
     if scores.loss is not None:
         names.append("loss")
-    projection = projection_of(model.config.get_text_config())._replace(temperature=scores.temperature)
+    projection = projection_of(model.config)._replace(temperature=scores.temperature)
 
     def fused(hidden: Tensor) -> tuple[Tensor, ...]:
         loss, stats = _fused(parts, hidden, scores, projection)

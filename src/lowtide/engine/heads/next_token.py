@@ -37,7 +37,7 @@ class NextToken(LanguageModel):
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ReadOutput:  # type: ignore[override]
         read, parts = scores.read, head_parts(model)
         assert read is not None, "the head of next tokens is asked with a function that reads them"
-        projection = projection_of(model.config.get_text_config())
+        projection = projection_of(model.config)
 
         def reading(hidden: Tensor) -> Tensor:
             terms, bias = head_terms(parts, hidden)

@@ -1,0 +1,149 @@
+"""Every family that transformers lists as taking images and text: its numbers with images are those of its own forward,
+or it is refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from lowtide.engine.forward import install, score
+from lowtide.engine.heads import head_of
+from lowtide.engine.image_proof import BOTH_WAYS, ImageProof, ShownRow
+from lowtide.engine.vision import encodes_images, position_rule
+from lowtide.ragged import IGNORE, RaggedBatch, Shown
+from lowtide.run.engine import check_causal
+from lowtide.run.inputs.images import check_takes_images
+from tests.support.marks import slow_but
+from tests.support.vision_families import (
+    FAMILIES,
+    IMAGE,
+    LISTED,
+    NOT_BUILT,
+    TEXT,
+    TOWER,
+    TYPE_OF,
+    family_model,
+    segment_image,
+    shown_row,
+)
+
+BOTH_DIRECTIONS = {"gemma3", "gemma4_vision", "shieldgemma2"}
+"""Families whose image tokens attend to each other in both directions: they run padded."""
+RECURRENT = {"qwen3_5", "qwen3_5_moe", "glm5_next", "lfm3_vl"}
+"""Families whose layers see other segments, with text alone too: they run padded."""
+UNKNOWN_TOWER = {"blip", "fuyu", "gemma4_unified", "kosmos-2", "mllama", "pix2struct", "pp_formulanet", "video_llava"}
+"""Families whose forward takes images in another way, or has no tower of a name that is known."""
+UNKNOWN = {
+    "blip-2": "has no head",
+    "hunyuan_vl": "counts the positions of images in a way that lowtide does not know",
+    "llama4": "has no head",
+}
+"""Families that are refused, and what the message says."""
+TRAINED = [name for name in FAMILIES if name not in UNKNOWN_TOWER | {*UNKNOWN}]
+FAST = [name for name in TRAINED if name != "glm5_next"]
+
+
+def rows_of(model: Any, name: str) -> list[ShownRow]:
+    """Rows with one image, with another, and with two, of which another row shows one."""
+    images = [segment_image(model, name, number) for number in range(3)]
+    shown = [[images[0]], [images[1]], [images[0], images[2]]]
+    return [shown_row(model, each, seed) for seed, each in enumerate(shown)]
+
+
+def own_logprobs(model: Any, rows: list[ShownRow]) -> Tensor:
+    """[scores]: of all tokens but those of images, by the model's own forward, row by row."""
+    found = []
+    for row in rows:
+        logprobs, target = (
+            model(**row.inputs, use_cache=False).logits[0, :-1].log_softmax(-1),
+            torch.tensor(row.token_ids[1:]),
+        )
+        found.append(logprobs.gather(-1, target[:, None])[:, 0][target != IMAGE])
+    return torch.cat(found)
+
+
+def gradients(model: Any, logprobs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (-logprobs.mean()).backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def laid(model: Any, rows: list[ShownRow]) -> RaggedBatch:
+    labels = [[IGNORE if token == IMAGE else token for token in row.token_ids] for row in rows]
+    shown = Shown([row.images for row in rows], position_rule(model))
+    return RaggedBatch.from_segments([row.token_ids for row in rows], labels, shown=shown)
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, TRAINED))
+def test_a_family_has_the_numbers_of_its_own_forward(name: str) -> None:
+    model = family_model(name)
+    rows = rows_of(model, name)
+    expected = own_logprobs(model, rows)
+    wanted = gradients(model, expected)
+    proof = ImageProof(model, rows)
+    install(model)
+    reason = proof.why_not_ragged(model)
+    assert (reason is None) == (name not in BOTH_DIRECTIONS | RECURRENT), reason
+    assert (reason == BOTH_WAYS) == (name in BOTH_DIRECTIONS)
+    for padding_free in [True, False] if reason is None else [False]:
+        install(model, padding_free=padding_free)
+        if not padding_free:
+            model.set_attn_implementation("sdpa")
+            proof.check_padded(model)
+        found = score(model, laid(model, rows), padding_free=padding_free).scored
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        for parameter, gradient in gradients(model, found).items():
+            torch.testing.assert_close(
+                gradient, wanted[parameter], rtol=1e-4, atol=1e-6, msg=lambda m, n=parameter: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("name", sorted(BOTH_DIRECTIONS))
+def test_a_family_that_sees_both_ways_would_have_other_numbers_without_what_its_processor_says(name: str) -> None:
+    """So a run that drops it is not equal by chance."""
+    model = family_model(name)
+    rows = rows_of(model, name)
+    kinds = {"token_type_ids", "mm_token_type_ids"}
+    causal = [row._replace(inputs={n: v for n, v in row.inputs.items() if n not in kinds}) for row in rows]
+    difference = (own_logprobs(model, rows) - own_logprobs(model, causal)).abs().max()
+    assert difference > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(UNKNOWN_TOWER))
+def test_a_family_that_takes_images_in_another_way_is_refused(name: str) -> None:
+    model = family_model(name)
+    assert not encodes_images(model)
+    rows = Dataset.from_list([{"images": ["a.png"], "messages": [{"role": "user", "content": "Look."}]}])
+    with pytest.raises(
+        ValueError, match=f"the rows has images, and model type {name} takes them in a way that lowtide"
+    ):
+        check_takes_images(rows, "the rows", model, None, method="SFT", takes=True)
+
+
+@pytest.mark.parametrize("name", sorted(UNKNOWN))
+def test_a_family_that_is_not_known_is_refused(name: str) -> None:
+    model = family_model(name)
+    with pytest.raises(ValueError, match=UNKNOWN[name]):
+        head_of(model)
+        rows = rows_of(model, name)
+        proof = ImageProof(model, rows)
+        install(model, padding_free=False)
+        proof.check_padded(model)
+
+
+def test_a_prefix_language_model_is_refused() -> None:
+    """Its processor marks the prompt, in which it attends in both directions; also where rows show no images."""
+    config = AutoConfig.for_model("paligemma", text_config=TEXT, vision_config=TOWER, image_token_id=IMAGE)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(ValueError, match="model type paligemma attends in both directions within a prompt"):
+        check_causal(model)
+
+
+def test_every_family_is_tried_or_it_is_said_why_not() -> None:
+    tried = {TYPE_OF.get(name, name) for name in FAMILIES} | {"paligemma"}
+    assert tried | {*NOT_BUILT} == {*LISTED}, "transformers lists other families"
+    assert not tried & {*NOT_BUILT}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lowtide.engine.forward import install, score
 from lowtide.engine.heads import head_of
@@ -126,21 +126,29 @@ def test_a_family_that_takes_images_in_another_way_is_refused(name: str) -> None
 @pytest.mark.parametrize("name", sorted(UNKNOWN))
 def test_a_family_that_is_not_known_is_refused(name: str) -> None:
     model = family_model(name)
-    with pytest.raises(ValueError, match=UNKNOWN[name]):
+
+    def proved() -> None:
         head_of(model)
-        rows = rows_of(model, name)
-        proof = ImageProof(model, rows)
+        proof = ImageProof(model, rows_of(model, name))
         install(model, padding_free=False)
         proof.check_padded(model)
+
+    with pytest.raises(ValueError, match=UNKNOWN[name]):
+        proved()
 
 
 def test_a_prefix_language_model_is_refused() -> None:
     """Its processor marks the prompt, in which it attends in both directions; also where rows show no images."""
     config = AutoConfig.for_model("paligemma", text_config=TEXT, vision_config=TOWER, image_token_id=IMAGE)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
+        model: Any = AutoModelForImageTextToText.from_config(config)
+        text: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("hrm_text"))
     with pytest.raises(ValueError, match="model type paligemma attends in both directions within a prompt"):
         check_causal(model)
+    with pytest.raises(ValueError, match="set prefix_lm=False in its config to train it so"):
+        check_causal(text)
+    text.config.prefix_lm = False
+    check_causal(text)
 
 
 def test_every_family_is_tried_or_it_is_said_why_not() -> None:

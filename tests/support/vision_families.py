@@ -1,4 +1,4 @@
-"""A tiny model of each family that transformers lists as taking images and text, and images as its processor makes them.
+"""A tiny model of each family that transformers lists as taking images and text, and images as processors make them.
 
 No hub is needed: configs are made in code, and pixels are random numbers of the shapes that a processor would make.
 `NOT_BUILT` says which families are left out, and why.

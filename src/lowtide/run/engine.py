@@ -72,7 +72,6 @@ def install_engine(model: nn.Module, args: TrainingConfig, reader: ImageReader |
         ValueError: the model's head is not understood, its adapters are virtual tokens or need padded rows, or its
             gradients would be of a dtype that cannot be trained so; or its sequences cannot be split over ranks.
     """
-    check_causal(causal_model(model))
     _check_precision(model, args)
     if args.optim in OPTIMIZERS:
         check_own_optimizer(model)

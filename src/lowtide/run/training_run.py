@@ -46,6 +46,7 @@ from lowtide.ranks.same_rows import check_same_rows
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import (
     Engine,
+    check_causal,
     check_prefixes,
     check_trained,
     disable_dropout,
@@ -136,6 +137,7 @@ class TrainingRun:
             )
             self._references.source = inputs.model if isinstance(inputs.model, str) else None
         self.model, self.tokenizer, self.processing_class = self._loaded()
+        check_causal(causal_model(self.model))
         check_trained(self.model)
         self.reader, self.unread = None, ""
         if method.rows.takes_images:

@@ -186,8 +186,8 @@ def check_takes_images(
         )
     if not encodes_images(model):
         raise ValueError(
-            f"{title} has images, and model type {kind} takes them in a way that lowtide does not know: train it on text "
-            "alone, or take another model"
+            f"{title} has images, and model type {kind} takes them in a way that lowtide does not know: train it on "
+            "text alone, or take another model"
         )
     if unread:
         raise ValueError(f"{title} has images: {unread}")

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from lowtide.engine.forward import install, score
 from lowtide.engine.heads import head_of
 from lowtide.engine.image_proof import BOTH_WAYS, ImageProof, ShownRow
-from lowtide.engine.vision import encodes_images, position_rule
+from lowtide.engine.images import blank_image, running_tower
+from lowtide.engine.vision import encodes_images, position_rule, tower_parameters
 from lowtide.ragged import IGNORE, RaggedBatch, Shown
 from lowtide.run.engine import check_causal
 from lowtide.run.inputs.images import check_takes_images
@@ -44,6 +45,13 @@ UNKNOWN = {
 """Families that are refused, and what the message says."""
 TRAINED = [name for name in FAMILIES if name not in UNKNOWN_TOWER | {*UNKNOWN}]
 FAST = [name for name in TRAINED if name != "glm5_next"]
+
+
+BLANK = {
+    *("cohere_compass", "cosmos3_omni", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "idefics3"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+}
+"""Families whose smallest image is known."""
 
 
 def rows_of(model: Any, name: str) -> list[ShownRow]:
@@ -99,6 +107,26 @@ def test_a_family_has_the_numbers_of_its_own_forward(name: str) -> None:
             torch.testing.assert_close(
                 gradient, wanted[parameter], rtol=1e-4, atol=1e-6, msg=lambda m, n=parameter: f"{n}: {m}"
             )
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_blank_image_changes_nothing_or_its_size_is_not_known(name: str) -> None:
+    """Ranks that share weights run the tower where no row shows an image."""
+    model = family_model(name)
+    if name not in BLANK:
+        with pytest.raises(ValueError, match="does not know how small an image the vision tower of model type"):
+            blank_image(model, torch.device("cpu"))
+        return
+    install(model, padding_free=False)
+    batch = RaggedBatch.from_segments([[5, 6, 7, 8], [9, 10, 11]])
+    expected = score(model, batch, padding_free=False).scored
+    wanted = gradients(model, expected)
+    with running_tower(model, True):
+        found = score(model, batch, padding_free=False).scored
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        for parameter, gradient in gradients(model, found).items():
+            torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-5, atol=1e-7)
+    assert any(p.grad is not None for p in tower_parameters(model)), "backward has not reached the tower"
 
 
 @pytest.mark.parametrize("name", sorted(BOTH_DIRECTIONS))

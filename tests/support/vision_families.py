@@ -6,6 +6,7 @@ No hub is needed: configs are made in code, and pixels are random numbers of the
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -228,8 +229,8 @@ FAMILIES: dict[str, Family] = {
         {"audio_config": None},
     ),
     "gemma4_unified": Family(gemma4, GEMMA_LAYERS | {"global_head_dim": 8}),
-    "glm46v": Family(grid, MROPE),
-    "glm4v": Family(grid, MROPE),
+    "glm46v": Family(grid, WHOLE_MROPE),
+    "glm4v": Family(grid, WHOLE_MROPE),
     "glm4v_moe": Family(grid, WHOLE_MROPE | EXPERTS, dtype=torch.float32),
     "glm_ocr": Family(grid, WHOLE_MROPE),
     "glmga": Family(grid, WHOLE_MROPE),
@@ -329,7 +330,7 @@ LISTED = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def family_config(name: str) -> Any:
-    made = FAMILIES[name]
+    made = copy.deepcopy(FAMILIES[name])  # configs write into what they are given
     return AutoConfig.for_model(
         TYPE_OF.get(name, name),
         **{
@@ -352,7 +353,7 @@ def family_model(name: str) -> Any:
 def segment_image(model: Any, name: str, number: int) -> SegmentImage:
     """An image, with as many tokens as the tower makes features of it."""
     inputs = {n: v.to(model.dtype) if v.is_floating_point() else v for n, v in FAMILIES[name].image(number).items()}
-    read = body(model).get_image_features
+    read: Any = body(model).get_image_features
     taken = inspect.signature(read).parameters
     with torch.no_grad():
         made = read(**{n: v for n, v in inputs.items() if n in taken}, return_dict=True)

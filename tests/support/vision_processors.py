@@ -6,6 +6,7 @@ another token than it fills, and image tokens of Gemma 3, and of some of Gemma 4
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ PROCESSORS = {
 
 def processed_family(name: str) -> tuple[Any, Any]:
     """A tiny float32 model, and its processor."""
-    made, (processor, place) = FAMILIES[name], PROCESSORS[name]
+    made, (processor, place) = copy.deepcopy(FAMILIES[name]), PROCESSORS[name]
     own = {**made.own, "image_token_id": ID[place]}
     if name == "llava_next":
         own["vision_feature_select_strategy"] = "default"

@@ -121,7 +121,7 @@ def shown_or_blank(model: nn.Module, images: Iterable[SegmentImage], device: tor
 
 
 def kinds_of_tokens(
-    model: nn.Module, token_ids: Int[Tensor, "rows tokens"], images: Iterable[SegmentImage]
+    model: Any, token_ids: Int[Tensor, "rows tokens"], images: Iterable[SegmentImage]
 ) -> dict[str, Tensor]:
     """The arguments of a model's forward that say which tokens are of images; none where it takes none."""
     inner: Any = body(model)

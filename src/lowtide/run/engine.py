@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from lowtide.compat.transformers import (
 from lowtide.data.batches.images import ImageReader
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install
 from lowtide.engine.heads import head_of
-from lowtide.engine.image_proof import ImageProof
+from lowtide.engine.image_proof import ImageProof, ShownRow
 from lowtide.engine.probe import Probe, attention_backends, probe
 from lowtide.engine.rotary import kinds_by_length, rows_alike
 from lowtide.engine.splitting import split_over
@@ -60,6 +60,8 @@ class Engine:
     """What attention runs on, where another implementation was asked for and is not used."""
     sequences: str = ""
     """How sequences are split over ranks; empty where they are not."""
+    images: Sequence[ShownRow] = ()
+    """The rows with images that the model was proved with, where rows show any."""
 
 
 def install_engine(model: nn.Module, args: TrainingConfig, reader: ImageReader | None = None) -> Engine:
@@ -270,12 +272,13 @@ def _proved(model: nn.Module, args: TrainingConfig, reader: ImageReader | None) 
     settle_heap(model, gathers=args.sharding.by_deepspeed or is_gathered(model))
     inner = causal_model(model)
     implementation = _implementation(inner)
-    shown = None if reader is None else ImageProof(model, rows_to_prove(reader))
+    images = () if reader is None else rows_to_prove(reader)
+    shown = ImageProof(model, images) if images else None
     found = probe(model, ragged=prompt is None)
     of_images = None if shown is None or not (ragged and found.isolated) else shown.why_not_ragged(model)
     let_go(model)
     if ragged and found.isolated and of_images is None:
-        return Engine(True, "segments proved isolated on this model", found)
+        return Engine(True, "segments proved isolated on this model", found, images=images)
     if found.error is not None and is_out_of_memory(found.error):
         raise found.error  # it says nothing of the model
     install(model, padding_free=False)

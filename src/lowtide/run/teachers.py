@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.compat.torch import FakeTensor
 from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.adapters import leaves_base
-from lowtide.engine.forward import causal_model, embedding_weight, vocabulary
+from lowtide.engine.forward import causal_model, embedding_weight, install, vocabulary
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.image_proof import ImageProof
 from lowtide.engine.probe import probe
+from lowtide.engine.vision import encodes_images
 from lowtide.engine.weights.loading import load_model
 from lowtide.engine.weights.model_init import model_init
 from lowtide.run.engine import Engine
@@ -93,9 +95,13 @@ class TeacherMaker(ReferenceMaker):
         if whole and not getattr(inner, "is_quantized", False):
             frozen.to(self.args.device)
         implementation = attention_implementation(inner.config) or "eager"
-        isolated = probe(frozen).isolated
+        shown = ImageProof(frozen, engine.images) if engine.images and encodes_images(frozen) else None
+        isolated = probe(frozen).isolated and (shown is None or shown.why_not_ragged(frozen) is None)
         if not isolated:
+            install(frozen, padding_free=False)
             inner.set_attn_implementation(implementation)
+            if shown is not None:
+                shown.check_padded(frozen)
         return {"padding_free": isolated}
 
     def _text(self, reference: nn.Module, *, own_model: bool) -> str:

@@ -30,7 +30,7 @@ from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import ScoreOutput, Scores, body
 from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import NextToken
-from lowtide.engine.images import kinds_of_tokens, shown_images, shown_or_blank
+from lowtide.engine.images import image_inputs, shown_images
 from lowtide.engine.linear import install_linear
 from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.rotary import Run, install_rotary, rows_of
@@ -219,12 +219,11 @@ def score(
         if not padding_free:
             pairs = inner.config.is_encoder_decoder
             inputs, index = padded_pairs(batch) if pairs else pad(batch)
-            images = shown_or_blank(inner, _padded_images(batch), batch.token_ids.device)
+            images = image_inputs(inner, inputs["input_ids"], _padded_images(batch))
             virtual = leading_states(model)
             index = index + virtual * (index // inputs["input_ids"].shape[1] + 1) if virtual else index
             if types is None:
                 inputs.pop("token_type_ids", None)
-            inputs |= kinds_of_tokens(inner, inputs["input_ids"], chain.from_iterable(batch.images))
             with noisy_embeddings(inner, batch, inputs["attention_mask"]), rows_of(_padded_runs(model, batch)):
                 return model(**inputs, **images, scores=replace(scores, index=index))
         sequence = sequence_of(model)
@@ -238,10 +237,9 @@ def score(
             noisy_embeddings(inner, batch, own=own),
             _own_random(sequence if stage is None else stage.pipeline, inner, batch.token_ids.device),
         ):
-            inputs |= shown_or_blank(inner, chain.from_iterable(batch.images), batch.token_ids.device)
+            inputs |= image_inputs(inner, inputs["input_ids"], chain.from_iterable(batch.images))
             if types is not None:
                 inputs["token_type_ids"] = types[None, own]
-            inputs |= kinds_of_tokens(inner, inputs["input_ids"], chain.from_iterable(batch.images))
             if stage is None or stage.entered:
                 return model(**inputs, scores=scores)
             return stage.run_through(lambda: model(**inputs, scores=scores), batch.tokens, batch.token_ids.device)

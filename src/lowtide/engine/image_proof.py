@@ -23,7 +23,6 @@ from lowtide.engine.images import TYPES
 from lowtide.engine.probe import TOLERANCE, inference
 from lowtide.engine.vision import position_rule
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
-from lowtide.memory.allocators.out_of_memory import is_out_of_memory
 from lowtide.ragged import IGNORE, RaggedBatch, SegmentImage, Shown
 
 SCORED = 6
@@ -139,5 +138,5 @@ def _said(error: Exception) -> str:
 
 
 def _raise_if_of_memory(error: Exception) -> None:
-    if is_out_of_memory(error):
+    if isinstance(error, torch.OutOfMemoryError):
         raise error  # it says nothing of the model

@@ -113,11 +113,16 @@ def running_tower(model: nn.Module, always: bool) -> Iterator[None]:
         run_tower(model, before)
 
 
-def shown_or_blank(model: nn.Module, images: Iterable[SegmentImage], device: torch.device) -> dict[str, ShownImages]:
-    """As `shown_images`; a blank image where there are none and the tower of the model, not wrapped, runs all the
-    same."""
+def image_inputs(
+    model: Any, token_ids: Int[Tensor, "rows tokens"], images: Iterable[SegmentImage]
+) -> dict[str, ShownImages | Tensor]:
+    """The keyword arguments of a model's forward for images: as `shown_images`, or a blank one where there are none and
+    the tower of the model, not wrapped, runs all the same; and which tokens are of images, where it is told."""
+    images, device = [*images], token_ids.device
     shown = shown_images(images, device)
-    return shown if shown or not vars(model).get(RUNS_TOWER) else blank_image(model, device)
+    if not shown and vars(model).get(RUNS_TOWER):
+        shown = blank_image(model, device)
+    return {**shown, **kinds_of_tokens(model, token_ids, images)}
 
 
 def kinds_of_tokens(

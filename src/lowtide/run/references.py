@@ -30,6 +30,7 @@ from lowtide.ranks.shards import is_sharded, whole_shape
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import Engine, cut, disable_dropout
 from lowtide.run.inputs.arguments import check_kind
+from lowtide.run.inputs.images import check_reads_alike
 from lowtide.run.inputs.loading import model_name
 from lowtide.run.optimizers import OPTIMIZERS
 from lowtide.run.streamed_weights import check_before_loading, stream_frozen, text_of, wants_stream
@@ -58,6 +59,8 @@ class ReferenceMaker:
         """The trained weights of a policy with adapters, where switching these off does not give it as it arrived."""
         self.source: str | None = None
         """The name that the policy was loaded by, where a streamed copy of it is loaded once more."""
+        self.sees_images = False
+        """Whether it is given rows with images."""
         self.temperature = float(getattr(args, "scored_at", 1.0))
         """At which an online method compares."""
 
@@ -128,6 +131,8 @@ class ReferenceMaker:
         frozen, self._aside = self._aside, None
         if requested is not None:
             frozen = self._loaded(requested, model, tokenizer)
+            if self.sees_images:
+                check_reads_alike(model, frozen, self.what)
         elif frozen is None and sharded:
             raise ValueError(
                 "the model came sharded, so that no copy of it can be the reference: pass a `ref_model` that is "

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from lowtide import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowtide import DPOConfig, DPOTrainer, GKDConfig, GKDTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from tests.support.vision_families import TEXT, TOWER
 from tests.support.vision_models import padded, rows, user
 from tests.support.vision_processors import PROCESSORS, processed_family
@@ -133,3 +133,20 @@ def test_a_prefix_language_model_is_refused_by_name(with_images: bool, tmp_path:
             train_dataset=Dataset.from_list(made),
             processing_class=processor if with_images else processor.tokenizer,
         )
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_a_teacher_of_a_family_sees_images_as_it_does_by_itself(name: str, tmp_path: Path) -> None:
+    """A teacher that is the student has no divergence from it, whatever way it runs in."""
+    (model, processor), (teacher, _) = processed_family(name), processed_family(name)
+    made = [{"messages": row["prompt"] + row["chosen"], "images": row["images"]} for row in images_of_rows()]
+    run = GKDTrainer(
+        model,
+        teacher_model=teacher,
+        args=GKDConfig(**settings(tmp_path, lmbda=0.0, beta=0.5, disable_dropout=True)),
+        train_dataset=Dataset.from_list(made),
+        processing_class=processor,
+    )
+    run.train()
+    [found] = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert found == pytest.approx(0.0, abs=1e-5)

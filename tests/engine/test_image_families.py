@@ -13,6 +13,7 @@ from lowtide.engine.forward import install, score
 from lowtide.engine.heads import head_of
 from lowtide.engine.image_proof import BOTH_WAYS, ImageProof, ShownRow
 from lowtide.engine.images import blank_image, running_tower
+from lowtide.engine.probe import probe
 from lowtide.engine.vision import encodes_images, position_rule, tower_parameters
 from lowtide.ragged import IGNORE, RaggedBatch, Shown
 from lowtide.run.engine import check_causal
@@ -183,3 +184,9 @@ def test_every_family_is_tried_or_it_is_said_why_not() -> None:
     tried = {TYPE_OF.get(name, name) for name in FAMILIES} | {"paligemma"}
     assert tried | {*NOT_BUILT} == {*LISTED}, "transformers lists other families"
     assert not tried & {*NOT_BUILT}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4_vision", "gemma4", "qwen3_vl"])
+def test_rows_of_text_alone_run_without_padding(name: str) -> None:
+    """Also of families whose image tokens see each other."""
+    assert probe(family_model(name)).isolated

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from lowtide.compat.torch import without_modes
+from lowtide.compat.torch import FakeTensor, without_modes
 from lowtide.compat.transformers import PACKS_PATCHES, packed_layout
 from lowtide.engine.attention import keep_plan, masks_built
 from lowtide.engine.heads.head import body
@@ -217,6 +217,12 @@ def _in_places(model: Any, parts: Sequence[Any], images: ShownImages) -> Any:
     if not images.tokens:  # of a blank image backward reaches the tower all the same
         features = features[:0]
     if len(features) != sum(images.tokens):
+        if isinstance(features, FakeTensor):
+            raise ValueError(
+                f"the run cannot be traced without values, since the vision tower of model type "
+                f"{model.config.model_type} reads the sizes of images off the device. Memory of such a model is not "
+                "predicted; measure it with a short run (--max_steps 2 --memory_report report.json)"
+            )
         raise ValueError(
             f"the vision tower of model type {model.config.model_type} gives {len(features)} features for images that "
             f"fill {sum(images.tokens)} tokens: processor and model do not belong together"

@@ -13,6 +13,7 @@ from lowtide.run.writing import Writer
 from tests.support.live_bytes import LivingBytes
 from tests.support.marks import slow_but
 from tests.support.online_runs import even_tokens
+from tests.support.vision_families import family_config
 from tests.support.vision_models import CONFIGS, FAMILIES, conversations, processor, rows, stored, vision_model
 
 
@@ -110,3 +111,11 @@ def test_what_writing_takes_is_predicted_with_the_tower(
     ready = [reader.ready(stored(image)) for row in rows(32) for image in row["images"]]
     waiting = sum(value.nbytes for each in ready for value in each.shown.inputs.values())
     assert tensors == pytest.approx(living.peaks["generate"] - waiting, rel=0.06)
+
+
+def test_a_tower_whose_weights_are_drawn_until_they_are_in_a_range_is_described() -> None:
+    """Without values there is no end to that: Siglip's."""
+    predicted = lowtide.estimate(
+        SFTConfig(output_dir="run", use_cpu=True, bf16=False, max_steps=2), family_config("gemma3"), lengths=[32] * 8
+    )
+    assert predicted.tensor_bytes > 0

@@ -20,6 +20,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from lowtide.compat.peft import without_bitsandbytes
 from lowtide.engine.adapters import add_adapter_of
@@ -156,7 +157,8 @@ class DescribedModel:
         for name, value in self.head.config_values.items():
             setattr(config, name, value)
         check_type(self.head, config, config.name_or_path or config.model_type)
-        model = self.head.loader(config).from_config(config, dtype=self.dtype)
+        with no_init_weights():  # some draw again until all values are in a range, which has no end without values
+            model = self.head.loader(config).from_config(config, dtype=self.dtype)
         if self.quantization_config is not None:
             store_in_four_bits(model, self.quantization_config)
         return model

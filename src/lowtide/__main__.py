@@ -2,6 +2,10 @@
 
 import sys
 
-from lowtide.cli.main import main
+from lowtide.python_process import leave_current_folder
+
+leave_current_folder()
+
+from lowtide.cli.main import main  # noqa: E402
 
 sys.exit(main())

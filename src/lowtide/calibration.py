@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
-import sys
 import tempfile
 from typing import Any
+
+from lowtide.python_process import python_calling
 
 RANKS = 2
 ENGINES: dict[str, dict[str, Any]] = {
@@ -107,11 +107,12 @@ def predicted_bytes(adapters: bool, engine: str) -> int:
 
 def peak_of_ranks(adapters: bool, engine: str) -> int:
     """The peak of the rank that holds most, of two that train the small model together."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", __spec__.name, "--engine", engine, *(["--adapters"] if adapters else [])]
-    shared = {"WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    from lowtide.compat.launching import LOOPBACK, store_of_this_machine
+
+    store = store_of_this_machine()
+    command = python_calling(__name__, "tell", "--engine", engine, *(["--adapters"] if adapters else []))
+    shared = {"WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS), "MASTER_ADDR": LOOPBACK}
+    shared |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
     ranks = [
@@ -139,5 +140,6 @@ def main() -> int:
     return peak - predicted_bytes(*given)
 
 
-if __name__ == "__main__":
+def tell() -> None:
+    """Prints it: how a process that runs this is asked."""
     print(main(), flush=True)

@@ -37,7 +37,7 @@ def test_one_process_needs_no_launcher_and_several_get_one(tmp_path):
     assert launch_command(["sft"], {"num_processes": "1"}) is None
     command = launch_command(["sft", "--model", "m"], {"num_processes": "4"})
     assert command is not None
-    assert command[1:3] == ["-m", "accelerate.commands.launch"]
+    assert command[1:3] == ["-m", "lowtide.compat.launching"]
     assert command[command.index("--num_processes") + 1] == "4"
     assert command[-5:] == ["-m", "lowtide", "sft", "--model", "m"]
     file = tmp_path / "gpus.yaml"

@@ -15,6 +15,7 @@ from typing import Any
 
 from lowtide.cli.endings import UsageError
 from lowtide.environment import set_environment
+from lowtide.python_process import forget_safe_path, keep_current_folder_off_the_path
 
 OF_PROCESSES = {
     "num_processes": ("N", "run on so many processes: one for each GPU, or several on a CPU"),
@@ -47,6 +48,7 @@ def prepare(words: Sequence[str]) -> list[str]:
     Raises:
         UsageError: the number is none, or the file is not there or not of accelerate.
     """
+    forget_safe_path()
     rest, given = split(words)
     file = _keys_of_file(rest)
     try:
@@ -60,6 +62,7 @@ def prepare(words: Sequence[str]) -> list[str]:
     if command is None:
         return rest
     sys.stdout.flush()
+    keep_current_folder_off_the_path()
     os.execv(command[0], command)  # never comes back
 
 
@@ -92,7 +95,7 @@ def launch_command(words: Sequence[str], wanted: Mapping[str, Any]) -> list[str]
     count = wanted.get("num_processes", config.get("num_processes"))
     if count is not None and (not str(count).isdecimal() or int(count) < 1):
         raise UsageError(f"num_processes is {count!r}; it must be a whole number from 1 on")
-    start = [sys.executable, "-m", "accelerate.commands.launch"]
+    start = [sys.executable, "-m", "lowtide.compat.launching"]
     number = [] if count is None else ["--num_processes", str(count)]
     if file in FSDP and count is None:
         raise UsageError(f"accelerate_config={file} needs the number of processes to shard over: add --num_processes N")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lowtide.memory.allocators.settings import MALLOC
 from lowtide.planner.tracing_process import OF_A_LAUNCHER
+from lowtide.python_process import python_calling
 from lowtide.ranks.sharding import Sharding
 
 PACKAGES = (
@@ -77,7 +78,7 @@ def _engine(sharding: Sharding) -> str:
 
 def _measured(adapters: bool, engine: str) -> int:
     given = [*(["--adapters"] if adapters else []), *(["--engine", engine] if engine else [])]
-    command = [sys.executable, "-m", "lowtide.calibration", *given]
+    command = python_calling("lowtide.calibration", "tell", *given)
     quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
     done = subprocess.run(command, env=kept | quiet, capture_output=True, text=True, timeout=SECONDS)

@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple, ParamSpec, TypeVar
 
 from lowtide.deferred_imports import defer_imports
 from lowtide.methods import METHODS
+from lowtide.python_process import python_calling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,8 +85,7 @@ def in_tracing_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwar
 
 
 def _asked(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Reply:
-    begin = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import serve; serve()"
-    command = [sys.executable, "-c", begin, *sys.path]  # modules are found there as they are here
+    command = python_calling(__name__, "serve")
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed, env=_environment()

@@ -63,6 +63,7 @@ def _merge(arguments: argparse.Namespace) -> bool:
         raise UsageError(f"{adapter / ADAPTER_FILE} does not say which model it was trained on: give it by --model")
     if output.resolve() in (adapter.resolve(), Path(name).resolve()):
         raise UsageError(f"--output_dir {output} is a folder that is read from: give another one")
+    _check_holds_no_model(output)
 
     import torch
 
@@ -81,6 +82,17 @@ def _merge(arguments: argparse.Namespace) -> bool:
     return _save_tokenizer([str(adapter), name], output, trust)
 
 
+def _check_holds_no_model(output: Path) -> None:
+    """Refuses a folder whose model would be written over."""
+    from lowtide.engine.weights.shard_files import OF_A_MODEL
+    from lowtide.own_files import check_no_links
+
+    held = [path.name for path in output.iterdir() if OF_A_MODEL.fullmatch(path.name)] if output.is_dir() else []
+    if held:
+        raise UsageError(f"--output_dir {output} holds a model already ({held[0]}): give a new folder")
+    check_no_links(output)
+
+
 def _join(arguments: argparse.Namespace) -> bool:
     """Writes one model of a sharded checkpoint, beside and then renamed; whether a tokenizer is written with it."""
     checkpoint, output = arguments.checkpoint, arguments.output_dir
@@ -93,16 +105,13 @@ def _join(arguments: argparse.Namespace) -> bool:
     import torch
 
     from lowtide.engine.weights.merging import save_joined
-    from lowtide.trainers.checkpoints.durable import remove
+    from lowtide.own_files import folder_beside
 
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
+    with folder_beside(output) as beside:
         save_joined(checkpoint, beside, dtype=dtype, trust_remote_code=arguments.trust_remote_code)
         has_tokenizer = _save_tokenizer([str(checkpoint)], beside, arguments.trust_remote_code)
         os.replace(beside, output)
-    finally:
-        remove(beside)
     return has_tokenizer
 
 

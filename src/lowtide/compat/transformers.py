@@ -431,6 +431,12 @@ HOOKS = (
     Hook("_save_optimizer_and_scheduler", ("output_dir",), "_save_checkpoint", "a reference that is kept is saved"),
     Hook("_load_optimizer_and_scheduler", ("checkpoint",), "_prepare_for_training", "states are checked first"),
     Hook("_load_from_checkpoint", ("resume_from_checkpoint", "model"), "train", "loads converted names as well"),
+    Hook(
+        "_finalize_training",
+        ("trial", "num_train_samples", "start_time"),
+        "_inner_training_loop",
+        "only checkpoints that a run wrote are deleted",
+    ),
     Hook("_load_best_model", (), "_finalize_training", "the best checkpoint is checked first"),
     Hook("_load_rng_state", ("checkpoint",), "_run_epoch", "a checkpoint may lack a rank's random state"),
     Hook("_save_rng_state", ("output_dir",), "_save_checkpoint", "completions that are learned from are saved beside"),
@@ -438,6 +444,20 @@ HOOKS = (
 )
 """Every method of the Trainer that `lowtide.trainers` overrides, but its public entry points `train`, `evaluate` and
 `predict`."""
+
+
+@contextlib.contextmanager
+def no_checkpoints_deleted() -> Iterator[None]:
+    """While it lasts, the Trainer finds no checkpoints to delete at the end of training: it would delete folders of
+    such a name that no run wrote, with all that is in them."""
+    from transformers import trainer
+
+    given = trainer.sort_checkpoints
+    trainer.sort_checkpoints = lambda *_, **__: []
+    try:
+        yield
+    finally:
+        trainer.sort_checkpoints = given
 
 
 USED = {

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from lowtide.memory.allocators.settings import MALLOC
+from lowtide.own_files import writing
 from lowtide.planner.tracing_process import OF_A_LAUNCHER
 from lowtide.python_process import python_calling
 from lowtide.ranks.sharding import Sharding
@@ -49,9 +50,8 @@ def process_bytes(adapters: bool = False, sharding: Sharding = ALONE) -> int:
     kept, found = _kept(adapters, engine), _measured(adapters, engine)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        scratch = kept.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps({"bytes": found}))
-        scratch.replace(kept)
+        with writing(kept) as beside:
+            beside.write_text(json.dumps({"bytes": found}))
     except OSError:
         pass  # it is measured again next time
     return found

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lowtide.data.batches.images import ImageReader
+from lowtide.own_files import share_file
 from lowtide.ragged import IGNORE, RaggedBatch, Shown
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.images import PromptImages
@@ -153,6 +154,7 @@ class Rollout:
         }
         metadata = {"rollout": json.dumps({"version": self.version, **known, **more})}
         save_file({name: each.contiguous() for name, each in tensors.items()}, str(path), metadata)
+        share_file(path)
 
     @classmethod
     def load(cls, path: Path, reader: ImageReader | None = None) -> tuple[Rollout, dict[str, Any]]:

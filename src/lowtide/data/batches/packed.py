@@ -4,7 +4,6 @@ A packed row's segments never see each other. Where labels are predicted at the 
 given the label -100, so that no reader of the row can score it against the segment before.
 """
 
-import uuid
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.progress import track
 from lowtide.data.batches.packing import Packing
 from lowtide.data.batches.token_rows import IGNORED, count_scored, list_column, range_index
 from lowtide.data.cache.mapped import release_pages
+from lowtide.own_files import writing
 
 BINS_AT_A_TIME = 1000
 PIECES_AT_A_TIME = 500
@@ -104,24 +104,19 @@ def _of_bins(
 
 def write_packed(tables: Iterator[pa.Table], bins: int, path: str, name: str) -> None:
     """Write packed rows to an Arrow file, which is there as a whole or not at all."""
-    unfinished = Path(f"{path}.{uuid.uuid4().hex}.tmp")
-    try:
-        with pa.OSFile(str(unfinished), "wb") as sink:
-            writer = None
-            for table in track(
-                tables,
-                description=f"Packing {name}",
-                total=-(-bins // BINS_AT_A_TIME),
-                transient=True,
-                disable=are_progress_bars_disabled(),
-            ):
-                writer = writer or pa.ipc.new_stream(sink, table.schema)
-                writer.write_table(table)
-            assert writer is not None, "a plan without bins"
-            writer.close()
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with writing(Path(path)) as unfinished, pa.OSFile(str(unfinished), "wb") as sink:
+        writer = None
+        for table in track(
+            tables,
+            description=f"Packing {name}",
+            total=-(-bins // BINS_AT_A_TIME),
+            transient=True,
+            disable=are_progress_bars_disabled(),
+        ):
+            writer = writer or pa.ipc.new_stream(sink, table.schema)
+            writer.write_table(table)
+        assert writer is not None, "a plan without bins"
+        writer.close()
 
 
 def drop_unscored(packed: Dataset) -> tuple[Dataset, int, int]:

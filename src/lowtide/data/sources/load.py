@@ -7,6 +7,7 @@ which line is at fault.
 
 import contextlib
 import glob
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -55,6 +56,8 @@ SPLIT_WORDS = {
 }
 """The words in a file's name that tell its split. (`datasets` looks at the whole path, so that everything in a folder
 called `test-run` would be test data.)"""
+
+logger = logging.getLogger(__name__)
 
 Source = str | Path | Dataset | IterableDataset | DatasetDict | IterableDatasetDict | Sequence[Mapping[str, Any]]
 
@@ -125,6 +128,7 @@ def _from_file(path: Path, split: str, *, streaming: bool) -> Dataset | Iterable
 
 
 def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
+    _tell_of_links_out_of(path)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         saved = load_from_disk(str(path))
         return saved if isinstance(saved, Dataset) else _choose_split(saved, split)
@@ -140,6 +144,21 @@ def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -
     for file in files:
         splits.setdefault(_split_of(file.relative_to(path)), []).append(file)
     return _from_files(path, splits, split, streaming=streaming)
+
+
+def _tell_of_links_out_of(folder: Path) -> None:
+    """Warns of files of a folder that are elsewhere: who made the folder may not know what they hold. A snapshot of the
+    hub's cache has its files beside it."""
+    inside = folder.resolve()
+    for file in sorted(folder.rglob("*")):
+        place = file.resolve()
+        if file.is_symlink() and not place.is_relative_to(inside) and place.parent not in _blobs(inside):
+            logger.warning(f"{file} is a link to {place}, outside of the folder: the run reads that as its data")
+
+
+def _blobs(folder: Path) -> list[Path]:
+    """Where the hub's cache has the files of a snapshot that `folder` is, or is in."""
+    return [above.parent / "blobs" for above in (folder, *folder.parents) if above.name == "snapshots"]
 
 
 def _from_files(

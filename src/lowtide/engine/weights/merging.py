@@ -28,7 +28,8 @@ from lowtide.compat.transformers import names_not_saved
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.heads import HEADS
 from lowtide.engine.weights.quantized import is_quantized
-from lowtide.engine.weights.shard_files import WeightFiles, missing_shards, shards_in
+from lowtide.engine.weights.shard_files import OF_A_MODEL, WeightFiles, missing_shards, shards_in
+from lowtide.own_files import share_file
 from lowtide.ranks.shards import held_whole
 
 MAX_SHARD_BYTES = 2 << 30
@@ -327,8 +328,9 @@ def _layer_of(name: str) -> str:
 def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
     from safetensors.torch import save_file
 
-    for old in (*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors", folder / INDEX):
-        old.unlink(missing_ok=True)
+    for old in folder.iterdir():
+        if OF_A_MODEL.fullmatch(old.name):
+            old.unlink()
     shard: dict[str, Tensor] = {}
     shards: list[list[str]] = []
     total = held = 0
@@ -336,6 +338,7 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, max_bytes
     def write() -> None:
         shards.append(list(shard))
         save_file(shard, folder / f"model-{len(shards):05}.safetensors", metadata={"format": "pt"})
+        share_file(folder / f"model-{len(shards):05}.safetensors")
         shard.clear()
 
     for name, tensor in weights:

@@ -20,8 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lowtide.own_files import share_file
+
 SHARD = re.compile(r"shard-(\d+)-of-(\d+)\.safetensors")
 """The name of a rank's file."""
+OF_A_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""The names of files that hold the weights of a whole model, and of their index."""
 PLACES, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 """Keys of the metadata, and of a weight's place in it, as torch names them."""
 OFFSETS = "saved_offsets"
@@ -56,6 +60,7 @@ def write_shard(path: Path, rows: Mapping[str, tuple[Tensor, int]]) -> None:
     places = {name: {OFFSETS: [first, *[0] * (part.dim() - 1)][: part.dim()]} for name, (part, first) in rows.items()}
     told = {"format": "pt", VERSION: "1.0", PLACES: json.dumps(places)}
     save_file({name: part.detach().cpu().contiguous() for name, (part, _) in rows.items()}, path, metadata=told)
+    share_file(path)
 
 
 class WeightFiles:

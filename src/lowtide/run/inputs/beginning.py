@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from lowtide.data.documents import documents_of, texts_of
 from lowtide.engine.heads.head import Head
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.new_model import BEGINNING, described_config
+from lowtide.own_files import folder_beside, remove_files
 
 FOLDER = "beginning"
 """Its name in the output folder."""
@@ -54,27 +54,50 @@ def beginning_of(args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase | None
     asked["rows"] = fingerprint_of(rows) if args.train_tokenizer and isinstance(rows, Dataset) else None
     asked["tokenizer"] = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
     with args.main_process_first(desc="making the model's folder"):
-        record = folder / BEGINNING
-        if not record.is_file() or json.loads(record.read_text(encoding="utf-8")) != asked:
+        record = _record(folder)
+        if record is None or record.get("asked") != asked:
             _make(folder, args, rows, tokenizer, asked)
     return str(folder)
 
 
+def _record(folder: Path) -> dict | None:
+    """What a run wrote of the folder that it made; None where there is no folder.
+
+    Raises:
+        ValueError: no run made it, or it holds more than a run wrote.
+    """
+    if not os.path.lexists(folder):
+        return None
+    try:
+        record = json.loads((folder / BEGINNING).read_text(encoding="utf-8"))
+        strangers = {path.name for path in folder.iterdir()} - {*record["files"]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        record, strangers = {}, {BEGINNING}
+    if strangers or folder.is_symlink() or not isinstance(record, dict):
+        raise ValueError(
+            f"{folder} is where the model that a run begins with is made, and no run made what lies there: move it "
+            "away, or name another output_dir"
+        )
+    return record
+
+
 def _make(folder: Path, args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase | None, asked: dict) -> None:
-    """Writes the folder beside its place, and moves it there when it is whole."""
+    """Writes the folder beside its place, and moves it there when it is whole, in place of one that a run made."""
     config = described_config(
         args.config_name, args.model_type, args.config_overrides or {}, trust_remote_code=args.trust_remote_code
     )
     _check_kind(config, args.method.head)
     tokenizer = tokenizer or _tokenizer(args, rows)
     _fit(config, tokenizer, args)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=folder.parent))
-    config.save_pretrained(made)
-    tokenizer.save_pretrained(made)
-    (made / BEGINNING).write_text(json.dumps(asked, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    made.rename(folder)
+    with folder_beside(folder) as made:
+        config.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        files = sorted([BEGINNING, *(path.name for path in made.iterdir())])
+        record = {"asked": asked, "files": files}
+        (made / BEGINNING).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if (earlier := _record(folder)) is not None:
+            remove_files(folder, earlier["files"])
+        made.rename(folder)
 
 
 def _check_kind(config: PretrainedConfig, head: type[Head]) -> None:

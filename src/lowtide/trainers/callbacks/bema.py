@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from lowtide.engine.forward import causal_model
+from lowtide.own_files import share_weights
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class BEMACallback(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir, "bema")
             self.running_model.save_pretrained(folder)
+            share_weights(folder)
             logger.info(f"the averaged weights are in {folder}")
 
 

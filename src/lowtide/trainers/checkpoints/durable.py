@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
+
+from lowtide.own_files import writing
 
 
 def flush(path: Path) -> None:
@@ -22,19 +23,7 @@ def flush(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a text file as a whole; a failure leaves the file that was there."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with writing(path) as beside:
         beside.write_text(text, encoding="utf-8")
         flush(beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
     flush(path.parent)
-
-
-def remove(path: Path) -> None:
-    """Removes a file, a folder with all that is in it, or a link; what a link points to stays."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)

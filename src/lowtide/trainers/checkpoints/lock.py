@@ -13,12 +13,21 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from lowtide.own_files import check_no_links
+
 LOCK = ".lowtide.lock"
+_MOST_BYTES = 4096
+"""The most bytes that a lock file has."""
+_STRANGER = (
+    "{path} is no file that a run made: a run locks its output folder by a file of that name. Move it away, or name "
+    "another output_dir"
+)
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """What a file system without locks says."""
 
@@ -38,6 +47,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
+    check_no_links(folder)
     path = folder / LOCK
     descriptor = _acquired(path, folder)
     _held[folder] = threading.get_ident(), descriptor
@@ -46,7 +56,8 @@ def only_run_in(folder: Path) -> Iterator[None]:
     finally:
         del _held[folder]
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)  # before it is free: the next run makes a file of its own
+            if _is_still(path, descriptor):
+                path.unlink(missing_ok=True)  # before it is free: the next run makes a file of its own
         os.close(descriptor)
 
 
@@ -60,10 +71,10 @@ def leave_folders() -> None:
 def _acquired(path: Path, folder: Path) -> int:
     """The descriptor of the lock file, locked."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = _opened(path)
         try:
             locked = _flock(descriptor)
-            holder = _holder(descriptor)
+            holder = _holder(path, descriptor)
             if locked is False or (locked is None and _lives(holder)):
                 raise ValueError(_refusal(folder, holder))
             if not _is_still(path, descriptor):  # its holder removed it in the meantime
@@ -79,6 +90,26 @@ def _acquired(path: Path, folder: Path) -> int:
             raise
 
 
+def _opened(path: Path) -> int:
+    """The descriptor of the lock file, which is made if it is not there; a link is not followed.
+
+    Raises:
+        ValueError: under its name lies something that no run made.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise ValueError(_STRANGER.format(path=path)) from None
+        raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:  # another name of it may be a file of the user's
+        os.close(descriptor)
+        raise ValueError(_STRANGER.format(path=path))
+    return descriptor
+
+
 def _flock(descriptor: int) -> bool | None:
     """Whether the lock is ours now; None where the file system has no locks."""
     try:
@@ -92,13 +123,22 @@ def _flock(descriptor: int) -> bool | None:
     return True
 
 
-def _holder(descriptor: int) -> dict:
-    """What the lock file says of the process that holds it; empty where it says nothing."""
-    try:
-        found = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
-    except ValueError:
+def _holder(path: Path, descriptor: int) -> dict:
+    """What the lock file says of the process that holds it; empty where it says nothing.
+
+    Raises:
+        ValueError: it holds something that no run wrote.
+    """
+    text = os.pread(descriptor, _MOST_BYTES, 0)
+    if not text.strip(b"\0"):  # made a moment ago, or what a loss of power leaves
         return {}
-    return found if isinstance(found, dict) else {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not {"pid", "host"} <= found.keys():
+        raise ValueError(_STRANGER.format(path=path))
+    return found
 
 
 def _lives(holder: dict) -> bool:
@@ -119,7 +159,7 @@ def _lives(holder: dict) -> bool:
 
 def _is_still(path: Path, descriptor: int) -> bool:
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 

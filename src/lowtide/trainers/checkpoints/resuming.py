@@ -27,10 +27,10 @@ from lowtide.engine.weights.shard_files import shards_in
 from lowtide.engine.weights.stages import with_weights_on
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.own_files import remove_marked
 from lowtide.ranks.shards import is_sharded
 from lowtide.trainers.checkpoints.beside import beside_adapters, load_beside
 from lowtide.trainers.checkpoints.choosing import last_whole, named, said
-from lowtide.trainers.checkpoints.durable import remove
 from lowtide.trainers.checkpoints.lock import only_run_in
 from lowtide.trainers.checkpoints.run_record import OF_METRICS, differences, run_record, scheduler_name, unfit_states
 from lowtide.trainers.checkpoints.shards import (
@@ -97,7 +97,7 @@ class ResumableRuns(WholeCheckpoints):
         output = Path(str(self.args.output_dir))
         if self.args.save_strategy != "no":
             stack.enter_context(only_run_in(output))
-            remove(output / STAGING)  # what a killed run left
+            remove_marked(output / STAGING)  # what a killed run left
         if wanted is None:
             return None
         found = self._resumption(wanted, output)

@@ -4,6 +4,7 @@ flushed to the disk and renamed. A full disk, a kill or a loss of power leaves t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -15,19 +16,22 @@ import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from lowtide.compat.transformers import no_checkpoints_deleted
 from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
-from lowtide.engine.weights.shard_files import missing_shards, shards_in, write_shard
+from lowtide.engine.weights.shard_files import OF_A_MODEL, missing_shards, shards_in, write_shard
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
+from lowtide.own_files import check_no_links, make_marked, remove_marked, share_weights
 from lowtide.ranks.failures import is_left_by_another
 from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.step.phases import Phases
 from lowtide.trainers.checkpoints.beside import save_beside
-from lowtide.trainers.checkpoints.durable import flush, remove
-from lowtide.trainers.checkpoints.manifest import seal
+from lowtide.trainers.checkpoints.durable import flush
+from lowtide.trainers.checkpoints.manifest import MANIFEST, read_manifest, seal
+from lowtide.trainers.checkpoints.rotating import is_written, keep_best, rotate
 from lowtide.trainers.checkpoints.run_record import run_record
 from lowtide.trainers.checkpoints.shards import own_shard, save_optimizer_shard, states_are_cut, whole_state
 from lowtide.trainers.checkpoints.soundness import RUN_STATE, SCHEDULER
@@ -65,23 +69,18 @@ class WholeCheckpoints(Trainer):
         staging = run / STAGING
         main = self.args.should_save
         try:
-            self._together(staging, lambda: _make_empty(staging) if main else None)
+            self._together(staging, lambda: make_marked(staging) if main else None)
             self._together(staging, lambda: self._write_to(staging, run, model, trial))
             self._together(staging, lambda: _publish(staging, run, name) if main else None)
         except BaseException:
             if main:
-                remove(staging)
+                _remove_unfinished(staging)
             raise
         self.last_checkpoint = str(run / name)
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(run / name))
         if main:
-            rotate_checkpoints(
-                output_dir=str(run),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            rotate(run, self.args.save_total_limit, self.state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
 
     def _together(self, staging: Path, part: Callable[[], object]) -> None:
@@ -101,7 +100,7 @@ class WholeCheckpoints(Trainer):
             return
         run = staging.parent
         if self.args.should_save:
-            remove(staging)
+            _remove_unfinished(staging)
         last = f" ({self.last_checkpoint})" if self.last_checkpoint else ""
         raise ValueError(
             f"step {self.state.global_step}: the checkpoint could not be written to {run}: {reason}. Checkpoints "
@@ -136,6 +135,15 @@ class WholeCheckpoints(Trainer):
         if errors:
             raise errors[0]
 
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """As the Trainer's, which with `save_total_limit=1` leaves the best checkpoint alone."""
+        with no_checkpoints_deleted():
+            ended = super()._finalize_training(trial, num_train_samples, start_time)
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and best is not None and self.args.save_total_limit == 1:
+            keep_best(Path(self._get_output_dir(trial=trial)), Path(best))
+        return ended
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not yet: what is pushed is read in the background, and the folder is about to get another name."""
 
@@ -154,7 +162,9 @@ class WholeCheckpoints(Trainer):
             ValueError: it could not be written; while a checkpoint is, ranks meet first.
         """
         try:
+            check_no_links(Path(output_dir or str(self.args.output_dir)))
             self._save_whole(output_dir, _internal_call)
+            share_weights(Path(output_dir or str(self.args.output_dir)))
         except WRITE_ERRORS as error:
             if is_left_by_another(error):
                 raise
@@ -198,7 +208,8 @@ class WholeCheckpoints(Trainer):
                 self._save(str(folder), state_dict={})
                 ranks = name.rpartition("-of-")[2]
                 others = (path for path in shards_in(folder) if not path.name.endswith(f"-of-{ranks}"))
-                for path in (*folder.glob("model*.safetensors*"), *others):
+                whole = (path for path in folder.iterdir() if OF_A_MODEL.fullmatch(path.name))
+                for path in (*whole, *others):
                     path.unlink()  # the file of no weights, and what an earlier run left
             if rows:
                 write_shard(folder / name, rows)
@@ -231,19 +242,44 @@ class WholeCheckpoints(Trainer):
             del self._get_output_dir
 
 
-def _make_empty(staging: Path) -> None:
-    """A new folder, whatever an earlier run left under its name; a link is not followed."""
-    remove(staging)
-    staging.mkdir(parents=True)
+def _remove_unfinished(staging: Path) -> None:
+    """Removes what was written of a checkpoint; what no run wrote stays."""
+    with contextlib.suppress(FileExistsError):
+        remove_marked(staging)
 
 
 def _publish(staging: Path, run: Path, name: str) -> None:
-    """Gives a checkpoint that is written its name; one of the same step is put aside first, and then removed."""
+    """Gives a checkpoint that is written its name; one of the same step is put aside first, and then removed.
+
+    What no run wrote, and lies under that name, keeps a name beside it.
+    """
     if missing := missing_shards(staging / name):
         raise OSError(f"{missing[0]}, which another rank wrote, is not there: all ranks need one output_dir")
     seal(staging / name)
     if os.path.lexists(run / name):
-        os.replace(run / name, staging / f"earlier-{name}")
+        kept = _free_name(run / f"earlier-{name}") if _has_strangers(run / name) else staging / f"earlier-{name}"
+        os.replace(run / name, kept)
+        if kept.parent == run:
+            logger.warning(f"{run / name} held files that no run wrote: it is {kept} now")
     os.replace(staging / name, run / name)
     flush(run)
-    remove(staging)
+    remove_marked(staging)
+
+
+def _has_strangers(folder: Path) -> bool:
+    """Whether there are files in a checkpoint's place that no run wrote; a link is replaced, and its target stays."""
+    if folder.is_symlink():
+        return False
+    if not folder.is_dir() or not is_written(folder):
+        return not folder.is_dir() or any(folder.iterdir())
+    try:
+        known = {*(read_manifest(folder) or {}), MANIFEST}
+    except ValueError:
+        return True
+    return any(path.relative_to(folder).as_posix() not in known for path in folder.rglob("*") if not path.is_dir())
+
+
+def _free_name(path: Path) -> Path:
+    """This path, or the first that is free with a number behind it."""
+    names = (path if number == 1 else path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    return next(each for each in names if not os.path.lexists(each))

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowtide.data.formats.images import in_words
+from lowtide.own_files import writing
 from lowtide.rollout.readable import readable
 from lowtide.run.rollouts import Made
 from lowtide.trainers.callbacks.log_completions import hand_to_trackers, trackers_of
@@ -59,7 +60,8 @@ class CompletionsLog:
         folder = Path(str(self.args.output_dir), "completions")
         folder.mkdir(parents=True, exist_ok=True)
         written = pa.Table.from_pylist([{"step": step, **row} for row in rows])
-        pq.write_table(written, folder / f"completions_{step:05d}.parquet")
+        with writing(folder / f"completions_{step:05d}.parquet") as beside:
+            pq.write_table(written, beside)
         if trackers_of(self.args.report_to):
             hand_to_trackers(written.to_pandas(), self.args.report_to)
         if getattr(self.args, "log_completions_hub_repo", None):

@@ -29,6 +29,7 @@ from lowtide.data.sources.titles import title_of
 from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
 from lowtide.ops.mapped import let_go
+from lowtide.own_files import writing
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.shards import is_sharded, local_of
 from lowtide.ranks.world import distributed, worst_of_ranks
@@ -173,10 +174,12 @@ def _write(values: list[np.ndarray], path: str) -> None:
     np.cumsum([len(value) for value in values], out=offsets[1:])
     column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(values)))
     table = pa.table({REFERENCE_COLUMN: column})
-    staging = Path(f"{path}.{hash(path) & 0xFFFF:04x}.saving")
-    with pa.OSFile(str(staging), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+    with (
+        writing(Path(path)) as beside,
+        pa.OSFile(str(beside), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table)
-    staging.rename(path)
 
 
 def weights_fingerprint(trainer: LowtideTrainer, digest: str) -> str:

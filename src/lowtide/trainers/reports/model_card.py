@@ -13,6 +13,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import Trainer
 
+from lowtide.own_files import writing
+
 if TYPE_CHECKING:
     from lowtide.engine.heads.head import Head
     from lowtide.methods.method import Method
@@ -63,7 +65,9 @@ class ModelCards(Trainer):
             **metadata,
         )
         folder.mkdir(parents=True, exist_ok=True)
-        ModelCard(f"---\n{data.to_yaml()}\n---\n\n{self._card_text(name, dataset_name)}").save(folder / "README.md")
+        card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{self._card_text(name, dataset_name)}")
+        with writing(folder / "README.md") as beside:
+            card.save(beside)
 
     @property
     def _base_model(self) -> str | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import torch
 
-from lowtide.rollout.generators.vllm.server import PROTOCOL, Service, handler_of
+from lowtide.rollout.generators.vllm.secret import kept_secret
+from lowtide.rollout.generators.vllm.server import PROTOCOL, Server, Service, handler_of
 from lowtide.rollout.generators.vllm.turns import WrittenTurn
 from tests.support.tiny_llama import VOCAB
 
@@ -48,8 +49,8 @@ class Running:
     """A server in threads of this process."""
 
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.server.daemon_threads = True
+        self.server = Server(("127.0.0.1", 0))
+        self.server.RequestHandlerClass = handler
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -61,10 +62,14 @@ class Running:
 @contextlib.contextmanager
 def serving(service: Service) -> Iterator[Running]:
     """A server while it lasts."""
-    running = Running(handler_of(service))
+    running = Running(BaseHTTPRequestHandler)
+    stack = contextlib.ExitStack()
+    secret = stack.enter_context(kept_secret(running.server.port))
+    running.server.RequestHandlerClass = handler_of(service, secret)
     threading.Thread(target=service.run, daemon=True).start()
     try:
         yield running
     finally:
         service.stop()
         running.stop()
+        stack.close()

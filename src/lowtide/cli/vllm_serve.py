@@ -18,8 +18,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "vllm-serve",
         help="start vLLM as a server that writes completions for a training",
         description="Start vLLM (0.30 to 0.32) as a server. A training with use_vllm=True and vllm_mode=server copies "
-        "its weights into it, and has it write. Whoever reaches the port can use and replace the model: keep it on a "
-        "private network.",
+        "its weights into it, and has it write. A call has to tell the server's secret, which your trainings on this "
+        "machine find by themselves. Elsewhere LOWTIDE_VLLM_TOKEN says it, on both sides.",
     )
     add = parser.add_argument
     add("--model", required=True, metavar="M", help="the model that is trained: a folder or hub name")

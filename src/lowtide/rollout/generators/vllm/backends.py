@@ -26,6 +26,8 @@ from lowtide.rollout.generators.vllm.worker import RECEIVER
 
 AT_A_TIME = 32
 """Completions that are asked of `vllm serve` at a time: each is a call of its own, for it has a seed of its own."""
+BYTES_OF_TOKEN = 1024
+"""The most that an answer has for a token: its number, its log-probability and its text."""
 OWN = "lowtide vllm-serve --model MODEL"
 
 
@@ -89,7 +91,8 @@ class LowtideServer:
 
     def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
         try:
-            found = self.calls.post("/generate", {"label": label, **to_json(turns, sampling)})
+            most = sum(turn.most for turn in turns) * BYTES_OF_TOKEN
+            found = self.calls.post("/generate", {"label": label, **to_json(turns, sampling)}, most)
         except Refused as error:
             if error.status != 409:
                 raise
@@ -177,7 +180,7 @@ class VLLMServe:
             **more,
         }
         try:
-            choice = self.calls.post("/v1/completions", asked)["choices"][0]
+            choice = self.calls.post("/v1/completions", asked, turn.most * BYTES_OF_TOKEN)["choices"][0]
             ids = [int(token) for token in choice["token_ids"]]
             numbers = [UNKNOWN if each is None else float(each) for each in choice["logprobs"]["token_logprobs"]]
         except (KeyError, IndexError, TypeError) as error:

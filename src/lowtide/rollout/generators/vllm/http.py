@@ -9,7 +9,11 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from lowtide.rollout.generators.vllm.secret import VARIABLE, secret_for
+
 CHUNK = 1 << 20
+MOST_BYTES = 16 << 20
+"""Of an answer that says nothing of how long it may be."""
 ERROR_CHARACTERS = 500
 """Of what a server says, in a message."""
 
@@ -43,6 +47,7 @@ class Calls:
             raise ValueError(f"vllm_server_base_url={url!r} is no address of a server, such as http://localhost:8000")
         self.url, self.timeout = url.rstrip("/"), timeout
         self._parts = parts
+        self._secret = secret_for(parts.hostname, parts.port)
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
 
     def get(self, path: str, timeout: float | None = None) -> Any:
@@ -53,10 +58,10 @@ class Calls:
         """
         return self._call("GET", path, None, {}, timeout)
 
-    def post(self, path: str, body: Any = None) -> Any:
-        """Likewise, of a server that is told something as JSON."""
+    def post(self, path: str, body: Any = None, most: int = 0) -> Any:
+        """Likewise, of a server that is told something as JSON; `most` are the bytes that what was asked may take."""
         data = b"" if body is None else json.dumps(body).encode()
-        return self._call("POST", path, data, {"Content-Type": "application/json"})
+        return self._call("POST", path, data, {"Content-Type": "application/json"}, most=most)
 
     def post_bytes(self, path: str, data: bytes, headers: dict[str, str]) -> Any:
         """Likewise, of a server that is sent bytes."""
@@ -84,15 +89,24 @@ class Calls:
             time.sleep(min(0.5, max(left, 0.0)))
 
     def _call(
-        self, method: str, path: str, data: bytes | None, headers: dict[str, str], timeout: float | None = None
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        headers: dict[str, str],
+        timeout: float | None = None,
+        *,
+        most: int = 0,
     ) -> Any:
+        if self._secret is not None:
+            headers = {**headers, "Authorization": f"Bearer {self._secret}"}
         timeout = self.timeout if timeout is None else timeout
         until = time.monotonic() + timeout
         connection = self._kind(self._parts.hostname or "", self._parts.port, timeout=timeout)
         try:
             connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
             response = connection.getresponse()
-            content = self._read(connection, response, until)
+            content = self._read(connection, response, until, MOST_BYTES + most)
         except TimeoutError as error:
             raise ServerError(
                 f"the vLLM server at {self.url} did not answer {path} within {timeout:g} seconds: it hangs, or what it "
@@ -108,11 +122,14 @@ class Calls:
         return self._content(path, response.status, content)
 
     @staticmethod
-    def _read(connection: Any, response: http.client.HTTPResponse, until: float) -> bytes:
+    def _read(connection: Any, response: http.client.HTTPResponse, until: float, most: int) -> bytes:
         """All that is answered; a server that sends ever so little now and then is given no more time for it."""
-        parts = []
+        parts, size = [], 0
         while part := response.read1(CHUNK):
             parts.append(part)
+            size += len(part)
+            if size > most:
+                raise http.client.HTTPException(f"its answer has more than the {most:,} bytes that were asked for")
             left = until - time.monotonic()
             if left <= 0:
                 raise TimeoutError
@@ -126,12 +143,17 @@ class Calls:
         if status != 200:
             try:
                 said = str(json.loads(content)["error"])
-            except (ValueError, KeyError, TypeError):
-                said = content.decode(errors="replace")
+            except (ValueError, KeyError, TypeError, RecursionError):
+                said = content[: 4 * ERROR_CHARACTERS].decode(errors="replace")
+            if status == 401:
+                said += (
+                    f". It is in the environment variable {VARIABLE}, on both sides, or, for a server that you started "
+                    "on this machine, in a file that is found by itself"
+                )
             raise Refused(f"the vLLM server at {self.url} refuses {path} ({status}): {said[:ERROR_CHARACTERS]}", status)
         if not content:
             return None
         try:
             return json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(f"what answers at {self.url} is no vLLM server: {path} gave {content[:80]!r}") from error

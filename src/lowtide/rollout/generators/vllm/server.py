@@ -10,14 +10,19 @@ weights that are being replaced. What several ranks ask for at a time is written
     POST /weights/bucket  a bucket as safetensors; the header X-Run names the run
     POST /weights/end     {"label", "buckets"}: these were all
 
-Whoever reaches the port can use and replace the model: keep it on a private network. The default is this machine alone.
+Every call but /health tells the server's secret (`secret.py`), and is asked of the machine by its address or name: a
+page in a browser, whatever name it gives to this machine, is refused. What a stranger sends is not read, and his
+connection ends after some seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import logging
 import queue
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +30,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
 from lowtide.rollout.generators.generator import Sampling
+from lowtide.rollout.generators.vllm.secret import VARIABLE, is_authorized, kept_secret, secret_file
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn, of_json
 from lowtide.rollout.generators.vllm.weights import MAX_BUCKET_BYTES, Assembly, from_bytes
 
@@ -34,6 +40,13 @@ PROTOCOL = 1
 """Raised when a client of another one would misunderstand."""
 MAX_BODY_BYTES = 4 * MAX_BUCKET_BYTES
 """Of what a server takes at a time: a row of a weight may be above a bucket."""
+
+MAX_CONNECTIONS = 256
+"""Calls at a time: one for each rank of a training. Further ones are closed."""
+STRANGER_SECONDS = 20.0
+"""The time that a connection has to tell the secret, and then each block of a body to arrive."""
+BLOCK = 1 << 20
+MAX_RUN_CHARACTERS = 128
 
 
 class Served(Protocol):
@@ -154,7 +167,8 @@ class Service:
             return self._wait(_Job(lambda: self._end(asked["label"], asked["buckets"])))
         raise LookupError(f"there is nothing at {path}")
 
-    def _begin(self, label: dict[str, Any]) -> dict:
+    def _begin(self, label: Any) -> dict:
+        _check_label(label)
         self.label, self._coming = None, label
         self._buckets, self._assembly = 0, Assembly()
         self.engine.begin()
@@ -177,15 +191,61 @@ class Service:
         return {"label": label}
 
 
+def _check_label(label: Any) -> None:
+    """Refuses what is no label of weights.
+
+    Raises:
+        ValueError: says what one is.
+    """
+    run = label.get("run") if isinstance(label, dict) else None
+    numbers = [label.get("version"), label.get("copy")] if isinstance(label, dict) else []
+    if not isinstance(run, str) or not 0 < len(run) <= MAX_RUN_CHARACTERS or not all(type(n) is int for n in numbers):
+        raise ValueError("a label of weights has a run's name, the number of its step and that of its copy")
+    if label.keys() != {"run", "version", "copy"}:
+        raise ValueError("a label of weights has `run`, `version` and `copy`, and nothing else")
+
+
 def _fits(expected: Any, held: dict[str, Any]) -> bool:
     return isinstance(expected, dict) and all(held.get(name) == value for name, value in expected.items())
 
 
-def handler_of(service: Service) -> type[BaseHTTPRequestHandler]:
-    """What answers the calls of a service."""
+def handler_of(service: Service, secret: str, host: str = "127.0.0.1") -> type[BaseHTTPRequestHandler]:
+    """What answers the calls of a service.
+
+    Args:
+        secret: that a call has to tell.
+        host: the name by which the server was told to listen.
+    """
+    names = {"localhost", socket.gethostname().lower(), host.lower()}
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+        timeout = STRANGER_SECONDS
+
+        def setup(self) -> None:
+            super().setup()
+            self._patience = threading.Timer(STRANGER_SECONDS, self._shut)
+            self._patience.daemon = True
+            self._patience.start()
+
+        def finish(self) -> None:
+            self._patience.cancel()
+            with contextlib.suppress(OSError):
+                super().finish()
+
+        def _shut(self) -> None:
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+        def _is_refused(self) -> bool:
+            """Whether this call is a stranger's; if so, it has been told."""
+            if "Origin" in self.headers or not _is_address_or(self.headers.get("Host", ""), names):
+                self._say(403, {"error": "the server answers programs that call this machine by its address or name"})
+                return True
+            if not is_authorized(self.headers.get("Authorization"), secret):
+                self._say(401, {"error": f"the server's secret is missing or wrong: {VARIABLE} says it"})
+                return True
+            self._patience.cancel()
+            return False
 
         def log_message(self, format: str, *args: Any) -> None:
             logger.debug(format, *args)
@@ -193,28 +253,47 @@ def handler_of(service: Service) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             if self.path == "/health":
                 self._say(200, {"status": "ok"})
+            elif self._is_refused():
+                return
             elif self.path == "/info":
                 self._say(200, {**service.info, "label": service.label})
             else:
                 self._say(404, {"error": f"there is nothing at {self.path}"})
 
         def do_POST(self) -> None:
-            length = self.headers.get("Content-Length", "")
-            if not length.isdigit() or int(length) > MAX_BODY_BYTES:
-                self.close_connection = True
-                self._say(413, {"error": f"a body of {length or 'unknown'} bytes, where {MAX_BODY_BYTES} are taken"})
+            if self._is_refused():
                 return
-            body = self.rfile.read(int(length))
+            length = self.headers.get("Content-Length", "")
+            if not (length.isascii() and length.isdigit() and len(length) < 20) or int(length) > MAX_BODY_BYTES:
+                self._say(
+                    413, {"error": f"a body of {length[:20] or 'unknown'} bytes, where {MAX_BODY_BYTES} are taken"}
+                )
+                return
+            try:
+                body = self._body(int(length))
+            except OSError:  # it went away, or sends nothing
+                return
+            self.connection.settimeout(None)
             try:
                 self._say(200, service.answer(self.path, body, self.headers.get("X-Run")))
             except Conflict as error:
                 self._say(409, {"error": str(error)})
             except LookupError as error:
                 self._say(404 if not isinstance(error, KeyError) else 400, {"error": str(error)})
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 self._say(400, {"error": str(error)})
             except Exception as error:
                 self._say(500, {"error": f"{type(error).__name__}: {error}"})
+
+        def _body(self, length: int) -> bytes:
+            """What is sent, for which memory is taken as it comes."""
+            body = bytearray()
+            while len(body) < length:
+                block = self.rfile.read1(min(BLOCK, length - len(body)))
+                if not block:
+                    raise ConnectionResetError
+                body += block
+            return bytes(body)
 
         def _say(self, status: int, content: Any) -> None:
             data = json.dumps(content).encode()
@@ -230,19 +309,65 @@ def handler_of(service: Service) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def _is_address_or(host: str, names: set[str]) -> bool:
+    """Whether a header `Host` has an IP address or one of these names; a page that leads its own name here does not."""
+    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() in names:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class Server(ThreadingHTTPServer):
+    """One thread a call, of which there are not more than `MAX_CONNECTIONS` at a time."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__(address, BaseHTTPRequestHandler)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+    @property
+    def port(self) -> int:
+        """At which it listens."""
+        return self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a connection ended", exc_info=True)
+
+
 def serve(service: Service, host: str, port: int) -> None:
     """Answers calls until the process is interrupted.
 
     Raises:
         OSError: the port is taken.
     """
-    server = ThreadingHTTPServer((host, port), handler_of(service))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    print(f"lowtide serves {service.info.get('model')} at http://{host}:{server.server_address[1]}", flush=True)
-    try:
-        service.run()
-    finally:
-        server.shutdown()
-        server.server_close()
+    server = Server((host, port))
+    with kept_secret(server.port) as secret:
+        server.RequestHandlerClass = handler_of(service, secret, host)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print(
+            f"lowtide serves {service.info.get('model')} at http://{host}:{server.port}. Trainings of yours on this "
+            f"machine find its secret by themselves; others need {VARIABLE}, which is in {secret_file(server.port)}",
+            flush=True,
+        )
+        try:
+            service.run()
+        finally:
+            server.shutdown()
+            server.server_close()

@@ -91,9 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(report: Mapping[str, Sequence[Finding]], wrong: Sequence[str]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from lowtide.terminal import Console
 
     console = Console()
     for group, findings in report.items():

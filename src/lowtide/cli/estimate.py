@@ -40,10 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError, OSError: an argument, a file or the model is wrong; the message says which, and what to do.
     """
     described = described_run(arguments)
-    from rich.console import Console
-
     from lowtide.planner.tracing_process import tracing_here
     from lowtide.planning import estimate_method
+    from lowtide.terminal import Console
 
     with Console(stderr=True).status("Tracing the run on tensors without memory"), tracing_here():
         found = estimate_method(

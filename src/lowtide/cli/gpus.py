@@ -47,9 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     if described.run.what.dataset or described.run.what.datasets:
         raise UsageError("gpus reads no dataset: say how long its rows are by --lengths 1024x8")
     with without_collection():
-        from rich.console import Console
-
         from lowtide.planning import gpus
+        from lowtide.terminal import Console
 
     own, named = described.adapters(), {**described.rewards()}
     with Console(stderr=True).status("Tracing the ways to train on tensors without memory"):

@@ -85,11 +85,10 @@ def run(args: argparse.Namespace) -> int:
         OSError: the data is not there.
     """
     _check_folder(args.output_dir)
-    from rich.console import Console
-
     from lowtide.data.report.lengths import BATCH_SIZES, LengthReport
     from lowtide.data.report.lengths_page import write_html
     from lowtide.data.report.lengths_plot import write_png
+    from lowtide.terminal import Console
 
     console = Console()
     lengths, left_out = _lengths(args)

@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and words and trains(words[0]):
         without_thread_cache()
+    if argv is None:
+        import_module("lowtide.terminal").show_safely()
     command = next((word for word in words if not word.startswith("-")), "")
     with stopping_at_once(f"running lowtide {command}".strip()):
         return _status_of(words)
@@ -163,8 +165,9 @@ def _refuse_unknown(words: Sequence[str], command: str | None, *parsers: argpars
 
 
 def _complain(message: str, hint: str) -> None:
-    from rich.console import Console
     from rich.text import Text
+
+    from lowtide.terminal import Console
 
     line = Text.assemble(("error: ", "bold red"), message, (f"  ({hint})" if hint else "", "dim"))
     Console(stderr=True).print(line, soft_wrap=True, highlight=False)

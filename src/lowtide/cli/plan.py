@@ -91,10 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _planned(arguments: argparse.Namespace, described: DescribedRun) -> Plan:
-    from rich.console import Console
-
     from lowtide.planner.tracing_process import tracing_here
     from lowtide.planning import plan
+    from lowtide.terminal import Console
 
     with Console(stderr=True).status("Tracing the run on tensors without memory"), tracing_here():
         found = plan(
@@ -125,7 +124,7 @@ def _written(plan: Plan, arguments: argparse.Namespace) -> str:
 
 
 def _show(plan: Plan, arguments: argparse.Namespace) -> None:
-    from rich.console import Console
+    from lowtide.terminal import Console
 
     console = Console()
     for part in _parts(plan):
@@ -146,8 +145,9 @@ def _show_failure(error: PlanError, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(error.to_dict(), indent=2))
         return
-    from rich.console import Console
     from rich.padding import Padding
+
+    from lowtide.terminal import Console
 
     console = Console()
     console.print(noted(""), noted(f"Does not fit: {error.reason}", style=style_of(False)))

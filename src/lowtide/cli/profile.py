@@ -110,8 +110,7 @@ def _write(profile: Profile, folder: Path) -> None:
 
 def _predicted(profile: Profile, trainer: Any) -> Profile:
     """A profile with what an estimate says of the run, and of each change that would help."""
-    from rich.console import Console
-
+    from lowtide.terminal import Console
     from lowtide.trainers.predictions import advised
     from lowtide.trainers.profiling import heaviest_micro_batch
 

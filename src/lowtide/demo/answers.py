@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowtide.demo.data import Question
+from lowtide.terminal import Console
 
 BATCH = 100
 MOST_TOKENS = 16

@@ -18,13 +18,13 @@ import datasets
 import torch
 import transformers
 import yaml
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lowtide.demo.data import Question, make_questions, write_rows
 from lowtide.demo.lessons import COMMON, LESSONS, Finding, Lesson
 from lowtide.memory.allocators.measure import bytes_text, resident_bytes
+from lowtide.terminal import Console
 
 Sample = tuple[Question, Finding, Finding]
 Training = Callable[[str, Path], int]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from tokenizers import processors
 from transformers import (
@@ -21,6 +20,7 @@ from transformers import (
 from lowtide.demo.answers import BATCH, MOST_TOKENS
 from lowtide.demo.data import Question
 from lowtide.demo.model import END, PAD, make_tokenizer
+from lowtide.terminal import Console
 
 
 def pair_of_texts(question: Question) -> Iterator[dict[str, Any]]:

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch import nn
 
 from lowtide.compat.torch import watch_compilations
+from lowtide.terminal import Console
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """The environment variable of torch that names the folder of compiled graphs."""

@@ -161,9 +161,10 @@ def hand_to_trackers(frame: Any, report_to: Any) -> None:
 
 
 def _print(rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from lowtide.terminal import Console
 
     shown = Table(*COLUMNS, title="Completions", title_justify="left", show_lines=True)
     for row in rows:

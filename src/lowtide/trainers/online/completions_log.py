@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import HfApi
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from lowtide.data.formats.images import in_words
 from lowtide.own_files import writing
 from lowtide.rollout.readable import readable
 from lowtide.run.rollouts import Made
+from lowtide.terminal import Console
 from lowtide.trainers.callbacks.log_completions import hand_to_trackers, trackers_of
 
 SHOWN = 400

@@ -18,7 +18,6 @@ import pyarrow.ipc
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset, concatenate_datasets, is_caching_enabled
-from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
@@ -36,6 +35,7 @@ from lowtide.ranks.world import distributed, worst_of_ranks
 from lowtide.run.edge import TO_DO
 from lowtide.step.rank_sync import RankSync
 from lowtide.step.train_step import Limits
+from lowtide.terminal import Console
 
 if TYPE_CHECKING:
     from lowtide.trainers.base import LowtideTrainer

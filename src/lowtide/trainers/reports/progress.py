@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,6 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from transformers import ProgressCallback, TrainerCallback
+
+from lowtide.terminal import Console
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +25,7 @@ from lowtide.ranks.shards import whole_shape
 from lowtide.run.engine import Engine
 from lowtide.run.options.without_effect import without_effect
 from lowtide.run.streamed_weights import text_of
+from lowtide.terminal import Console
 from lowtide.trainers.reports.memory_bar import memory_bar
 from lowtide.trainers.reports.reported import Reported
 

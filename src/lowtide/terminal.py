@@ -1,0 +1,57 @@
+"""What is shown on a terminal: text from data, models and templates without the characters that control terminals.
+
+A prompt, a completion or a template's error may hold sequences that clear the screen, set the title or the clipboard,
+or turn the direction of text. They are shown escaped (`\\x1b`), into pipes and files too.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from rich import console as rich_console
+from rich.segment import Segment
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""C0 and C1 but tabs and ends of lines, and what directs text."""
+
+
+def shown(text: str) -> str:
+    """A text whose control characters are written as escapes."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class Console(rich_console.Console):
+    """rich's, which writes the control characters of what it is given as escapes; its own stay."""
+
+    def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
+        for segment in super().render(*args, **kwargs):
+            yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+
+class _Record(logging.LogRecord):
+    def getMessage(self) -> str:
+        return shown(super().getMessage())
+
+
+def show_safely() -> None:
+    """This process's logs, warnings and tracebacks, those of other packages too, hold no control characters."""
+    logging.setLogRecordFactory(_Record)
+    given = warnings.formatwarning
+    if given.__module__ != __name__:
+        warnings.formatwarning = _formatter(given)
+    sys.excepthook = lambda kind, error, trace: print(
+        shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr
+    )
+
+
+def _formatter(given: Any) -> Any:
+    def formatwarning(*args: Any, **kwargs: Any) -> str:
+        return shown(given(*args, **kwargs))
+
+    return formatwarning

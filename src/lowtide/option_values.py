@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import json
 import math
 import numbers
 import os
@@ -21,9 +20,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from lowtide.option import Range
+from lowtide.parsing import parse_json, parse_yaml
 from lowtide.spelling import nearest
 
 
@@ -251,9 +249,9 @@ def _dict(value: Any) -> Any:
     """A mapping, from JSON, the path of a JSON file, or `name=value,name=value` too; or an object that holds the same,
     such as a dataclass."""
     if isinstance(value, str) and PAIRS.fullmatch(value):
-        value = {name: yaml.safe_load(each) for name, each in (part.split("=", 1) for part in value.split(","))}
+        value = {name: parse_yaml(each) for name, each in (part.split("=", 1) for part in value.split(","))}
     if isinstance(value, str):
-        value = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8"))
+        value = parse_json(value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8"))
     if isinstance(value, type) or not (isinstance(value, Mapping) or dataclasses.is_dataclass(value)):
         raise TypeError
     return value

@@ -15,6 +15,7 @@ from typing import Any
 
 from lowtide.cli.endings import UsageError
 from lowtide.environment import set_environment
+from lowtide.parsing import parse_yaml
 from lowtide.python_process import forget_safe_path, keep_current_folder_off_the_path
 
 OF_PROCESSES = {
@@ -128,7 +129,7 @@ def _accelerate_config(file: str) -> dict[str, Any]:
     if not Path(file).is_file():
         raise UsageError(f"accelerate_config: there is no file {file!r}. `accelerate config` writes one, or {_REMEDY}")
     try:
-        config = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        config = parse_yaml(Path(file).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"accelerate_config: {file} is not YAML: {error}") from error
     if not isinstance(config, dict) or "distributed_type" not in config:
@@ -168,7 +169,7 @@ def _keys_of_file(words: Sequence[str]) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        found = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return {name: found[name] for name in OF_LAUNCHER if name in found} if isinstance(found, dict) else {}

@@ -137,6 +137,8 @@ def describe(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, MemoryError):
         return f"out of memory{f': {error}' if str(error) else ''}. Leave the process more memory, or load less into it"
+    if isinstance(error, RecursionError):
+        return "a file, a row or a template that the run reads is nested too deeply to be read"
     return str(error) or type(error).__name__
 
 

@@ -7,13 +7,13 @@ a file; with a checkpoint that of a file and a layer.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from lowtide.cli.endings import UsageError
 from lowtide.compat.argparse import Subparsers
+from lowtide.parsing import parse_json
 
 ADAPTER_FILE = "adapter_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -141,7 +141,7 @@ def _adapter_config(adapter: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UsageError(f"--adapter: {adapter} has no {ADAPTER_FILE}, so it is no adapter's folder")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
 

@@ -11,6 +11,7 @@ import yaml
 from lowtide.cli.endings import UsageError
 from lowtide.cli.launch import OF_LAUNCHER
 from lowtide.option_values import Option
+from lowtide.parsing import yaml_node
 from lowtide.renamed import replaced
 from lowtide.run.options.secrets import SECRET, without_secrets
 from lowtide.spelling import nearest
@@ -62,11 +63,15 @@ def _entries(path: Path) -> list[tuple[Any, Any, int]]:
     """The keys and values of a YAML mapping, each with its line."""
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
-        node = loader.get_single_node()
+        node = yaml_node(loader)
         if node is None:
             return []
         if not isinstance(node, yaml.MappingNode):
             raise UsageError(f"{path}, line {node.start_mark.line + 1}: expected `option: value` lines")
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                kind = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
+                raise UsageError(f"{path}, line {key.start_mark.line + 1}: a key is a {kind}: write the option's name")
         return [
             (
                 loader.construct_object(key, deep=True),

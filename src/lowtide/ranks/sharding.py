@@ -9,13 +9,13 @@ predicted for those who choose machines, and `Sharding.runs` says so.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lowtide.parsing import parse_json
 from lowtide.spelling import nearest
 
 AUTO = -1
@@ -306,6 +306,6 @@ def loaded(path: str) -> Any:
     if not Path(path).is_file():
         raise ValueError(f"sharding config {path!r} is not there; give a path, or a short text as 'zero3' or 'fsdp2'")
     try:
-        return json.loads(Path(path).read_text())
+        return parse_json(Path(path).read_text())
     except ValueError as error:
         raise ValueError(f"sharding config {path!r} is not JSON: {error}") from error

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lowtide.data.batches.images import ImageReader
 from lowtide.own_files import share_file
+from lowtide.parsing import parse_json
 from lowtide.ragged import IGNORE, RaggedBatch, Shown
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.images import PromptImages
@@ -165,7 +166,7 @@ class Rollout:
         """
         with safe_open(str(path), "pt") as file:  # type: ignore[no-untyped-call]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            more = json.loads(file.metadata()["rollout"])
+            more = parse_json(file.metadata()["rollout"])
         prompts, ids = _unpacked("prompts", tensors), _unpacked("token_ids", tensors)
         columns = [
             tensors[name].split([len(each) for each in ids]) for name in ("written", "logprobs", "plain_logprobs")

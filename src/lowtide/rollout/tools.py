@@ -8,13 +8,13 @@ tools last.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
+from lowtide.parsing import parse_json
 from lowtide.rollout.calls import Caller, CallTimedOut, drop_unawaited, name_of, stopping_nobody
 from lowtide.rollout.readable import readable
 
@@ -111,7 +111,7 @@ def _start(call: Any, tools: Mapping[str, Tool], caller: Caller) -> tuple[str, A
             raise ValueError(f"Tool {name} not found.")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         with stopping_nobody():
             return name, caller.start(tools[name], **readable(arguments))
     except Exception as error:

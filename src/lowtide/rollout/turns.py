@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.encode.chat import TEMPLATE_FAILURES
 from lowtide.data.formats.conversation import Message
+from lowtide.parsing import parse_json
 from lowtide.rollout.readable import readable
 from lowtide.rollout.tools import Schema
 
@@ -176,7 +177,7 @@ class Turns:
         if thoughts:
             message["reasoning_content"] = thoughts[1].strip()
             text = text[thoughts.end() :]
-        calls = [json.loads(each) for each in CALL.findall(text)]
+        calls = [parse_json(each) for each in CALL.findall(text)]
         text = CALL.sub("", text)
         if "<tool_call>" in text:
             raise ValueError("a tool call is not closed")

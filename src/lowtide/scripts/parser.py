@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any, get_args
 
-import yaml
-
 from lowtide.compat.argparse import actions_of, options_of, parsers_beneath
 from lowtide.compat.transformers import FieldParser
 from lowtide.environment import set_environment
+from lowtide.parsing import parse_yaml
 
 FOR_ARGPARSE = ("help", "choices", "aliases", "metavar")
 """What of a field's metadata argparse knows."""
@@ -136,7 +135,7 @@ def _without_config(words: list[str]) -> tuple[list[str], str | None]:
 def _read(path: str) -> dict[str, Any]:
     """The options of a YAML file; its environment variables are set."""
     with open(path, encoding="utf-8") as file:
-        values = yaml.safe_load(file)
+        values = parse_yaml(file.read())
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold `option: value` lines, and holds {type(values).__name__}")
     set_environment(values.pop("env", None), path)

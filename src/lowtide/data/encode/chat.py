@@ -9,8 +9,11 @@ a template renders the beginning of a conversation differently once more follows
 one) there is no such span, and the conversation is refused rather than guessed at.
 """
 
+import contextlib
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,38 @@ from lowtide.data.formats.reading import ChatSample, RowPlace
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
-TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+TEMPLATE_FAILURES = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
+"""What a template raises: ranges that are too large end in an `OverflowError`."""
+TEMPLATE_SECONDS = 20.0
+"""The time that a template has for one row."""
+_BATCH_SECONDS_A_ROW = 0.1
+
+
+@contextlib.contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """Ends what takes longer, in the main thread, where nothing else has set the timer.
+
+    Raises:
+        ValueError: it took longer.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise ValueError(f"it takes more than {seconds:g} seconds, as one that loops without end")
+
+    given = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, given)
 
 
 class ChatEncoder:
@@ -139,7 +173,8 @@ class ChatEncoder:
         asked, answer = {"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is"}
         options = {"chat_template": self.template, "return_assistant_tokens_mask": True}
         try:
-            made: Any = self.tokenizer.apply_chat_template([self._given([asked, answer, asked])], **options)
+            with ends_within(TEMPLATE_SECONDS):
+                made: Any = self.tokenizer.apply_chat_template([self._given([asked, answer, asked])], **options)
         except TEMPLATE_FAILURES:  # the rows will tell
             return False
         [ids], [mask] = made["input_ids"], made["assistant_masks"]
@@ -177,7 +212,8 @@ class ChatEncoder:
             messages = [self._given(chat.messages) for chat in run]
             inputs = {**options, "tools": tools, "chat_template": self.template, **kwargs}
             try:
-                part: Any = self.tokenizer.apply_chat_template(messages, **inputs)
+                with ends_within(TEMPLATE_SECONDS + _BATCH_SECONDS_A_ROW * len(messages)):
+                    part: Any = self.tokenizer.apply_chat_template(messages, **inputs)
             except TEMPLATE_FAILURES:
                 part = self._apply_one_by_one(messages, inputs, place, first=len(encoded["input_ids"]))
             for name, rows in encoded.items():
@@ -191,9 +227,11 @@ class ChatEncoder:
         encoded: dict[str, list[list[int]]] = {"input_ids": [], "assistant_masks": []}
         for index, conversation in enumerate(messages, start=first):
             try:
-                part: Any = self.tokenizer.apply_chat_template([conversation], **inputs)
+                with ends_within(TEMPLATE_SECONDS):
+                    part: Any = self.tokenizer.apply_chat_template([conversation], **inputs)
             except TEMPLATE_FAILURES as error:
-                raise place.error(index, f"the chat template can't render the conversation: {error}") from error
+                said = str(error) or type(error).__name__
+                raise place.error(index, f"the chat template can't render the conversation: {said}") from error
             for name, rows in encoded.items():
                 rows += part.get(name, [])
         return encoded

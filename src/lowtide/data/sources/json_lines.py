@@ -5,6 +5,7 @@ column is about Arrow's types. Here is the slow way, taken only after it has fai
 """
 
 import bz2
+import contextlib
 import functools
 import gzip
 import io
@@ -19,12 +20,19 @@ import pyarrow as pa
 from datasets import Features
 from pyarrow import json as arrow_json
 
+from lowtide.parsing import parse_json
+
 LINE_BY_LINE = (".jsonl", ".ndjson")
 BLOCK_BYTES = 10 << 20
+MOST_LINE_BYTES = 256 << 20
+"""Of a line, which is one row: a small compressed file may hold one that takes all memory."""
 OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """How compressed files are opened, by suffix; `zstd` is not among Python's libraries."""
 BROKEN = (EOFError, OSError, lzma.LZMAError, zlib.error)
 """What reading a compressed file raises where it is cut off or broken."""
+
+
+TOO_LONG = f"more than {MOST_LINE_BYTES >> 20} MiB in one line, which is one row; put each row on a line of its own."
 
 
 def find_fault(path: Path) -> tuple[int, str] | None:
@@ -35,7 +43,7 @@ def find_fault(path: Path) -> tuple[int, str] | None:
     if kind == ".json":
         try:
             with _opened(path) as file:
-                whole = json.loads(file.read().decode("utf-8"))
+                whole = parse_json(file.read().decode("utf-8"))
             return first_conflict(enumerate(whole, start=1)) if isinstance(whole, list) else None
         except json.JSONDecodeError as error:
             if not _is_lines(path):
@@ -43,6 +51,26 @@ def find_fault(path: Path) -> tuple[int, str] | None:
         except (UnicodeDecodeError, *BROKEN):
             pass
     return first_conflict((number, parsed) for number, parsed in _parsed_lines(path))
+
+
+def check_lines(path: Path) -> None:
+    """Refuses a file of JSON Lines with a line that is too long to be a row, before it is read as a whole. A plain file
+    is looked through only if it is large enough to have one.
+
+    Raises:
+        ValueError: names file and line.
+    """
+    kind = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
+    if kind not in LINE_BY_LINE or (path.suffix not in OPENERS and path.stat().st_size <= MOST_LINE_BYTES):
+        return
+    number, length = 1, 0
+    with contextlib.suppress(*BROKEN), _opened(path) as file:  # what is broken is said when it is read
+        while block := file.read(BLOCK_BYTES):
+            first, last = block.find(b"\n"), block.rfind(b"\n")
+            if length + (len(block) if first < 0 else first) > MOST_LINE_BYTES:
+                raise ValueError(f"{path}, line {number}: {TOO_LONG}")
+            number += block.count(b"\n")
+            length = length + len(block) if last < 0 else len(block) - last - 1
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -67,7 +95,10 @@ def _parsed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     number = 0
     try:
         with _opened(path) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES + 1), b""), start=1):
+                if len(line) > MOST_LINE_BYTES:
+                    yield number, TOO_LONG
+                    return
                 if line.strip():
                     yield number, _parse_object(line)
     except BROKEN as error:
@@ -78,7 +109,7 @@ def _parsed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 def _parse_object(line: bytes) -> dict[str, Any] | str:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return "not UTF-8; convert the file first."
     except json.JSONDecodeError as error:
@@ -108,7 +139,7 @@ def _is_lines(path: Path) -> bool:
     """Whether a file's first line is JSON by itself, as in JSON Lines."""
     with _opened(path) as file:
         try:
-            return isinstance(json.loads(file.readline()), dict)
+            return isinstance(parse_json(file.readline()), dict)
         except (ValueError, *BROKEN):
             return False
 

@@ -28,6 +28,7 @@ from lowtide.data.sources.json_lines import (
     BROKEN,
     LINE_BY_LINE,
     OPENERS,
+    check_lines,
     find_fault,
     first_conflict,
     read_lines,
@@ -45,7 +46,7 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {"sample_by": "document"}),
 }
 """Which reader of `datasets` reads which files, and its options."""
-FAILURES = (DatasetGenerationError, ValueError, StopIteration)
+FAILURES = (DatasetGenerationError, ValueError, StopIteration, RecursionError)
 """What `load_dataset` raises for files that are there."""
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 ROWS_IN_A_RECORD = 10_000
@@ -130,7 +131,13 @@ def _from_file(path: Path, split: str, *, streaming: bool) -> Dataset | Iterable
 def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
     _tell_of_links_out_of(path)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        saved = load_from_disk(str(path))
+        try:
+            saved = load_from_disk(str(path))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+            raise ValueError(
+                f"{path} has the files of a dataset that `save_to_disk` wrote, and cannot be read as one "
+                f"({type(error).__name__}: {_first_line(error)}): write it again"
+            ) from error
         return saved if isinstance(saved, Dataset) else _choose_split(saved, split)
     if name is not None:  # a copy of a repository on the hub, whose README says what its configurations are
         return _from_hub(str(path), split, name, streaming=streaming)
@@ -169,6 +176,8 @@ def _from_files(
     empty = next((file for file in files if file.stat().st_size == 0), None)
     if empty is not None:
         raise ValueError(f"{empty} is empty.")
+    for file in files:
+        check_lines(file)
     if streaming and split in splits and all(_read_by_lines(file) for file in splits[split]):
         return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": list(map(str, splits[split]))})
     reader, separator = READERS[_reader(files[0]) or ""]

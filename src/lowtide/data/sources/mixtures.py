@@ -29,6 +29,7 @@ from datasets import (
 from lowtide.data.formats.conversation import quoted
 from lowtide.data.sources.load import load_rows
 from lowtide.data.sources.titles import entitled
+from lowtide.parsing import parse_json
 from lowtide.spelling import nearest
 
 __all__ = ["DatasetConfig", "load_mixture"]
@@ -100,7 +101,7 @@ def _entry(given: Any, title: str) -> DatasetConfig:
         return DatasetConfig(given)
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = parse_json(given)
         except json.JSONDecodeError as error:
             raise ValueError(f"{title} is neither a path nor JSON ({error}): {given}") from error
     if isinstance(given, Mapping):

@@ -13,6 +13,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lowtide.spelling import nearest
 
+MOST_LAYERS = 10_000
+"""Of layers that a model may have."""
 TAKEN = ("attn_implementation", "device_map", "dtype", "max_memory", "quantization_config", "subfolder", "use_kernels")
 """Arguments that `from_pretrained` takes out of its `**kwargs`, beside those of its signature and of the config."""
 
@@ -53,6 +55,19 @@ def init_refused(name: str, init: Mapping[str, Any], error: Exception) -> ValueE
         )
     given = ", ".join(f"{key}={value!r}" for key, value in init.items() if "token" not in key)
     return ValueError(f"model {name!r} cannot be loaded with {given}: {one_line(error)}")
+
+
+def check_layers(config: Any, name: str) -> None:
+    """Refuses a config that describes a model of more layers than any has: making it would take hours and all memory.
+
+    Raises:
+        ValueError: names the key.
+    """
+    for part in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+        for key in ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "num_experts"):
+            count = getattr(part, key, None)
+            if isinstance(count, int) and count > MOST_LAYERS:
+                raise ValueError(f"the config of {name!r} says {key}={count}, and a model has {MOST_LAYERS:,} at most")
 
 
 def _config_names(name: str) -> set[str]:

@@ -27,6 +27,7 @@ from lowtide.engine.heads.language_model import WITH_IMAGES, LanguageModel
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.labels import label_values
+from lowtide.engine.weights.load_errors import check_layers
 from lowtide.engine.weights.model_init import CODE, config_init
 from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.quantized import check_torchao
@@ -84,9 +85,13 @@ def load_model(
 def saved_config(name: str, init: Mapping[str, Any]) -> PretrainedConfig | None:
     """Of a model, loaded with the arguments of `model_init`; None of a folder of adapters."""
     try:
-        return AutoConfig.from_pretrained(name, **config_init(init))
+        found = AutoConfig.from_pretrained(name, **config_init(init))
+    except RecursionError:
+        raise ValueError(f"the config of model {name!r} is nested too deeply to be read") from None
     except (OSError, ValueError):
         return None
+    check_layers(found, name)
+    return found
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from lowtide.engine.heads.head import Head
-from lowtide.engine.weights.load_errors import one_line
+from lowtide.engine.weights.load_errors import check_layers, one_line
 from lowtide.spelling import nearest
 
 BEGINNING = "beginning.json"
@@ -76,11 +76,14 @@ def described_config(
             )
     try:
         if model_type is not None:
-            return AutoConfig.for_model(model_type, **overrides)  # what follows from sizes follows from these
-        return type(config).from_dict({**known, **overrides})
+            made = AutoConfig.for_model(model_type, **overrides)  # what follows from sizes follows from these
+        else:
+            made = type(config).from_dict({**known, **overrides})
     except (StrictDataclassError, TypeError, ValueError) as error:
-        made = f"config_overrides={dict(overrides)} makes no config of model type {config.model_type}"
-        raise ValueError(f"{made}: {one_line(error)}") from error
+        what = f"config_overrides={dict(overrides)} makes no config of model type {config.model_type}"
+        raise ValueError(f"{what}: {one_line(error)}") from error
+    check_layers(made, str(model_type or config_name))
+    return made
 
 
 def _read(config_name: str, trust_remote_code: bool) -> PretrainedConfig:

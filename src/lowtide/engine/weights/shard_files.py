@@ -9,6 +9,7 @@ that a rank with a full disk leaves, and knows nothing of ZeRO-3's parameters.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lowtide.own_files import share_file
+from lowtide.parsing import parse_json
 
 SHARD = re.compile(r"shard-(\d+)-of-(\d+)\.safetensors")
 """The name of a rank's file."""
@@ -29,6 +31,8 @@ OF_A_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 PLACES, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 """Keys of the metadata, and of a weight's place in it, as torch names them."""
 OFFSETS = "saved_offsets"
+MOST_NAMED = 16
+"""Missing files that are named: a file may say that it is one of billions."""
 
 
 def shard_name(rank: int, ranks: int) -> str:
@@ -42,10 +46,11 @@ def shards_in(folder: Path) -> list[Path]:
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """The names of files that belong to those of a folder, and are not there."""
+    """The names of files that belong to those of a folder, and are not there; of many the first alone."""
     names = {path.name for path in shards_in(folder)}
     ranks = max((int(match[2]) for name in names if (match := SHARD.fullmatch(name))), default=0)
-    return [name for rank in range(ranks) if (name := shard_name(rank, ranks)) not in names]
+    gone = (name for rank in range(ranks) if (name := shard_name(rank, ranks)) not in names)
+    return list(itertools.islice(gone, MOST_NAMED))
 
 
 def write_shard(path: Path, rows: Mapping[str, tuple[Tensor, int]]) -> None:
@@ -96,7 +101,7 @@ class WeightFiles:
         self._open.close()
 
     def _add(self, file: Any) -> None:
-        places = json.loads((file.metadata() or {}).get(PLACES, "{}"))
+        places = parse_json((file.metadata() or {}).get(PLACES, "{}"))
         for name in file.keys():  # noqa: SIM118
             shape = tuple(file.get_slice(name).get_shape())
             first = places[name][OFFSETS][0] if name in places and shape else 0

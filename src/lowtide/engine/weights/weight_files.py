@@ -7,7 +7,7 @@ failure the files are looked through, one by one: headers and sizes of safetenso
 from __future__ import annotations
 
 import contextlib
-import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lowtide.parsing import parse_json
+
 INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
 AGAIN = "copy or download the folder again"
+RUNS_CODE = "holds Python objects other than tensors, which could run code and are never loaded"
 
 
 @contextlib.contextmanager
@@ -39,7 +42,8 @@ def broken_files_named(name: str) -> Iterator[None]:
         fault = find_fault(model_folder(name))
         if fault is None:
             raise
-        raise ValueError(f"model {name!r} cannot be loaded: {fault}: {AGAIN}") from error
+        remedy = "take one that is saved as safetensors" if fault.endswith(RUNS_CODE) else AGAIN
+        raise ValueError(f"model {name!r} cannot be loaded: {fault}: {remedy}") from error
 
 
 def find_fault(folder: Path | None) -> str | None:
@@ -62,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: it holds none; names the file.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): {AGAIN}") from error
     if not isinstance(found, dict):
@@ -122,6 +126,10 @@ def _fault_of_weights(path: Path) -> str | None:
     except SafetensorError as error:
         size = path.stat().st_size
         return f"({size:,} bytes) is truncated, or no safetensors file ({str(error).strip()})"
+    except pickle.UnpicklingError as error:
+        if "Unsupported" in str(error) or "GLOBAL" in str(error):
+            return RUNS_CODE
+        return f"({path.stat().st_size:,} bytes) cannot be read ({type(error).__name__})"
     except Exception as error:
         return f"({path.stat().st_size:,} bytes) cannot be read ({_first_line(error)})"
     return None if isinstance(weights, dict) else f"holds a {type(weights).__name__} where named weights belong"

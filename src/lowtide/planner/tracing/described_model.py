@@ -27,7 +27,7 @@ from lowtide.engine.adapters import add_adapter_of
 from lowtide.engine.heads import check_type
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.engine.weights.load_errors import one_line
+from lowtide.engine.weights.load_errors import check_layers, one_line
 from lowtide.engine.weights.loading import adapt
 from lowtide.planner.tracing.following import stack_of
 from lowtide.planner.tracing.four_bit import materialized, store_in_four_bits
@@ -56,7 +56,9 @@ def config_of_model(model: str | PretrainedConfig, **options: Any) -> Pretrained
         )
     unreached = "" if there else _why_unreached(model, options.get("revision"))
     try:
-        return AutoConfig.from_pretrained(model, **options, **({"local_files_only": True} if unreached else {}))
+        found = AutoConfig.from_pretrained(model, **options, **({"local_files_only": True} if unreached else {}))
+        check_layers(found, model)
+        return found
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = one_line(error)
         if unreached:

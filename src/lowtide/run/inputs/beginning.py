@@ -22,6 +22,7 @@ from lowtide.engine.heads.head import Head
 from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.new_model import BEGINNING, described_config
 from lowtide.own_files import folder_beside, remove_files
+from lowtide.parsing import parse_json
 
 FOLDER = "beginning"
 """Its name in the output folder."""
@@ -69,7 +70,7 @@ def _record(folder: Path) -> dict | None:
     if not os.path.lexists(folder):
         return None
     try:
-        record = json.loads((folder / BEGINNING).read_text(encoding="utf-8"))
+        record = parse_json((folder / BEGINNING).read_text(encoding="utf-8"))
         strangers = {path.name for path in folder.iterdir()} - {*record["files"]}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         record, strangers = {}, {BEGINNING}

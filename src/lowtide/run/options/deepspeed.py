@@ -9,7 +9,6 @@ transformers. See docs/deepspeed.md.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 from lowtide.compat.deepspeed import check_installed, schedule_arguments_of
 from lowtide.memory.optimizers.states import optimizer_name
+from lowtide.parsing import parse_json
 from lowtide.ranks.sharding import loaded
 from lowtide.ranks.world import is_on
 from lowtide.run.optimizers import OPTIMIZERS
@@ -68,7 +68,7 @@ def _read(given: Any) -> dict[str, Any]:
         return copy.deepcopy(dict(given))
     text = str(given).strip()
     try:
-        found = json.loads(text) if text.startswith("{") else loaded(text)
+        found = parse_json(text) if text.startswith("{") else loaded(text)
     except ValueError as error:
         raise ValueError(f"deepspeed={given!r}: {error}") from None
     if not isinstance(found, dict):

@@ -8,7 +8,6 @@ accelerate see ranks with whole copies (`engines_hidden`).
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ from typing import Any
 
 from accelerate import ParallelismConfig
 
+from lowtide.parsing import parse_json
 from lowtide.ranks.sharding import Sharding, loaded, read_config, read_words
 from lowtide.ranks.world import is_first, is_on, launched
 from lowtide.run.options.deepspeed import SWITCH, given_config
@@ -205,7 +205,7 @@ def _sizes(given: Any) -> dict[str, dict[str, int]]:
     """The sizes of accelerate's `ParallelismConfig`, by where they are said; empty where they are not."""
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
-            given = json.loads(given)
+            given = parse_json(given)
     if given is not None and not isinstance(given, Mapping | ParallelismConfig):
         raise ValueError(f"parallelism_config={given!r} is no ParallelismConfig: give its sizes, {{'sp_size': 2}} say")
     known = given if isinstance(given, Mapping) else {} if given is None else vars(given)

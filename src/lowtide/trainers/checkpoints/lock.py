@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide.own_files import check_no_links
+from lowtide.parsing import parse_json
 
 LOCK = ".lowtide.lock"
 _MOST_BYTES = 4096
@@ -133,7 +134,7 @@ def _holder(path: Path, descriptor: int) -> dict:
     if not text.strip(b"\0"):  # made a moment ago, or what a loss of power leaves
         return {}
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not {"pid", "host"} <= found.keys():

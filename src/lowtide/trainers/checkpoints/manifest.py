@@ -13,6 +13,7 @@ import os
 import zlib
 from pathlib import Path
 
+from lowtide.parsing import parse_json
 from lowtide.trainers.checkpoints.durable import flush
 
 MANIFEST = "manifest.json"
@@ -57,7 +58,7 @@ def read_manifest(folder: Path) -> dict[str, dict] | None:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    files = json.loads(text)["files"] if text.startswith("{") else None
+    files = parse_json(text)["files"] if text.startswith("{") else None
     if not isinstance(files, dict) or not all({"bytes", "crc32"} <= entry.keys() for entry in files.values()):
         raise ValueError("it lists no files")
     return files

@@ -7,7 +7,6 @@ loaded that could run code: torch reads with `weights_only=True`.
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from lowtide.engine.weights.shard_files import missing_shards
 from lowtide.memory.optimizers.low_rank import projectors
+from lowtide.parsing import parse_json
 from lowtide.trainers.checkpoints.manifest import MANIFEST, difference, read_manifest
 
 TRAINER_STATE, RUN_STATE = "trainer_state.json", "run_state.json"
@@ -130,7 +130,7 @@ def _records(path: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise Damage(f"it is no JSON ({error})" if path.stat().st_size else "it is empty") from error
     if not isinstance(value, dict):
@@ -139,9 +139,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _trainer_state(path: Path) -> None:
-    step = _json(path).get("global_step")
-    if not isinstance(step, int) or step < 0:
+    state = _json(path)
+    step, last = state.get("global_step"), state.get("max_steps")
+    if type(step) is not int or step < 0:
         raise Damage(f"its global_step is {step!r}")
+    if type(last) is int and 0 < last < step:
+        raise Damage(f"its global_step is {step}, beyond the {last} steps of the run that wrote it")
 
 
 def _run_state(path: Path) -> None:

@@ -6,7 +6,6 @@ with adapters beside a model without, would leave weights at the values that a r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import names_not_saved
 from lowtide.engine.weights.shard_files import WeightFiles, shards_in
+from lowtide.parsing import parse_json
 from lowtide.ranks.shards import whole_shape
 from lowtide.trainers.checkpoints.beside import beside_adapters, folder_of_other
 from lowtide.trainers.checkpoints.soundness import load_states
@@ -83,7 +83,7 @@ def is_converted(model: nn.Module) -> bool:
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in a file, or in those that an index names."""
     if path.suffix == ".json":
-        files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        files = sorted(set(parse_json(path.read_text())["weight_map"].values()))
         return {name: shape for file in files for name, shape in shapes_in(path.with_name(file)).items()}
     if path.suffix == ".bin":
         return {name: tuple(value.shape) for name, value in load_states(path).items()}
@@ -97,7 +97,7 @@ def _check_adapter(model: Any, name: str, folder: Path) -> None:
     found = _file(folder, ADAPTER)
     if found is None:
         raise ValueError(f"{folder} holds no weights of the adapter {name!r} that this run trains")
-    then, now = json.loads((folder / "adapter_config.json").read_text()), model.peft_config[name].to_dict()
+    then, now = parse_json((folder / "adapter_config.json").read_text()), model.peft_config[name].to_dict()
     for setting in SETTINGS:
         was, value = then.get(setting), getattr(now.get(setting), "value", now.get(setting))
         if setting in then and was != value:

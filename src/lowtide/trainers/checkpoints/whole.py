@@ -24,6 +24,7 @@ from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.shard_files import OF_A_MODEL, missing_shards, shards_in, write_shard
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.own_files import check_no_links, make_marked, remove_marked, share_weights
+from lowtide.parsing import parse_json
 from lowtide.ranks.failures import is_left_by_another
 from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import worst_of_ranks
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 def saved_run_state(checkpoint: str | None) -> dict[str, Any]:
     """What `run_state` gave when a checkpoint was written; empty where there is none, or it was written without."""
     path = None if checkpoint is None else Path(checkpoint, RUN_STATE)
-    return json.loads(path.read_text()) if path is not None and path.exists() else {}
+    return parse_json(path.read_text()) if path is not None and path.exists() else {}
 
 
 class WholeCheckpoints(Trainer):

@@ -9,6 +9,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from lowtide.parsing import parse_json
 from lowtide.rollout.generators.vllm.secret import VARIABLE, secret_for
 
 CHUNK = 1 << 20
@@ -142,7 +143,7 @@ class Calls:
     def _content(self, path: str, status: int, content: bytes) -> Any:
         if status != 200:
             try:
-                said = str(json.loads(content)["error"])
+                said = str(parse_json(content)["error"])
             except (ValueError, KeyError, TypeError, RecursionError):
                 said = content[: 4 * ERROR_CHARACTERS].decode(errors="replace")
             if status == 401:
@@ -154,6 +155,6 @@ class Calls:
         if not content:
             return None
         try:
-            return json.loads(content)
+            return parse_json(content)
         except (ValueError, RecursionError) as error:
             raise ServerError(f"what answers at {self.url} is no vLLM server: {path} gave {content[:80]!r}") from error

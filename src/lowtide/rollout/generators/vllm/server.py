@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
+from lowtide.parsing import parse_json
 from lowtide.rollout.generators.generator import Sampling
 from lowtide.rollout.generators.vllm.secret import VARIABLE, is_authorized, kept_secret, secret_file
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn, of_json
@@ -157,7 +158,7 @@ class Service:
         """
         if path == "/weights/bucket":
             return self._wait(_Job(lambda: self._take(body, run)))
-        asked = json.loads(body or b"{}")
+        asked = parse_json(body or b"{}")
         if path == "/generate":
             turns, sampling = of_json(asked)
             return self._wait(_Job(asked=(turns, sampling, asked.get("label"))))

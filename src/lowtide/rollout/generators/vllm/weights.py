@@ -21,6 +21,7 @@ from lowtide.compat.deepspeed import is_partitioned
 from lowtide.compat.torch import version_of
 from lowtide.engine.forward import causal_model
 from lowtide.engine.weights.merging import checkpoint_weights
+from lowtide.parsing import parse_json
 from lowtide.ranks.shards import local_of
 
 MAX_BUCKET_BYTES = 256 << 20
@@ -181,8 +182,8 @@ def from_bytes(data: bytes) -> list[Piece]:
     """
     try:
         tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        places = json.loads(header["__metadata__"]["places"])
+        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        places = parse_json(header["__metadata__"]["places"])
         return [Piece(name, rows, *places[name]) for name, rows in tensors.items()]
     except Exception as error:
         raise ValueError(f"these {len(data):,} bytes are no bucket of weights: {error}") from error

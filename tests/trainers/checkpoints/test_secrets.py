@@ -62,3 +62,30 @@ def test_what_only_sounds_secret_stays():
     assert without_secrets({"eos_token": "<eos>", "token": True, "api_key": "x"}) == {
         "eos_token": "<eos>", "token": True, "api_key": None,
     }  # fmt: skip
+
+
+def test_secrets_of_other_services_in_lists_and_in_addresses_are_cleared():
+    given = {
+        "aws_secret_access_key": "wJalr",
+        "awsSecretAccessKey": "wJalr",
+        "api-key": "x",
+        "storage_options": [{"password": "p", "user": "me"}, {"hf_token": [TOKEN]}],
+        "headers": (TOKEN, "plain"),
+        "dataset": "https://me:secret@host/data.jsonl?x=1#a@b",
+        "proxies": ["http://me:secret@proxy:80"],
+        "stop_tokens": ["<end>"],
+        "mail": "me@host",
+    }
+    kept = copy.deepcopy(given)
+    assert without_secrets(given) == {
+        "aws_secret_access_key": None,
+        "awsSecretAccessKey": None,
+        "api-key": None,
+        "storage_options": [{"password": None, "user": "me"}, {"hf_token": [None]}],
+        "headers": (None, "plain"),
+        "dataset": "https://host/data.jsonl?x=1#a@b",
+        "proxies": ["http://proxy:80"],
+        "stop_tokens": ["<end>"],
+        "mail": "me@host",
+    }
+    assert given == kept

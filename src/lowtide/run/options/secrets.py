@@ -8,12 +8,12 @@ from typing import Any
 
 SECRET = frozenset(
     {"hub_token", "push_to_hub_token", "token", "use_auth_token", "auth_token", "access_token", "hf_token", "api_key",
-     "password", "passwd", "passphrase", "secret", "authorization", "private_key", "tokens", "passwords", "secrets"}
+     "password", "passwd", "passphrase", "secret", "authorization", "private_key", "passwords", "secrets"}
 )  # fmt: skip
 """Names of options, and of entries in options that are mappings (`model_init_kwargs={"token": ...}`), in any case."""
 ENDINGS = (
     *("_api_key", "_access_token", "_auth_token", "_hub_token", "_password", "_secret", "_access_key", "_secret_key"),
-    *("_private_key", "_session_token", "_bearer_token", "_hf_token", "_tokens", "_passwords", "_secrets"),
+    *("_private_key", "_session_token", "_bearer_token", "_hf_token", "_passwords", "_secrets"),
 )
 """How such names end where they begin with the name of a service (`WANDB_API_KEY`)."""
 

@@ -11,7 +11,9 @@ from transformers import LlamaConfig
 from lowtide.cli.endings import UsageError
 from lowtide.cli.launch import launch_command
 from lowtide.cli.run_file import read_run_file
+from lowtide.compat.jinja import ends_within
 from lowtide.data.encode import chat
+from lowtide.data.formats.reading import ChatSample, RowPlace
 from lowtide.data.sources import json_lines
 from lowtide.data.sources.load import load_rows
 from lowtide.engine.weights.load_errors import check_layers
@@ -105,5 +107,35 @@ def test_a_step_beyond_the_run_is_damage(tmp_path):
 
 
 def test_what_takes_too_long_is_ended():
-    with pytest.raises(ValueError, match="loops without end"), chat.ends_within(0.2):
+    with pytest.raises(ValueError, match="loops without end"), ends_within(0.2):
         threading.Event().wait(30)
+
+
+HOSTILE_TEMPLATES = {
+    "a range that is too large": "{% for i in range(10**9) %}x{% endfor %}",
+    "loops without end": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "more than 268,435,456 characters": "{{ 'x' * 10**10 }}",
+    "more than 268,435,456": "{{ [1] * 10**10 }}",
+    "a power above": "{{ 9 ** (10 ** 9) }}",
+    "to a width": "{{ '%9999999999d' % 1 }}",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE_TEMPLATES)
+def test_a_template_that_has_no_end_is_refused_with_the_row(tokenizer, monkeypatch, what):
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr(chat, "_BATCH_SECONDS_A_ROW", 0.0)
+    template = (
+        "{% if messages[0].content == 'bad' %}" + HOSTILE_TEMPLATES[what] + "{% endif %}{{ messages[0].content }}"
+    )
+    rows = [ChatSample([{"role": "user", "content": text}]) for text in ("good", "bad")]
+    encoder = chat.ChatEncoder(tokenizer, template=template)
+    words = "can't render" if what.startswith("a range") else what
+    with pytest.raises(ValueError, match=rf"row 5 .*(?s:.*){words}"):
+        encoder.encode(rows, RowPlace("data.jsonl", [4, 5]))
+
+
+def test_a_template_that_multiplies_within_reason_is_rendered(tokenizer):
+    encoder = chat.ChatEncoder(tokenizer, template="{{ '=' * 3 }}{{ 2 ** 3 }}{{ '%03d' % 7 }}{{ 7 % 4 }}")
+    [ids] = encoder.encode([ChatSample([{"role": "user", "content": "a"}])], RowPlace("data.jsonl", [0]))
+    assert tokenizer.decode(ids) == "===80073"

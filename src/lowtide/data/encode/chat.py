@@ -9,11 +9,8 @@ a template renders the beginning of a conversation differently once more follows
 one) there is no such span, and the conversation is refused rather than guessed at.
 """
 
-import contextlib
 import re
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,14 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lowtide.compat.jinja import ends_within, limit_templates
 from lowtide.data.formats.conversation import Message
 from lowtide.data.formats.images import in_parts
 from lowtide.data.formats.reading import ChatSample, RowPlace
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
+limit_templates()
 TEMPLATE_FAILURES = (
     *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError, MemoryError),
@@ -35,30 +34,6 @@ TEMPLATE_FAILURES = (
 TEMPLATE_SECONDS = 20.0
 """The time that a template has for one row."""
 _BATCH_SECONDS_A_ROW = 0.1
-
-
-@contextlib.contextmanager
-def ends_within(seconds: float) -> Iterator[None]:
-    """Ends what takes longer, in the main thread, where nothing else has set the timer.
-
-    Raises:
-        ValueError: it took longer.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getitimer(signal.ITIMER_REAL)[0]:
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise ValueError(f"it takes more than {seconds:g} seconds, as one that loops without end")
-
-    given = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, given)
 
 
 class ChatEncoder:
@@ -156,7 +131,8 @@ class ChatEncoder:
         """The text of a conversation with other words in these turns."""
         messages = [{**m, "content": words} if turn in turns else m for turn, m in enumerate(chat.messages)]
         inputs = {"tools": chat.tools, "chat_template": self.template, **chat.template_kwargs, "tokenize": False}
-        return str(self.tokenizer.apply_chat_template(self._given(messages), **inputs))
+        with ends_within(TEMPLATE_SECONDS):
+            return str(self.tokenizer.apply_chat_template(self._given(messages), **inputs))
 
     def text(self, chat: ChatSample) -> str:
         """What the template writes for a conversation."""

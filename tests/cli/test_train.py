@@ -274,3 +274,10 @@ def test_token_classification_runs_from_words_and_a_run_file(tmp_path, capsys):
     assert main(["token-classification", *words, *balanced]) == 0
     other = weights(tmp_path / "balanced")
     assert not torch.equal(other["classifier.weight"], first["classifier.weight"])
+
+
+def test_a_checkpoint_at_the_end_of_the_run_says_that_nothing_was_trained(sft, tmp_path):
+    sft("--save_steps", "1")
+    status, out, _ = sft("--resume_from_checkpoint", "latest")
+    assert status == 0
+    assert "Nothing was trained: " in out

@@ -362,6 +362,8 @@ def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option],
     if trainer.eval_dataset is not None:
         trainer.add_callback(LastEvaluation)
     trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.trained_nothing:
+        _say(f"Nothing was trained: {trainer.last_checkpoint} is at the end of this run, or beyond it.", config)
     trainer.save_model()
     if trainer.eval_dataset is not None:
         _say(", ".join(f"{k} {v:.4g}" for k, v in last_evaluation(trainer).items() if isinstance(v, float)), config)

@@ -13,7 +13,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as static
 
 LOOPBACK = "127.0.0.1"
@@ -43,7 +43,8 @@ def _store(host: str, port: int, agents: int, is_master: bool, timeout: timedelt
 
 def meet_on_this_machine() -> None:
     """The agent that this process becomes has its store as `_store` says."""
-    static.TCPStore = _store
+    module: Any = static
+    module.TCPStore = _store
 
 
 if __name__ == "__main__":

@@ -450,8 +450,9 @@ HOOKS = (
 def no_checkpoints_deleted() -> Iterator[None]:
     """While it lasts, the Trainer finds no checkpoints to delete at the end of training: it would delete folders of
     such a name that no run wrote, with all that is in them."""
-    from transformers import trainer
+    from transformers import trainer as module
 
+    trainer: Any = module
     given = trainer.sort_checkpoints
     trainer.sort_checkpoints = lambda *_, **__: []
     try:

@@ -74,6 +74,8 @@ class Resumption:
 class ResumableRuns(WholeCheckpoints):
     """`transformers.Trainer` whose resumed runs are the runs that were stopped, or say in what they are not."""
 
+    trained_nothing = False
+    """Whether the checkpoint is at the end of the run already."""
     resumption: Resumption | None = None
     """What this training resumes from."""
 
@@ -87,7 +89,7 @@ class ResumableRuns(WholeCheckpoints):
         Raises:
             ValueError: another process trains into the folder, or the checkpoint cannot be resumed from.
         """
-        wanted = resume_from_checkpoint or None
+        wanted, self.trained_nothing = resume_from_checkpoint or None, False
         with contextlib.ExitStack() as stack:
             self.resumption = self._on_first_rank(lambda: self._begin(stack, wanted))
             self.last_checkpoint = None if self.resumption is None else self.resumption.folder
@@ -166,6 +168,7 @@ class ResumableRuns(WholeCheckpoints):
         start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
         if checkpoint is None or self.state.global_step < max_steps:
             return start
+        self.trained_nothing = True
         if self.args.process_index == 0:
             logger.warning(
                 f"{checkpoint} is of step {self.state.global_step}, and the run ends at step {max_steps}: nothing is "

@@ -210,6 +210,99 @@ def _fits(expected: Any, held: dict[str, Any]) -> bool:
     return isinstance(expected, dict) and all(held.get(name) == value for name, value in expected.items())
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Answers the calls of a service; `handler_of` sets what they are answered by."""
+
+    service: Service
+    secret: str
+    names: set[str]
+    """Beside IP addresses, the names by which the machine may be called."""
+    timeout = STRANGER_SECONDS
+
+    def setup(self) -> None:
+        super().setup()
+        self._patience = threading.Timer(STRANGER_SECONDS, self._shut)
+        self._patience.daemon = True
+        self._patience.start()
+
+    def finish(self) -> None:
+        self._patience.cancel()
+        with contextlib.suppress(OSError):
+            super().finish()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _is_refused(self) -> bool:
+        """Whether this call is a stranger's; if so, it has been told."""
+        if "Origin" in self.headers or not _is_address_or(self.headers.get("Host", ""), self.names):
+            self._say(403, {"error": "the server answers programs that call this machine by its address or name"})
+            return True
+        if not is_authorized(self.headers.get("Authorization"), self.secret):
+            self._say(401, {"error": f"the server's secret is missing or wrong: {VARIABLE} says it"})
+            return True
+        self._patience.cancel()
+        return False
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._say(200, {"status": "ok"})
+        elif self._is_refused():
+            return
+        elif self.path == "/info":
+            self._say(200, {**self.service.info, "label": self.service.label})
+        else:
+            self._say(404, {"error": f"there is nothing at {self.path}"})
+
+    def do_POST(self) -> None:
+        if self._is_refused():
+            return
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit() and len(length) < 20) or int(length) > MAX_BODY_BYTES:
+            self._say(413, {"error": f"a body of {length[:20] or 'unknown'} bytes, where {MAX_BODY_BYTES} are taken"})
+            return
+        try:
+            body = self._body(int(length))
+        except OSError:  # it went away, or sends nothing
+            return
+        self.connection.settimeout(None)
+        try:
+            self._say(200, self.service.answer(self.path, body, self.headers.get("X-Run")))
+        except Conflict as error:
+            self._say(409, {"error": str(error)})
+        except LookupError as error:
+            self._say(404 if not isinstance(error, KeyError) else 400, {"error": str(error)})
+        except (ValueError, RecursionError) as error:
+            self._say(400, {"error": str(error)})
+        except Exception as error:
+            self._say(500, {"error": f"{type(error).__name__}: {error}"})
+
+    def _body(self, length: int) -> bytes:
+        """What is sent, for which memory is taken as it comes."""
+        body = bytearray()
+        while len(body) < length:
+            block = self.rfile.read1(min(BLOCK, length - len(body)))
+            if not block:
+                raise ConnectionResetError
+            body += block
+        return bytes(body)
+
+    def _say(self, status: int, content: Any) -> None:
+        data = json.dumps(content).encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:
+            logger.info("whoever asked is gone")
+
+
 def handler_of(service: Service, secret: str, host: str = "127.0.0.1") -> type[BaseHTTPRequestHandler]:
     """What answers the calls of a service.
 
@@ -218,96 +311,7 @@ def handler_of(service: Service, secret: str, host: str = "127.0.0.1") -> type[B
         host: the name by which the server was told to listen.
     """
     names = {"localhost", socket.gethostname().lower(), host.lower()}
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = STRANGER_SECONDS
-
-        def setup(self) -> None:
-            super().setup()
-            self._patience = threading.Timer(STRANGER_SECONDS, self._shut)
-            self._patience.daemon = True
-            self._patience.start()
-
-        def finish(self) -> None:
-            self._patience.cancel()
-            with contextlib.suppress(OSError):
-                super().finish()
-
-        def _shut(self) -> None:
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
-
-        def _is_refused(self) -> bool:
-            """Whether this call is a stranger's; if so, it has been told."""
-            if "Origin" in self.headers or not _is_address_or(self.headers.get("Host", ""), names):
-                self._say(403, {"error": "the server answers programs that call this machine by its address or name"})
-                return True
-            if not is_authorized(self.headers.get("Authorization"), secret):
-                self._say(401, {"error": f"the server's secret is missing or wrong: {VARIABLE} says it"})
-                return True
-            self._patience.cancel()
-            return False
-
-        def log_message(self, format: str, *args: Any) -> None:
-            logger.debug(format, *args)
-
-        def do_GET(self) -> None:
-            if self.path == "/health":
-                self._say(200, {"status": "ok"})
-            elif self._is_refused():
-                return
-            elif self.path == "/info":
-                self._say(200, {**service.info, "label": service.label})
-            else:
-                self._say(404, {"error": f"there is nothing at {self.path}"})
-
-        def do_POST(self) -> None:
-            if self._is_refused():
-                return
-            length = self.headers.get("Content-Length", "")
-            if not (length.isascii() and length.isdigit() and len(length) < 20) or int(length) > MAX_BODY_BYTES:
-                self._say(
-                    413, {"error": f"a body of {length[:20] or 'unknown'} bytes, where {MAX_BODY_BYTES} are taken"}
-                )
-                return
-            try:
-                body = self._body(int(length))
-            except OSError:  # it went away, or sends nothing
-                return
-            self.connection.settimeout(None)
-            try:
-                self._say(200, service.answer(self.path, body, self.headers.get("X-Run")))
-            except Conflict as error:
-                self._say(409, {"error": str(error)})
-            except LookupError as error:
-                self._say(404 if not isinstance(error, KeyError) else 400, {"error": str(error)})
-            except (ValueError, RecursionError) as error:
-                self._say(400, {"error": str(error)})
-            except Exception as error:
-                self._say(500, {"error": f"{type(error).__name__}: {error}"})
-
-        def _body(self, length: int) -> bytes:
-            """What is sent, for which memory is taken as it comes."""
-            body = bytearray()
-            while len(body) < length:
-                block = self.rfile.read1(min(BLOCK, length - len(body)))
-                if not block:
-                    raise ConnectionResetError
-                body += block
-            return bytes(body)
-
-        def _say(self, status: int, content: Any) -> None:
-            data = json.dumps(content).encode()
-            try:
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-            except OSError:
-                logger.info("whoever asked is gone")
-
-    return Handler
+    return type("Handler", (Handler,), {"service": service, "secret": secret, "names": names})
 
 
 def _is_address_or(host: str, names: set[str]) -> bool:

@@ -241,6 +241,7 @@ def test_the_best_model_is_kept_and_loaded_as_transformers_does(kind, limit, tmp
     trainer.train()
     with monkeypatch.context() as patch:
         patch.setattr(LowtideTrainer, "_save_checkpoint", Trainer._save_checkpoint)
+        patch.setattr(LowtideTrainer, "_finalize_training", Trainer._finalize_training)
         expected = judged(kind, theirs, limit, 4, SCORES)
         expected.train()
     best = ours / "checkpoint-2"

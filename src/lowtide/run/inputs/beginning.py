@@ -56,7 +56,7 @@ def beginning_of(args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase | None
     asked["tokenizer"] = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
     with args.main_process_first(desc="making the model's folder"):
         record = _record(folder)
-        if record is None or record.get("asked") != asked:
+        if record is None or {**record, "files": None} != {**asked, "files": None}:
             _make(folder, args, rows, tokenizer, asked)
     return str(folder)
 
@@ -94,7 +94,7 @@ def _make(folder: Path, args: Any, rows: Any, tokenizer: PreTrainedTokenizerBase
         config.save_pretrained(made)
         tokenizer.save_pretrained(made)
         files = sorted([BEGINNING, *(path.name for path in made.iterdir())])
-        record = {"asked": asked, "files": files}
+        record = {**asked, "files": files}
         (made / BEGINNING).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         if (earlier := _record(folder)) is not None:
             remove_files(folder, earlier["files"])

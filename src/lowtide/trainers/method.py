@@ -108,8 +108,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
             )
         self.planned = self._plan(given)
         set_seed(args.seed)
-        if getattr(given.get("data_collator"), "is_default", False):
-            given["data_collator"] = None
+        given["data_collator"] = getattr(given.get("data_collator"), "of_trainer", given.get("data_collator"))
         inputs = _inputs(given, self.method.rows, args, needs_tokenizer=self.needs_tokenizer)
         self.training_run = run = TrainingRun(self.method, args, inputs)
         train_dataset, run.ledger = self.prepare(given["train_dataset"], "train")
@@ -286,7 +285,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         own = "the loss is not the method's own" if plain else None
         run.check_rows(name, dataset, trained_on=trained_on, why_whole=own)
         if run.inputs.data_collator is not None:
-            title = getattr(self.data_collator, "__name__", type(self.data_collator).__name__)
+            given = getattr(self.data_collator, "__self__", self.data_collator)
+            title = getattr(given, "__name__", type(given).__name__)
             wanted = self._get_collator_with_removed_columns(self.data_collator)
             count = min(2, self.args.train_batch_size if trained_on else self.args.eval_batch_size)
             check_collator(lambda rows: self.as_ragged(wanted(rows)), run.own_collator, dataset, count, title, name)

@@ -31,7 +31,7 @@ def kept_tokens(runner: StepRunner, batch: RaggedBatch, args: Any) -> RaggedBatc
     with sync.local(waited_for=runner.waited_for):
         entropies = _entropies(runner, batch, args.temperature)
     sync.meet(runner.device)
-    everyones = _of_all_ranks(entropies.float().cpu(), runner.models().copies)
+    everyones = of_all_ranks(entropies.float().cpu(), runner.models().copies)
     least = torch.quantile(everyones.double(), 1 - share).float() if everyones.numel() else torch.zeros(())
     kept = entropies.float() >= least.to(entropies.device)
     return replace(batch, score_values={**batch.score_values, KEPT: kept})
@@ -51,8 +51,8 @@ def _entropies(runner: StepRunner, batch: RaggedBatch, temperature: float) -> Te
     return runner.scored(batch, entropies)
 
 
-def _of_all_ranks(values: Tensor, copies: int) -> Tensor:
-    """Values of all ranks, which need not have as many; so many neighbouring ones have the same, which count once."""
+def of_all_ranks(values: Tensor, copies: int = 1) -> Tensor:
+    """Values of all ranks, which need not have as many; so many neighbouring ones (`copies`) have the same, which count once."""
     if not distributed():
         return values
     everyones: list[Any] = [None] * dist.get_world_size()

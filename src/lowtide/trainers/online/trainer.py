@@ -31,6 +31,7 @@ from lowtide.step.metrics import Totals
 from lowtide.trainers.online.completions_log import CompletionsLog
 from lowtide.trainers.online.entropy import kept_tokens
 from lowtide.trainers.online.order import PromptSampler, PromptStream, Windows
+from lowtide.trainers.online.padded_masks import PaddedMasks, check_not_overridden
 from lowtide.trainers.online.rewards import OF_REWARDS, make_rewards, start_value_head
 from lowtide.trainers.order import own_rows
 from lowtide.trainers.reference import ReferenceTrainer
@@ -43,7 +44,7 @@ OF_ROLLOUTS = (*OF_REWARDS, "tools", "rollout_func", "value_model")
 """Arguments of the trainer that are of rollouts alone."""
 
 
-class OnlineTrainer(ReferenceTrainer):
+class OnlineTrainer(PaddedMasks, ReferenceTrainer):
     """A trainer of a method that learns from completions of the policy. The arguments are TRL's, in its order.
 
     Args:
@@ -63,6 +64,7 @@ class OnlineTrainer(ReferenceTrainer):
     options: RolloutOptions
 
     def __init__(self, *positional: Any, **named: Any) -> None:
+        check_not_overridden(type(self))
         self._window: Made | None = None
         self._evaluating: Totals | None = None
         self._evaluated: list[Figures] = []
@@ -91,6 +93,17 @@ class OnlineTrainer(ReferenceTrainer):
         """What the method makes of a rollout."""
         assert self.method.writes is not None
         return self.method.writes
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """Of each reward the tokenizer of its model; None of a function."""
+        return [getattr(source, "tokenizer", None) for source in getattr(self.rewards, "sources", ())]
+
+    @property
+    def entropy_coef(self) -> float:
+        """The weight of the entropy, which may have moved since the start."""
+        control = getattr(self.inner_objective, "running", None)
+        return getattr(self.args, "entropy_coef", 0.0) if control is None else control.coefficient
 
     @property
     def reward_models(self) -> list[nn.Module]:
@@ -175,12 +188,26 @@ class OnlineTrainer(ReferenceTrainer):
             shuffled = dataset.shuffle(seed=self.args.seed) if self.options.shuffle_dataset else dataset
             dataset = PromptStream(shuffled, self.windows)
         size = self._train_batch_size * self.options.steps_of_generation * self.learning.completions
-        with self._rows_as_they_are():
+        with self._rows_as_they_are(), self._read_here(dataset):
             return self._get_dataloader(dataset, "Training", size, self._get_train_sampler, is_training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        with self._rows_as_they_are():
+        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset  # type: ignore[index]
+        if dataset is not None and not hasattr(dataset, "__len__"):
+            eval_dataset = PromptStream(dataset, Windows(1, self.options.generations_eval))
+        with self._rows_as_they_are(), self._read_here(eval_dataset):
             return super().get_eval_dataloader(eval_dataset)
+
+    @contextlib.contextmanager
+    def _read_here(self, dataset: Any) -> Iterator[None]:
+        """Without workers where a stream is read: each would read other rows, and tear groups apart."""
+        before = self.args.dataloader_num_workers
+        self.args.dataloader_num_workers = 0 if isinstance(dataset, PromptStream) else before
+        try:
+            yield
+        finally:
+            self.args.dataloader_num_workers = before
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **more: Any) -> DataLoader:
         """As the Trainer's; of rows to evaluate on there is one for each completion."""
@@ -269,7 +296,7 @@ class OnlineTrainer(ReferenceTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
-        if self.options.log_completions and ("loss" in logs or "eval_loss" in logs):
+        if self.options.log_completions and {"loss", "eval_loss", "train_runtime"} & logs.keys():
             self.completions_log.write(self.state.global_step)
 
     def report_lines(self) -> list[tuple[str, str]]:

@@ -101,6 +101,17 @@ class GRPOOptions(RolloutOptions, VisionOptions):
     def rewards_entropy(self) -> bool:
         return self.use_adaptive_entropy or self.entropy_coef != 0.0
 
+    @property
+    def advice(self) -> list[str]:
+        """What is unwise in these options."""
+        summed = LOSSES[self.loss_type].scale is not Scale.COMPLETION and self.loss_type not in ("luspo", "vespo")
+        if self.importance_sampling_level != "sequence" or not summed:
+            return []
+        return [
+            f"importance_sampling_level='sequence' with loss_type={self.loss_type!r} weights each sequence by its "
+            "completion length, since that loss sums over tokens: the paper (arXiv 2507.18071) is loss_type='grpo'"
+        ]
+
     def respell(self) -> None:
         """True and False for how rewards are scaled, as older scripts have them."""
         spelled = {"True": "group", "False": "none", "true": "group", "false": "none"}

@@ -272,14 +272,20 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
     # -- metrics -----------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics since the last log, under TRL's names."""
-        if "loss" in logs:
-            sums = self.runner.totals.read(self.args.device)
-            self.runner.totals = Totals()
-            self._tokens_seen += sums.get("tokens", 0)
-            logs.update(self.metrics_of(sums), num_tokens=self._tokens_seen)
+        """Adds the metrics since the last log, under TRL's names; a run's summary has those of steps not logged yet."""
+        if "train_runtime" in logs:
+            logs = {**logs, **self._unlogged_metrics()}  # what `train` returns stays as it is
+        elif "loss" in logs:
+            logs.update(self._unlogged_metrics())
             logs.update(cast(Any, self._memory_log.metrics(self.prediction)))
         super().log(logs, start_time)
+
+    def _unlogged_metrics(self) -> dict[str, float]:
+        """Those of the steps since the last log, of all ranks together; none if there was no step."""
+        sums = self.runner.totals.read(self.args.device)
+        self.runner.totals = Totals()
+        self._tokens_seen += sums.get("tokens", 0)
+        return {**self.metrics_of(sums), "num_tokens": self._tokens_seen} if sums else {}
 
     @property
     def peak_phase(self) -> str:

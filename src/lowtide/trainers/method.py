@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -37,6 +38,8 @@ from lowtide.trainers.older_arguments import take_tokenizer, with_older
 from lowtide.trainers.reports.oom_report import explained
 from lowtide.trainers.reports.start import StartReport
 from lowtide.trainers.signatures import DEFAULTS
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -84,7 +87,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
     def __init__(self, *positional: Any, **named: Any) -> None:
         given, older = self._arguments(positional, named)
         if given["train_dataset"] is None:
-            raise ValueError(f"{type(self).__name__} needs a `train_dataset`, and it is None")
+            raise ValueError(f"{type(self).__name__}: `train_dataset` is required, and it is None")
         given["processing_class"] = take_tokenizer(older, given["processing_class"])
         maker = older.pop("model_init", None)
         begins = maker is None and given["model"] is None and getattr(given["args"], "begins_at_random", False)
@@ -132,6 +135,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         for name, dataset in by_name(self.eval_dataset).items():
             self._check_rows(name, dataset, trained_on=False)
         self.add_callback(StartReport(cast(Any, self), run.engine))
+        for advice in getattr(args, "advice", ()):
+            logger.warning(advice)
 
     def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(the arguments by name, with defaults; those of an older TRL).

@@ -106,3 +106,38 @@ def test_one_row_that_cannot_be_scored_stops_the_run_and_says_what_to_lower(tmp_
     ):
         trainer.train()
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+
+
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+def test_the_summary_of_a_run_has_the_metrics_of_steps_not_logged_yet(method, tmp_path):
+    """As TRL's last log, which is all that a run shorter than logging_steps has."""
+    options = {"entropy_coef": 0.1} if method == "GRPO" else {}
+    each = trained(tmp_path, method, logging_steps=1, **options).state.log_history
+    seldom = trained(tmp_path, method, logging_steps=100, **options).state.log_history
+    steps = [entry for entry in each if "loss" in entry]
+    assert len(steps) == 3
+    for name in ("reward", "rewards/even_tokens/mean", *(("policy_loss", "entropy_coef") if options else ())):
+        assert name not in each[-1]
+        mean = sum(entry[name] for entry in steps) / len(steps)
+        assert seldom[-1][name] == pytest.approx(mean, rel=1e-6), name
+    assert seldom[-1]["num_tokens"] == steps[-1]["num_tokens"]
+
+
+def test_the_weight_of_entropy_is_read_off_the_trainer(tmp_path):
+    assert online(tmp_path, entropy_coef=0.25).entropy_coef == 0.25
+    options = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 50.0, "entropy_coef_delta": 0.005}
+    assert trained(tmp_path, **options).entropy_coef == pytest.approx(0.01 + 3 * 0.005)
+
+
+def test_ratios_of_sequences_in_a_sum_over_tokens_are_warned_of(tmp_path, caplog):
+    for loss_type in ("bnpo", "dr_grpo", "dapo", "cispo", "grpo"):
+        caplog.clear()
+        online(tmp_path, loss_type=loss_type, importance_sampling_level="sequence")
+        assert ("weights each sequence by its completion length" in caplog.text) == (loss_type != "grpo"), loss_type
+    caplog.clear()
+    online(tmp_path, loss_type="dapo")
+    assert "completion length" not in caplog.text
+
+
+def test_tokenizers_of_reward_models_are_read_off_the_trainer(tmp_path):
+    assert online(tmp_path).reward_processing_classes == [None]

@@ -73,7 +73,7 @@ def test_what_contradicts_is_refused(given, error, message):
 
 
 def test_no_training_set_is_refused_at_construction():
-    with pytest.raises(ValueError, match="SFTTrainer needs a `train_dataset`, and it is None"):
+    with pytest.raises(ValueError, match="SFTTrainer: `train_dataset` is required, and it is None"):
         SFTTrainer(build("SFT", 64), plain(), processing_class=tokenizer())
 
 

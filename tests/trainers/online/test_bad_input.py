@@ -63,7 +63,7 @@ def test_a_reward_that_is_none_stops_the_run_by_its_name(reward, tmp_path):
 
 
 def test_no_reward_at_all(tmp_path):
-    with pytest.raises(ValueError, match="needs `reward_funcs`"):
+    with pytest.raises(ValueError, match="No reward source provided: GRPOTrainer needs `reward_funcs`"):
         online(tmp_path, arguments={"reward_funcs": None})
 
 

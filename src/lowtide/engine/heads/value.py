@@ -67,7 +67,7 @@ class Value(Head):
         if hasattr(model, "score") and labels == 1:
             return None
         found = f"{labels} labels" if hasattr(model, "score") else "no `score` head"
-        return f"has {found}; a reward model gives one value"
+        return f"has {found}; a reward model gives one value, and reward models require `num_labels=1`"
 
     @classmethod
     def check(cls, model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ class Rewards:
             tokenizers = [tokenizers] * (len(funcs) if tokenizers is None else 1)
         for title, given in (("names", names), ("weights", weights), ("processing_classes", tokenizers)):
             if given is not None and len(given) != len(funcs):
-                raise ValueError(f"reward {title}: there are {len(given)} for {len(funcs)} reward functions")
+                raise ValueError(f"reward {title}: there are {len(given)} for {len(funcs)} reward functions, and they must match")
         self.caller = Caller(timeout, loop)
         self.cut_models = False
         options = models or RewardModelOptions()
@@ -176,8 +177,10 @@ def _warn_of_unscored(rewards: Tensor, completed: Completed) -> None:
     if unscored:
         logger.warning(
             "no reward function applies to %s of %s completions, the first of which is %s: each returned None. They "
-            "teach nothing; at least one function should return a number",
+            "teach nothing; at least one function should return a number. All reward functions returned None for the "
+            "following kwargs: %s",
             len(unscored),
             len(completed),
             completed.where(unscored[0]),
+            reprlib.repr({name: values[0] for name, values in completed.alone(unscored[0]).arguments().items()}),
         )

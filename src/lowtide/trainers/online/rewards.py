@@ -109,8 +109,8 @@ def _environment_rewards(factory: Any, args: RolloutOptions, title: str) -> Rewa
     """The rewards that environments give themselves."""
     if factory is None:
         raise ValueError(
-            f"{title} needs `reward_funcs`: a function of prompts and completions that returns a number for each "
-            "completion, a reward model, or the name of one"
+            f"No reward source provided: {title} needs `reward_funcs`: a function of prompts and completions that "
+            "returns a number for each completion, a reward model, or the name of one"
         )
     found = Environments(factory).rewards()
     if not found:

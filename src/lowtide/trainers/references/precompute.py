@@ -82,8 +82,9 @@ def with_column(trainer: LowtideTrainer, dataset: Any, name: str, weights: str) 
     """A dataset with the column, computed or found in the cache; `weights` is the reference's fingerprint."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
         raise ValueError(
-            f"precompute_ref_log_probs=True needs the rows of {title_of(dataset, name)} beforehand, and it is a "
-            f"{type(dataset).__name__}: set it to False, or load the dataset whole"
+            f"precompute_ref_log_probs=True is not supported with IterableDataset: it needs the rows of "
+            f"{title_of(dataset, name)} beforehand, which is a {type(dataset).__name__}. Set it to False, or load the "
+            "dataset whole"
         )
     args: Any = trainer.args
     training = name == "train"

@@ -24,7 +24,15 @@ from lowtide.rollout.rollout import Rollout
 NEEDLESS = "lowtide's own generator keeps the keys and values of what is being written, and nothing else"
 BACKENDS = ("auto", "lowtide", "transformers")
 SAMPLED_BY = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_strings")
-"""Keys of `generation_kwargs`."""
+"""Keys of `generation_kwargs` that every generator takes."""
+OF_GENERATE = (
+    *("num_beams", "length_penalty", "early_stopping", "min_new_tokens", "min_length", "max_time"),
+    *("no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
+    *("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "exponential_decay_length_penalty"),
+    *("forced_eos_token_id", "renormalize_logits", "remove_invalid_values", "guidance_scale"),
+    "prompt_lookup_num_tokens",
+)
+"""Keys that transformers' `generate` alone takes, which writes where one is there."""
 
 
 @dataclass(kw_only=True)
@@ -38,7 +46,7 @@ class WritingOptions:
     top_k: int = option(0, "Draw among so many of the likeliest tokens; 0 among all.", Range(least=0, also=-1))
     min_p: float | None = option(None, "Draw among tokens at least so many times as likely as the likeliest.", SHARE)
     repetition_penalty: float = option(1.0, "Above 1, tokens that were there already become less likely.", POSITIVE)
-    generation_kwargs: dict | str | None = option(None, f"Further settings: {', '.join(SAMPLED_BY)}.")
+    generation_kwargs: dict | str | None = option(None, f"Further settings: {', '.join(SAMPLED_BY)}, do_sample; others have transformers write.")
     tokens_per_generation_batch: int | None = option(
         None,
         "The most tokens whose keys and values are held while completions are written. None: of all at once.",
@@ -70,12 +78,26 @@ class WritingOptions:
             "top_p": self.top_p,
             "min_p": self.min_p or 0.0,
             "repetition_penalty": self.repetition_penalty,
-            **(self.generation_kwargs if isinstance(self.generation_kwargs, Mapping) else {}),
+            **self._further(SAMPLED_BY),
         }
+        if not self._further(("do_sample",)).get("do_sample", True):
+            given["temperature"] = 0.0
         strings = given.pop("stop_strings", ())
         return Sampling(
-            **given, stop_ids=tuple(stop_ids), stop_strings=(strings,) if isinstance(strings, str) else tuple(strings)
+            **given,
+            stop_ids=tuple(stop_ids),
+            stop_strings=(strings,) if isinstance(strings, str) else tuple(strings),
+            others=self.of_generate,
         )
+
+    @property
+    def of_generate(self) -> dict[str, Any]:
+        """The settings that transformers' `generate` alone takes."""
+        return self._further(OF_GENERATE)
+
+    def _further(self, names: Sequence[str]) -> dict[str, Any]:
+        given = self.generation_kwargs if isinstance(self.generation_kwargs, Mapping) else {}
+        return {name: given[name] for name in names if name in given}
 
     def check_writing(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
@@ -87,9 +109,16 @@ class WritingOptions:
             raise ValueError(
                 f"ds3_gather_for_generation={self.ds3_gather_for_generation!r} must be true, false or a number of bytes"
             )
-        unknown = sorted(set(self.generation_kwargs or ()) - set(SAMPLED_BY))
+        known = (*SAMPLED_BY, "do_sample", *OF_GENERATE)
+        unknown = sorted(set(self.generation_kwargs or ()) - set(known))
         if isinstance(self.generation_kwargs, Mapping) and unknown:
-            raise ValueError(f"generation_kwargs: {unknown[0]!r} is unknown (it takes {', '.join(SAMPLED_BY)})")
+            raise ValueError(f"generation_kwargs: {unknown[0]!r} is unknown (it takes {', '.join(known)})")
+        others, vllm = ", ".join(self.of_generate), getattr(self, "use_vllm", False)
+        if others and (vllm or self.generation_backend == "lowtide"):
+            who = "use_vllm=True" if vllm else "generation_backend='lowtide'"
+            raise ValueError(
+                f"generation_kwargs: {others} of transformers' generate has no effect with {who}: drop one of them"
+            )
         self.sampling()
 
 

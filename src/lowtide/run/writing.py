@@ -122,6 +122,8 @@ def make_generator(
         return make_vllm_generator(options, model, tokenizer)
     with whole_vocabulary(model):
         reason = "runs padded" if not padding_free else why_not(model)
+    if options.of_generate and reason is None:
+        reason = f"is to write by {', '.join(options.of_generate)}, of generation_kwargs"
     if in_stages and (options.generation_backend == "transformers" or reason is not None):
         why = (
             "generation_backend='transformers'" if reason is None else f"transformers' generate, as the model {reason},"

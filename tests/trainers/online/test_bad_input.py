@@ -20,7 +20,11 @@ CONFIGS = {
     "no temperature": ({"temperature": 0}, "temperature=0 writes the likeliest"),
     "both ways to say how much": ({"generation_batch_size": 8, "steps_per_generation": 1}, "set one of them"),
     "an odd generation batch": ({"generation_batch_size": 12}, "must be a multiple of 8"),
-    "an unknown setting": ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs: 'num_beams' is unknown"),
+    "an unknown setting": ({"generation_kwargs": {"beams": 2}}, "generation_kwargs: 'beams' is unknown"),
+    "a setting of another generator": (
+        {"generation_kwargs": {"num_beams": 2}, "generation_backend": "lowtide"},
+        "num_beams of transformers' generate has no effect with generation_backend='lowtide'",
+    ),
     "a setting of another loss": ({"loss_type": "sapo", "delta": 2.0}, "delta=2.0 would have no effect"),
     "no such loss": ({"loss_type": "gpro"}, "loss_type"),
     "no such scale": ({"scale_rewards": "row"}, "scale_rewards='row' is not one of"),

@@ -7,9 +7,9 @@ Three stand behind it: lowtide's own on the ragged engine (`generators.ragged`),
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -43,6 +43,8 @@ class Sampling:
     """Texts that end a completion with the token that completes them."""
     never_ids: tuple[int, ...] = ()
     """Tokens that are not drawn, such as one that stands for an image."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of transformers' `generate`, which alone reads them."""
 
     def __post_init__(self) -> None:
         ranges = {

@@ -8,6 +8,7 @@ but depend on what else is in the batch.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,7 +75,11 @@ class TransformersGenerator:
                 torch.manual_seed(stream_key(*seeds, turn))
                 size = self.rows or len(pending)
                 for start in range(0, len(pending), size):
-                    _write(model, pending[start : start + size], sampling, stops)
+                    part = pending[start : start + size]
+                    if sampling.others:
+                        _write_otherwise(model, part, sampling, stops, self.tokenizer)
+                    else:
+                        _write(model, part, sampling, stops)
                 pending, turn = [row for row in pending if row.goes_on(reply)], turn + 1
         completions = iter(row.completion for row in rows)
         return [[next(completions) for _ in range(request.count)] for request in requests]
@@ -127,12 +132,9 @@ def _seeded(device: torch.device) -> Iterator[None]:
 
 def _write(model: nn.Module, rows: Sequence[_Row], sampling: Sampling, stops: Stops) -> None:
     """Writes one turn of some completions."""
-    inner: Any = causal_model(model)
-    writer: Any = model if prompt_config(model) is not None else inner
-    prompts = [row.prompt + row.completion.token_ids for row in rows]
-    width, device = max(len(prompt) for prompt in prompts), embedding_weight(model).device
-    input_ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    inner, writer = _writers(model)
+    input_ids, mask = _left_padded(rows, embedding_weight(model).device)
+    width = input_ids.shape[1]
     record, ends = _Record(rows, sampling), _Ends(rows, width, stops)
     config = GenerationConfig(
         max_new_tokens=max(row.left for row in rows),
@@ -158,6 +160,57 @@ def _write(model: nn.Module, rows: Sequence[_Row], sampling: Sampling, stops: St
         count, finish = ends.ended[place] or (row.left, "length")
         row.append(tokens[place][:count], logprobs[place][:count], plain[place][:count], written=True)
         row.completion.finish = finish
+
+
+def _write_otherwise(
+    model: nn.Module, rows: Sequence[_Row], sampling: Sampling, stops: Stops, tokenizer: Any
+) -> None:
+    """Writes one turn of some completions with settings whose distribution is transformers' own, such as beams'. The
+    log-probabilities are not known afterwards (NaN)."""
+    inner, writer = _writers(model)
+    input_ids, mask = _left_padded(rows, embedding_weight(model).device)
+    others = dict(sampling.others)
+    never = [*sampling.never_ids, *(others.pop("suppress_tokens", None) or ())]
+    drawn: dict[str, Any] = {}
+    if sampling.temperature > 0:
+        drawn = {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p}
+        drawn |= {"min_p": sampling.min_p} if sampling.min_p else {}
+    config = GenerationConfig(
+        max_new_tokens=max(row.left for row in rows),
+        do_sample=sampling.temperature > 0,
+        repetition_penalty=sampling.repetition_penalty,
+        eos_token_id=list(sampling.stop_ids) or None,
+        pad_token_id=sampling.stop_ids[0] if sampling.stop_ids else int(input_ids[0, 0]),
+        stop_strings=list(sampling.stop_strings) or None,
+        suppress_tokens=never or None,
+        use_cache=True,
+        **drawn,
+        **others,
+    )
+    strings = {"tokenizer": tokenizer} if sampling.stop_strings else {}
+    with _no_defaults(writer, inner), computing(model):
+        found = writer.generate(input_ids=input_ids, attention_mask=mask, generation_config=config, **strings)
+    for row, tokens in zip(rows, found[:, input_ids.shape[1] :].tolist(), strict=True):
+        most = min(row.left, len(tokens))
+        ends = next((count for count in range(1, most + 1) if stops.at_end(tokens[:count])), None)
+        count = most if ends is None else ends
+        row.append(tokens[:count], [math.nan] * count, [math.nan] * count, written=True)
+        row.completion.finish = "length" if ends is None else "stop"
+
+
+def _writers(model: nn.Module) -> tuple[Any, Any]:
+    """(the causal model; who generates: with virtual tokens the adapter's model)."""
+    inner = causal_model(model)
+    return inner, model if prompt_config(model) is not None else inner
+
+
+def _left_padded(rows: Sequence[_Row], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(tokens, mask), [rows, longest]: what stands before what is written; padding repeats a prompt's first token."""
+    prompts = [row.prompt + row.completion.token_ids for row in rows]
+    width = max(map(len, prompts))
+    input_ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return input_ids, mask
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def test_aligned_turns_are_those_that_marks_would_give(tokenizer, conversations)
 def test_a_template_that_renders_the_beginning_differently_is_refused(tokenizer):
     tokenizer.chat_template = (
         "{% for message in messages %}"
-        "{% if message.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ message.content }}|"
+        "{{ message.content if message.role == 'user' or loop.last else message.content.upper() }}|"
         "{% endfor %}"
     )
     encoder = ChatEncoder(tokenizer)
@@ -80,6 +80,27 @@ def test_a_template_that_renders_the_beginning_differently_is_refused(tokenizer)
     problem = r"data.jsonl, row 11 .* assistant's tokens in message 1: .*no \{% generation %\} marks"
     with pytest.raises(ValueError, match=problem):
         encoder.encode_with_turns([chat("a", "b"), chat("a", "b", "c", "d")], PLACE)
+
+
+THINKING = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ message['content'].split('</think>')[-1] if not loop.last else message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("answer", ["It is four.", "<think>two and two</think>It is four."])
+def test_turns_whose_thoughts_the_template_drops_later_are_told(tokenizer, answer):
+    """As templates of Qwen3 do: the last turn has (empty) thoughts, earlier ones stand without theirs."""
+    tokenizer.chat_template = THINKING
+    encoder = ChatEncoder(tokenizer)
+    talk = chat("What is 2 + 2?", answer, "And 1 + 1?", answer, "And 0?", "It is nought.")
+    [ids], [mask] = encoder.encode_with_turns([talk], RowPlace("rows", [0]))
+    earlier = "It is four.<|im_end|>\n"
+    scored = tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own])
+    assert scored == f"{earlier}{earlier}<think>\n\n</think>\n\nIt is nought.<|im_end|>\n"
+    assert ids == encoder.encode([talk], RowPlace("rows", [0]))[0]
 
 
 def test_a_template_that_fails_on_a_row_names_it(tokenizer):

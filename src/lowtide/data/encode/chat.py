@@ -171,7 +171,10 @@ class ChatEncoder:
         for (row, turn), opening, whole_turn in zip(turns, before, after, strict=True):
             start, stop = len(opening), len(whole_turn)
             ids = token_ids[row]
-            if start > stop or ids[:start] != opening or ids[:stop] != whole_turn:
+            begins = start <= stop and ids[:start] == opening == whole_turn[:start]
+            if begins and ids[:stop] != whole_turn:
+                stop = start + self._still_there(whole_turn[start:], ids[start:], chats[row].messages[turn])
+            if not begins or stop == start < len(whole_turn):
                 raise place.error(
                     row,
                     f"assistant_only_loss can't tell the assistant's tokens in message {turn}: the chat template "
@@ -180,6 +183,17 @@ class ChatEncoder:
                 )
             masks[row][start:stop] = [1] * (stop - start)
         return masks
+
+    def _still_there(self, alone: list[int], within: list[int], message: Message) -> int:
+        """How many tokens a turn has within a conversation, of which the template drops the beginning once others
+        follow, such as its thoughts: the longest end of the turn that stands there. 0 if none has what is said."""
+        content = message.get("content")
+        said = content.split("</think>")[-1].strip() if isinstance(content, str) else ""
+        for dropped in range(1, len(alone)):
+            end = alone[dropped:]
+            if within[: len(end)] == end:
+                return len(end) if said and said in str(self.tokenizer.decode(end)) else 0
+        return 0
 
     def _apply(self, chats: Sequence[ChatSample], place: RowPlace, **options: Any) -> dict[str, list[list[int]]]:
         """Apply the template to runs of conversations that share tools and keywords, each in one call."""

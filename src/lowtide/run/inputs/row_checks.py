@@ -98,7 +98,8 @@ def check_masks(dataset: Any, name: str) -> None:
     if masks and "labels" not in columns:
         raise ValueError(
             f"{name} has {' and '.join(masks)} and no labels, and skip_prepare_dataset=True makes none, so "
-            "every token would be scored: add `labels` (-100 where nothing is scored), or drop skip_prepare_dataset"
+            "every token would be scored. Add a 'labels' column (-100 where nothing is scored), or drop "
+            "skip_prepare_dataset"
         )
     if "attention_mask" in columns or ("position_ids" in columns and "seq_lengths" not in columns):
         _check_unread(dataset, name)

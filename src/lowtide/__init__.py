@@ -36,6 +36,11 @@ if TYPE_CHECKING:
         truncate_dataset,
         unpair_preference_dataset,
     )
+    from lowtide.scripts.image_collators import (
+        DataCollatorForVisionLanguageModeling,
+        DataCollatorForVisionPreference,
+        DataCollatorForVisionUnpairedPreference,
+    )
     from lowtide.scripts.logs import init_zero_verbose
     from lowtide.scripts.models import (
         create_reference_model,
@@ -112,6 +117,9 @@ __all__ = [
     "DataCollatorForLanguageModeling",
     "DataCollatorForPreference",
     "DataCollatorForUnpairedPreference",
+    "DataCollatorForVisionLanguageModeling",
+    "DataCollatorForVisionPreference",
+    "DataCollatorForVisionUnpairedPreference",
     "DataCollatorWithFlattening",
     "DatasetConfig",
     "DatasetMixtureConfig",
@@ -199,6 +207,10 @@ _NAMES = {
     "lowtide.scripts.datasets": (
         *("get_dataset", "maybe_unpair_preference_dataset", "pack_dataset", "truncate_dataset"),
         "unpair_preference_dataset",
+    ),
+    "lowtide.scripts.image_collators": (
+        *("DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"),
+        "DataCollatorForVisionUnpairedPreference",
     ),
     "lowtide.scripts.logs": ("init_zero_verbose",),
     "lowtide.scripts.models": (

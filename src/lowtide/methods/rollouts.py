@@ -46,7 +46,9 @@ class WritingOptions:
     top_k: int = option(0, "Draw among so many of the likeliest tokens; 0 among all.", Range(least=0, also=-1))
     min_p: float | None = option(None, "Draw among tokens at least so many times as likely as the likeliest.", SHARE)
     repetition_penalty: float = option(1.0, "Above 1, tokens that were there already become less likely.", POSITIVE)
-    generation_kwargs: dict | str | None = option(None, f"Further settings: {', '.join(SAMPLED_BY)}, do_sample; others have transformers write.")
+    generation_kwargs: dict | str | None = option(
+        None, f"Further settings: {', '.join(SAMPLED_BY)}, do_sample; others have transformers write."
+    )
     tokens_per_generation_batch: int | None = option(
         None,
         "The most tokens whose keys and values are held while completions are written. None: of all at once.",

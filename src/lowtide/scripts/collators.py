@@ -23,14 +23,14 @@ Row = Mapping[str, Any]
 MASKS = ("completion_mask", "assistant_masks")
 
 
-class _Collator(ABC):
+class Collator(ABC):
     """What all of them have in common: padded tensors when called, a `RaggedBatch` for trainers."""
 
     is_default = False
     """Whether a trainer's own collator does the same: that of its method, which knows more of it."""
 
     def __call__(self, examples: Sequence[Row], return_tensors: str | None = None) -> dict[str, Any]:
-        _only_torch(self, return_tensors or "pt")
+        only_torch(self, return_tensors or "pt")
         return self.torch_call(examples)
 
     @abstractmethod
@@ -54,7 +54,7 @@ class _Collator(ABC):
 
 
 @dataclass
-class DataCollatorForLanguageModeling(_Collator):
+class DataCollatorForLanguageModeling(Collator):
     """Tokenized rows (`input_ids`); `SFTTrainer` takes it.
 
     The tokens that are scored are those whose `labels` are not -100. Rows without labels are scored where a
@@ -77,7 +77,7 @@ class DataCollatorForLanguageModeling(_Collator):
     return_tensors: str = "pt"
 
     def __post_init__(self) -> None:
-        _only_torch(self, self.return_tensors)
+        only_torch(self, self.return_tensors)
 
     def torch_call(self, examples: Sequence[Row]) -> dict[str, Any]:
         rows = [self._row(row) for row in examples]
@@ -87,8 +87,9 @@ class DataCollatorForLanguageModeling(_Collator):
         tokens, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
         if self.padding_free:
             return self._flat(torch.cat(tokens), torch.cat(labels), torch.cat(positions))
-        made = self._padded(tokens) | {"labels": _padded(labels, IGNORE, self.pad_to_multiple_of)}
-        return made | ({"position_ids": _padded(positions, 0, self.pad_to_multiple_of)} if restarts else {})
+        made = with_mask(tokens, self.pad_token_id or 0, self.pad_to_multiple_of)
+        made |= {"labels": padded(labels, IGNORE, self.pad_to_multiple_of)}
+        return made | ({"position_ids": padded(positions, 0, self.pad_to_multiple_of)} if restarts else {})
 
     def ragged(self, examples: Sequence[Row]) -> RaggedBatch:
         return RaggedBatch.from_rows([self._row(row) for row in examples])
@@ -99,15 +100,12 @@ class DataCollatorForLanguageModeling(_Collator):
         places = [[place for length in row for place in range(length)] for row in batch_seq_lengths]
         return [torch.tensor(row, dtype=torch.long) for row in places]
 
-    def _padded(self, tokens: Sequence[Tensor]) -> dict[str, Tensor]:
-        return _with_mask(tokens, self.pad_token_id or 0, self.pad_to_multiple_of)
-
     def _flat(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> dict[str, Any]:
         """One sequence, of which a segment's first token has no label; a place that pads is a segment of its own."""
         labels = labels.masked_fill(positions == 0, IGNORE)
         fills = {"input_ids": self.pad_token_id or 0, "labels": IGNORE, "position_ids": 0}
         given = zip(fills.items(), (tokens, labels, positions), strict=True)
-        made = {name: _padded([each], fill, self.pad_to_multiple_of) for (name, fill), each in given}
+        made = {name: padded([each], fill, self.pad_to_multiple_of) for (name, fill), each in given}
         starts = (made["position_ids"][0] == 0).nonzero().flatten()
         bounds = torch.cat([starts, torch.tensor([made["input_ids"].shape[1]])]).int()
         longest, segment = int(bounds.diff().max()), torch.arange(len(starts), dtype=torch.int32)
@@ -129,7 +127,7 @@ class DataCollatorForLanguageModeling(_Collator):
 
 
 @dataclass
-class _OfCompletions(_Collator):
+class _OfCompletions(Collator):
     """What the collators of prompts and completions have in common."""
 
     pad_token_id: int | None = None
@@ -141,7 +139,7 @@ class _OfCompletions(_Collator):
     return_tensors: str = "pt"
 
     def __post_init__(self) -> None:
-        _only_torch(self, self.return_tensors)
+        only_torch(self, self.return_tensors)
         if self.truncation_mode not in ("keep_start", "keep_end"):
             raise ValueError(f"truncation_mode={self.truncation_mode!r} is not one of keep_start, keep_end")
 
@@ -149,7 +147,7 @@ class _OfCompletions(_Collator):
     def is_default(self) -> bool:
         return self.max_length is None
 
-    def padded(self, rows: Sequence[Row], completions: Sequence[str]) -> dict[str, Tensor]:
+    def padded_rows(self, rows: Sequence[Row], completions: Sequence[str]) -> dict[str, Tensor]:
         """The prompts with the first completions of all rows, then with the second ones."""
         pairs = [(list(row.get("prompt_ids", ())), list(row[name])) for name in completions for row in rows]
         whole = slice(None)
@@ -157,10 +155,10 @@ class _OfCompletions(_Collator):
             whole = slice(self.max_length) if self.truncation_mode == "keep_start" else slice(-self.max_length, None)
         tokens = [torch.tensor((prompt + tail)[whole]) for prompt, tail in pairs]
         masks = [torch.tensor(([0] * len(prompt) + [1] * len(tail))[whole]) for prompt, tail in pairs]
-        made = _with_mask(tokens, self.pad_token_id or 0, self.pad_to_multiple_of)
+        made = with_mask(tokens, self.pad_token_id or 0, self.pad_to_multiple_of)
         if "prompt_ids" not in rows[0]:
             return made
-        return made | {"completion_mask": _padded(masks, 0, self.pad_to_multiple_of)}
+        return made | {"completion_mask": padded(masks, 0, self.pad_to_multiple_of)}
 
     def collated(self, rows: Sequence[Row], completions: tuple[str, ...], values: tuple[str, ...]) -> RaggedBatch:
         fits = self.max_length is None or all(
@@ -185,8 +183,8 @@ class DataCollatorForPreference(_OfCompletions):
     """
 
     def torch_call(self, examples: Sequence[Row]) -> dict[str, Any]:
-        made = self.padded(examples, ("chosen_ids", "rejected_ids"))
-        return made | _columns(examples, "ref_chosen_logps", "ref_rejected_logps", "margin")
+        made = self.padded_rows(examples, ("chosen_ids", "rejected_ids"))
+        return made | columns_of(examples, "ref_chosen_logps", "ref_rejected_logps", "margin")
 
     def ragged(self, examples: Sequence[Row]) -> RaggedBatch:
         """A batch in which a prompt stands once."""
@@ -207,11 +205,11 @@ class DataCollatorForUnpairedPreference(_OfCompletions):
     """
 
     def torch_call(self, examples: Sequence[Row]) -> dict[str, Any]:
-        made: dict[str, Any] = dict(self.padded(examples, ("completion_ids",)))
+        made: dict[str, Any] = dict(self.padded_rows(examples, ("completion_ids",)))
         for name in (BASELINE, THEIR_BASELINE):
             if name in examples[0]:
-                made |= {f"KL_{each}": values for each, values in self.padded(examples, (name,)).items()}
-        return made | _columns(examples, "ref_logps", "ref_KL_logps", "label")
+                made |= {f"KL_{each}": values for each, values in self.padded_rows(examples, (name,)).items()}
+        return made | columns_of(examples, "ref_logps", "ref_KL_logps", "label")
 
     def ragged(self, examples: Sequence[Row]) -> RaggedBatch:
         rows = [{{THEIR_BASELINE: BASELINE}.get(name, name): v for name, v in row.items()} for row in examples]
@@ -223,7 +221,7 @@ BASELINE, THEIR_BASELINE = "kl_completion_ids", "KL_completion_ids"
 
 
 @dataclass
-class DataCollatorForChatML(_Collator):
+class DataCollatorForChatML(Collator):
     """Conversations, of which the last message is scored; `SFTTrainer` with skip_prepare_dataset takes it.
 
     A row's `prompt`, where it is there, is its text before that message.
@@ -248,8 +246,8 @@ class DataCollatorForChatML(_Collator):
         rows = [self._row(row) for row in examples]
         tokens, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
         befores = [row[: int((label == IGNORE).sum())] for row, label in zip(tokens, labels, strict=True)]
-        prompts = _with_mask(befores, fill, left=True)
-        made = _with_mask(tokens, fill, left=True) | {"labels": _padded(labels, self.ignore_index, left=True)}
+        prompts = with_mask(befores, fill, left=True)
+        made = with_mask(tokens, fill, left=True) | {"labels": padded(labels, self.ignore_index, left=True)}
         return made | {"prompts": prompts["input_ids"], "prompt_attention_mask": prompts["attention_mask"]}
 
     def ragged(self, examples: Sequence[Row]) -> RaggedBatch:
@@ -267,7 +265,7 @@ class DataCollatorForChatML(_Collator):
         return {"input_ids": whole[kept], "labels": labels[kept]}
 
 
-def _padded(rows: Sequence[Tensor], fill: int, multiple: int | None = None, *, left: bool = False) -> Tensor:
+def padded(rows: Sequence[Tensor], fill: int, multiple: int | None = None, *, left: bool = False) -> Tensor:
     """[rows, longest], of at least as many places as are a multiple of `multiple`."""
     longest = max(map(len, rows))
     longest += -longest % (multiple or 1)
@@ -277,22 +275,22 @@ def _padded(rows: Sequence[Tensor], fill: int, multiple: int | None = None, *, l
     return made
 
 
-def _with_mask(
+def with_mask(
     tokens: Sequence[Tensor], fill: int, multiple: int | None = None, *, left: bool = False
 ) -> dict[str, Tensor]:
     masks = [torch.ones_like(each) for each in tokens]
     return {
-        "input_ids": _padded(tokens, fill, multiple, left=left),
-        "attention_mask": _padded(masks, 0, multiple, left=left),
+        "input_ids": padded(tokens, fill, multiple, left=left),
+        "attention_mask": padded(masks, 0, multiple, left=left),
     }
 
 
-def _columns(rows: Sequence[Row], *names: str) -> dict[str, Tensor]:
+def columns_of(rows: Sequence[Row], *names: str) -> dict[str, Tensor]:
     """Those columns of numbers that the rows have."""
     return {name: torch.tensor([row[name] for row in rows]) for name in names if name in rows[0]}
 
 
-def _only_torch(collator: Any, return_tensors: str) -> None:
+def only_torch(collator: Any, return_tensors: str) -> None:
     if return_tensors != "pt":
         name = type(collator).__name__
         raise ValueError(f"{name}: return_tensors={return_tensors!r} is not there: batches are of torch")

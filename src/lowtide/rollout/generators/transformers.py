@@ -162,9 +162,7 @@ def _write(model: nn.Module, rows: Sequence[_Row], sampling: Sampling, stops: St
         row.completion.finish = finish
 
 
-def _write_otherwise(
-    model: nn.Module, rows: Sequence[_Row], sampling: Sampling, stops: Stops, tokenizer: Any
-) -> None:
+def _write_otherwise(model: nn.Module, rows: Sequence[_Row], sampling: Sampling, stops: Stops, tokenizer: Any) -> None:
     """Writes one turn of some completions with settings whose distribution is transformers' own, such as beams'. The
     log-probabilities are not known afterwards (NaN)."""
     inner, writer = _writers(model)

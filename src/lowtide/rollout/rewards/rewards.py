@@ -71,7 +71,9 @@ class Rewards:
             tokenizers = [tokenizers] * (len(funcs) if tokenizers is None else 1)
         for title, given in (("names", names), ("weights", weights), ("processing_classes", tokenizers)):
             if given is not None and len(given) != len(funcs):
-                raise ValueError(f"reward {title}: there are {len(given)} for {len(funcs)} reward functions, and they must match")
+                raise ValueError(
+                    f"reward {title}: there are {len(given)} for {len(funcs)} reward functions, and they must match"
+                )
         self.caller = Caller(timeout, loop)
         self.cut_models = False
         options = models or RewardModelOptions()

@@ -66,6 +66,7 @@ NAMES = [
     "TokenClassificationConfig",
     "TokenClassificationTrainer",
     "TrlParser",
+    "WinRateCallback",
     "accuracy_reward",
     "apply_chat_template",
     "clone_chat_template",

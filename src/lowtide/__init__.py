@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from lowtide.trainers.callbacks.log_completions import LogCompletionsCallback
     from lowtide.trainers.callbacks.rich_progress import RichProgressCallback
     from lowtide.trainers.callbacks.sync_reference import SyncRefModelCallback
+    from lowtide.trainers.callbacks.win_rate import WinRateCallback
     from lowtide.trainers.public import (
         BCOConfig,
         BCOTrainer,
@@ -161,6 +162,7 @@ __all__ = [
     "TokenClassificationConfig",
     "TokenClassificationTrainer",
     "TrlParser",
+    "WinRateCallback",
     "accuracy_reward",
     "apply_chat_template",
     "clone_chat_template",
@@ -226,6 +228,7 @@ _NAMES = {
     "lowtide.trainers.callbacks.log_completions": ("LogCompletionsCallback",),
     "lowtide.trainers.callbacks.rich_progress": ("RichProgressCallback",),
     "lowtide.trainers.callbacks.sync_reference": ("SyncRefModelCallback",),
+    "lowtide.trainers.callbacks.win_rate": ("WinRateCallback",),
 }
 """The public names by the module that they are in."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

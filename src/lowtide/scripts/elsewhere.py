@@ -30,8 +30,6 @@ ELSEWHERE: dict[str, str] = {
         ),
         JUDGE,
     ),
-    "WinRateCallback": "asks a judge in training, and TRL itself removed it: LogCompletionsCallback shows the "
-    "completions, to be judged outside of training",
     "MergeModelCallback": "needs mergekit, which merges checkpoints as well after training: "
     "mergekit-yaml merge.yaml OUT; `lowtide merge` merges an adapter into its model",
     "MergeConfig": "needs mergekit: write its YAML and run mergekit-yaml merge.yaml OUT on the checkpoints",

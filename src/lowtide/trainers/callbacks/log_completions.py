@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from rich.table import Table
+from rich.text import Text
 from transformers import GenerationConfig, TrainerCallback
 
 from lowtide.ragged import IGNORE
 from lowtide.scripts.rows import maybe_apply_chat_template
+from lowtide.terminal import Console
 
 COLUMNS = ("step", "prompt", "completion")
 TRACKERS = ("wandb", "comet_ml", "trackio")
@@ -45,17 +48,9 @@ class LogCompletionsCallback(TrainerCallback):
         num_prompts: int | None = None,
         freq: int | None = None,
     ) -> None:
-        if trainer.eval_dataset is None:
-            raise ValueError("LogCompletionsCallback reads prompts from the trainer's eval_dataset: pass one to it")
-        rows = trainer.eval_dataset
-        if not {"prompt", "prompt_ids", "labels"} & set(getattr(rows, "column_names", None) or []):
-            raise ValueError(
-                "LogCompletionsCallback reads the column `prompt` of eval_dataset, which is no dataset that has one: "
-                "evaluate on rows with prompts"
-            )
+        self.eval_dataset = eval_prompts(trainer, type(self).__name__, num_prompts)
         self.trainer = trainer
         self.generation_config = generation_config
-        self.eval_dataset = rows if num_prompts is None else rows.select(range(min(num_prompts, len(rows))))
         self.freq = freq
         self.table: list[tuple[str, str, str]] = []
         self._last_step = -1
@@ -74,6 +69,23 @@ class LogCompletionsCallback(TrainerCallback):
             rows = [(str(state.global_step), *pair) for pair in zip(prompts, completions, strict=True)]
             self.table += rows
             _show(self.table, rows, args.report_to)
+
+
+def eval_prompts(trainer: Any, title: str, count: int | None) -> Any:
+    """The first rows of a trainer's evaluation set, all by default, which have prompts.
+
+    Raises:
+        ValueError: there is none, or it has none; `title` is the callback's name.
+    """
+    rows = trainer.eval_dataset
+    if rows is None:
+        raise ValueError(f"{title} reads prompts from the trainer's eval_dataset: pass one to it")
+    if not {"prompt", "prompt_ids", "labels"} & set(getattr(rows, "column_names", None) or []):
+        raise ValueError(
+            f"{title} reads the column `prompt` of eval_dataset, which is no dataset that has one: evaluate on rows "
+            "with prompts"
+        )
+    return rows if count is None else rows.select(range(min(count, len(rows))))
 
 
 def prompts_of(rows: Any, tokenizer: Any) -> list[str]:
@@ -129,7 +141,7 @@ def _generating(model: Any, tokenizer: Any) -> Iterator[None]:
 def _show(table: Sequence[Sequence[str]], new: Sequence[Sequence[str]], report_to: Any) -> None:
     """Hands the table to the trackers that are reported to, or the new rows to the terminal."""
     if not trackers_of(report_to):
-        _print(new)
+        print_table(new, COLUMNS, "Completions", Console(file=sys.stderr))
         return
     import pandas
 
@@ -160,13 +172,9 @@ def hand_to_trackers(frame: Any, report_to: Any) -> None:
             experiment.log_table(tabular_data=frame, filename="completions.csv")
 
 
-def _print(rows: Sequence[Sequence[str]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from lowtide.terminal import Console
-
-    shown = Table(*COLUMNS, title="Completions", title_justify="left", show_lines=True)
+def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str], title: str, console: Console) -> None:
+    """Shows rows of texts."""
+    shown = Table(*columns, title=title, title_justify="left", show_lines=True)
     for row in rows:
         shown.add_row(*(Text(text) for text in row))
-    Console(file=sys.stderr).print(shown)
+    console.print(shown)

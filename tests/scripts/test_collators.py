@@ -97,8 +97,13 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"pad_to_multiple_of": 4}, {"padding_free": True}, {"padding_free": True, "pad_to_multiple_of": 4}]
-    + [{"return_position_ids": True}],
+    [
+        {},
+        {"pad_to_multiple_of": 4},
+        {"padding_free": True},
+        {"padding_free": True, "pad_to_multiple_of": 4},
+        {"return_position_ids": True},
+    ],
 )
 @pytest.mark.parametrize("rows", [TOKENS, PACKED, [{"input_ids": [5, 6, 7]}, {"input_ids": [5]}]])
 def test_called_alone_it_gives_trls_tensors_of_texts(rows, options):

@@ -1,4 +1,4 @@
-"""TRL's collators by their names: called, they give padded tensors as TRL's do; a trainer asks them for a `RaggedBatch`.
+"""TRL's collators by name: called, they give padded tensors as TRL's do; a trainer asks them for a `RaggedBatch`.
 
 A trainer has the collator that its method needs; these are for scripts that pass one, or make batches by hand. To a
 trainer the arguments that are about padding (`pad_token_id`, `pad_to_multiple_of`, `padding_free`,
@@ -242,7 +242,7 @@ class DataCollatorForChatML(Collator):
             self.max_length = min(self.tokenizer.model_max_length, 1024)
 
     def torch_call(self, examples: Sequence[Row]) -> dict[str, Any]:
-        fill = self.tokenizer.pad_token_id or 0
+        fill: Any = self.tokenizer.pad_token_id or 0
         rows = [self._row(row) for row in examples]
         tokens, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
         befores = [row[: int((label == IGNORE).sum())] for row, label in zip(tokens, labels, strict=True)]

@@ -46,8 +46,8 @@ def check_media(columns: Sequence[str], source: str, why: str = "text models are
     if media:
         raise ValueError(
             f"{source} has the column {quoted(media)}, and {why}: the rows would lose what they are "
-            "about. Rows that are vision-related are for a vision-language model. If the text stands without it, remove the column (dataset.remove_columns, or `columns` of "
-            "`datasets` in a run file)."
+            "about. Rows that are vision-related are for a vision-language model. If the text stands without it, "
+            "remove the column (dataset.remove_columns, or `columns` of `datasets` in a run file)."
         )
 
 

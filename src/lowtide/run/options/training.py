@@ -333,9 +333,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
         # A stream's rows are dealt out, not cut from one batch made on the first rank.
         accelerator: Any = self.accelerator_config
         if accelerator.dispatch_batches:
-            logger.warning(
-                "accelerator_config: dispatch_batches=True has no effect, since each rank reads its own rows"
-            )
+            logger.warning("dispatch_batches=True has no effect: each rank reads its own rows")
         accelerator.dispatch_batches = False
 
 

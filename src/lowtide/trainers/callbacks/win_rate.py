@@ -99,7 +99,7 @@ class WinRateCallback(TrainerCallback):
             _show(rows, args.report_to)
 
     def _judged(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> tuple[list[int], list[float]]:
-        """(the better completion of each pair, the probabilities that it is the policy's where the judge gives them)."""
+        """(the better completion of each pair; the probabilities of the policy's, where the judge gives any)."""
         if not self.use_soft_judge:
             return judge_pairs(self._in_order, prompts, pairs), []
         given = self.judge.judge(

@@ -52,7 +52,7 @@ def _entropies(runner: StepRunner, batch: RaggedBatch, temperature: float) -> Te
 
 
 def of_all_ranks(values: Tensor, copies: int = 1) -> Tensor:
-    """Values of all ranks, which need not have as many; so many neighbouring ones (`copies`) have the same, which count once."""
+    """Values of all ranks, which need not have as many; `copies` neighbouring ones have the same, which count once."""
     if not distributed():
         return values
     everyones: list[Any] = [None] * dist.get_world_size()

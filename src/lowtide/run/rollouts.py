@@ -291,7 +291,9 @@ class RolloutMaker:
         given = self.rollout_func([row[PROMPT] for row in rows], self.trainer)
         missing = [name for name in REQUIRED if name not in given]
         if missing:
-            raise ValueError(f"rollout_func returns no {', '.join(missing)}: it must return {', '.join(REQUIRED)}")
+            raise ValueError(
+                f"rollout_func must return keys {', '.join(REQUIRED)}, and returns no {', '.join(missing)}"
+            )
         masks = given.get("env_mask") or [[1] * len(ids) for ids in given["completion_ids"]]
         numbers = given["logprobs"] or [[float("nan")] * len(ids) for ids in given["completion_ids"]]
         lists = {"prompt_ids": given["prompt_ids"], "completion_ids": given["completion_ids"]}

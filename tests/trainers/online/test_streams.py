@@ -37,7 +37,7 @@ def test_streams_by_name_are_evaluated_each(method, tmp_path):
     assert {"eval_short_reward", "eval_long_reward"} <= found[0].keys()
 
 
-def test_streams_are_read_without_workers(tmp_path):
+def test_streams_are_read_without_workers(tmp_path, caplog):
     """Each worker would read other rows, and tear groups apart."""
     rows = prompts(12)
     whole = online(
@@ -49,4 +49,5 @@ def test_streams_are_read_without_workers(tmp_path):
     streamed = online(
         tmp_path, **SIX, dataloader_num_workers=2, arguments={"train_dataset": rows.to_iterable_dataset()}
     )
-    assert streamed.get_train_dataloader().num_workers == 0
+    assert streamed.args.dataloader_num_workers == streamed.get_train_dataloader().num_workers == 0
+    assert "dataloader_num_workers=2 is set to 0: each worker of a stream would read other rows" in caplog.text

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT = "rollout_{rank}.safetensors"
 """The file of a checkpoint for the window that a rank is in the middle of."""
+READ_HERE = "each worker of a stream would read other rows, and tear the completions of a prompt apart"
 OF_ROLLOUTS = (*OF_REWARDS, "tools", "rollout_func", "value_model")
 """Arguments of the trainer that are of rollouts alone."""
 
@@ -71,6 +72,9 @@ class OnlineTrainer(PaddedMasks, ReferenceTrainer):
         self._eval_rows, self._eval_completions = 0, 0
         super().__init__(*positional, **named)
         self.options = cast(RolloutOptions, self.args)
+        if self.args.dataloader_num_workers and not hasattr(self.train_dataset, "__len__"):
+            logger.warning(f"dataloader_num_workers={self.args.dataloader_num_workers} is set to 0: {READ_HERE}")
+            self.args.dataloader_num_workers = 0
         self.args.generation_batch_size = self.options.written_at_a_time  # type: ignore[attr-defined]
         self.rewards = make_rewards(self._given, self.options, self.tokenizer, type(self).__name__)
         self.maker, self.written_by = self._make_maker()
@@ -188,7 +192,7 @@ class OnlineTrainer(PaddedMasks, ReferenceTrainer):
             shuffled = dataset.shuffle(seed=self.args.seed) if self.options.shuffle_dataset else dataset
             dataset = PromptStream(shuffled, self.windows)
         size = self._train_batch_size * self.options.steps_of_generation * self.learning.completions
-        with self._rows_as_they_are(), self._read_here(dataset):
+        with self._rows_as_they_are():
             return self._get_dataloader(dataset, "Training", size, self._get_train_sampler, is_training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -201,7 +205,7 @@ class OnlineTrainer(PaddedMasks, ReferenceTrainer):
 
     @contextlib.contextmanager
     def _read_here(self, dataset: Any) -> Iterator[None]:
-        """Without workers where a stream is read: each would read other rows, and tear groups apart."""
+        """Without workers where a stream is read (`READ_HERE`)."""
         before = self.args.dataloader_num_workers
         self.args.dataloader_num_workers = 0 if isinstance(dataset, PromptStream) else before
         try:

@@ -353,9 +353,20 @@ def test_the_model_itself_is_no_reference(tmp_path):
         trainer("dpo", tmp_path, model=model, arguments={"ref_model": model})
 
 
+@pytest.mark.parametrize("which", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_stream_has_no_precomputed_reference(method, which, tmp_path):
+    stream = data(method).to_iterable_dataset()
+    given = {"dataset": stream} if which == "train_dataset" else {"arguments": {which: stream}}
+    with pytest.raises(ValueError, match=r"precompute_ref_log_probs=True is not supported with IterableDataset"):
+        trainer(method, tmp_path, precompute_ref_log_probs=True, max_steps=1, **given)
+
+
 def test_a_reward_model_has_one_label(tmp_path):
     config = LlamaConfig(vocab_size=300, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_labels=3)
-    with pytest.raises(ValueError, match=r"3 labels; a reward model gives one value"):
+    with pytest.raises(
+        ValueError, match=r"3 labels; a reward model gives one value, and reward models require `num_labels=1`"
+    ):
         trainer("reward", tmp_path, model=AutoModelForSequenceClassification.from_config(config))
     with pytest.raises(ValueError, match=r"no `score` head; a reward model gives one value"):
         trainer("reward", tmp_path, model=build())

@@ -261,3 +261,8 @@ def test_a_function_that_wants_to_end_the_program_does_not_end_the_event_loop():
 
     with pytest.raises(ValueError, match="'leaves' raised RuntimeError: SystemExit: 3"):
         Rewards(leaves)(completed())
+
+
+def test_what_functions_got_where_none_applies_is_told(caplog):
+    Rewards([lambda completions, **_: [None] * len(completions)])(completed())
+    assert "All reward functions returned None for the following kwargs: {" in caplog.text

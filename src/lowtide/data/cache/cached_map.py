@@ -40,8 +40,9 @@ def reading(dataset: Dataset | IterableDataset, source: str, wanted: str) -> Ite
     """
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
-            f"{source} has a transform (with_transform or set_transform), which would be run once and "
-            f"kept. Apply it with map() first, or skip preparation and let it return {wanted}."
+            f"{source} has a transform (Dataset.with_transform() or set_transform()), which would be run once and "
+            "kept. Apply it with map() first, or set dataset_kwargs={'skip_prepare_dataset': True} and let it return "
+            f"trainer-ready rows, which have {wanted}."
         )
     try:
         row = next(iter(dataset.with_format(None)), None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -90,7 +91,23 @@ class OnlineTrainer(PaddedMasks, ReferenceTrainer):
                 f"{type(self).__name__}: data_collator has no use, since batches are made of what the policy writes: "
                 "leave it out"
             )
+        if given["train_dataset"] is None and self._given["environment_factory"] is not None:
+            given["train_dataset"] = self._empty_prompts(given["args"])
         return given | {"data_collator": None}, older
+
+    def _empty_prompts(self, args: Any) -> Dataset:
+        """The prompts of a window for environments whose `reset` writes them, so that there is no dataset.
+
+        Raises:
+            ValueError: the length of the run is not said, or the rows would choose among environments.
+        """
+        title, several = type(self).__name__, isinstance(self._given["environment_factory"], Mapping)
+        if several or getattr(args, "max_steps", 0) < 1:
+            lacks = "environment_factory has several environments, of which a column `environment` chooses"
+            lacks = lacks if several else "max_steps is not set, which is then the length of the run"
+            raise ValueError(f"{title}: `train_dataset` is required, since {lacks}")
+        count = max(args.written_at_a_time // args.num_generations, 1)
+        return Dataset.from_list([{"prompt": [{"role": "user", "content": ""}]}] * count)
 
     @property
     def learning(self) -> Learning:

@@ -1,0 +1,54 @@
+"""Environments that write their prompts themselves, so that there is no dataset."""
+
+from __future__ import annotations
+
+import pytest
+
+import lowtide
+from tests.rollout.chat_templates import HERMES_TEMPLATE
+from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.online_runs import SETTINGS
+from tests.support.tiny_models import build
+
+
+class Asks:
+    """Asks the next question each time, and prefers long answers."""
+
+    asked: list[str] = []
+
+    def reset(self, **row):
+        self.question = f"What is {len(self.asked)} + 1?"
+        self.asked.append(self.question)
+        return self.question
+
+    def look(self) -> str:
+        """
+        Looks around.
+        """
+        return "nothing"
+
+    def get_reward(self):
+        return float(len(self.question))
+
+
+def made(folder, factory=Asks, **options):
+    tokenizer = byte_tokenizer(HERMES_TEMPLATE, eos="<|im_end|>")
+    args = lowtide.GRPOConfig(output_dir=str(folder), **{**SETTINGS, "max_completion_length": 4, **options})
+    model = build("llama", vocab_size=len(tokenizer))
+    return lowtide.GRPOTrainer(model, args=args, processing_class=tokenizer, environment_factory=factory)
+
+
+def test_a_run_without_a_dataset_is_as_long_as_max_steps_says(tmp_path):
+    Asks.asked.clear()
+    trainer = made(tmp_path, max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert len(Asks.asked) == 2 * 8  # one for each completion of each step
+    assert trainer.state.log_history[0]["reward"] == pytest.approx(sum(map(len, Asks.asked[:8])) / 8)
+
+
+def test_what_says_how_long_it_is_or_what_is_asked_is_needed(tmp_path):
+    with pytest.raises(ValueError, match="`train_dataset` is required, since max_steps is not set"):
+        made(tmp_path, max_steps=-1)
+    with pytest.raises(ValueError, match="`train_dataset` is required, since environment_factory has several"):
+        made(tmp_path, {"asks": Asks})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 import lowtide
@@ -14,7 +16,7 @@ from tests.support.tiny_models import build
 class Asks:
     """Asks the next question each time, and prefers long answers."""
 
-    asked: list[str] = []
+    asked: ClassVar[list[str]] = []
 
     def reset(self, **row):
         self.question = f"What is {len(self.asked)} + 1?"

@@ -6,12 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from lowtide.engine.reference import logprobs
 from lowtide.ops import linear_logprobs
 from lowtide.step.rank_sync import OutOfMemory
 from tests.support.marks import slow_but
-from tests.support.online_runs import LOSSES, assert_near, loss_options, online, trained, weights
+from tests.support.online_runs import LOSSES, assert_near, even_tokens, loss_options, online, trained, weights
+from tests.support.parity_world import tokenizer
 from tests.support.sabotage import out_of_memory
 
 CUTS = {
@@ -139,5 +141,38 @@ def test_ratios_of_sequences_in_a_sum_over_tokens_are_warned_of(tmp_path, caplog
     assert "completion length" not in caplog.text
 
 
-def test_tokenizers_of_reward_models_are_read_off_the_trainer(tmp_path):
-    assert online(tmp_path).reward_processing_classes == [None]
+def test_rewards_are_read_off_the_trainer(tmp_path):
+    config = LlamaConfig(
+        vocab_size=len(tokenizer()),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    classifier = LlamaForSequenceClassification(config)
+    given = {"reward_funcs": [even_tokens, classifier], "reward_processing_classes": [None, tokenizer()]}
+    trainer = online(tmp_path, arguments=given)
+    assert trainer.reward_funcs == given["reward_funcs"]
+    assert trainer.reward_func_names[0] == "even_tokens"
+    assert trainer.reward_processing_classes == given["reward_processing_classes"]
+    with pytest.raises(ValueError, match="processing_classes: there are 1 for 2 reward functions, and they must match"):
+        online(tmp_path, arguments=given | {"reward_processing_classes": [tokenizer()]})
+
+
+def test_what_writes_may_be_set_later(tmp_path):
+    trainer = online(tmp_path, max_steps=1)
+    assert trainer.rollout_func is None
+    asked = []
+
+    def write(prompts, trainer):
+        asked.extend(prompts)
+        return {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": [[7, 8]] * len(prompts), "logprobs": None}
+
+    trainer.rollout_func = write
+    trainer.train()
+    assert len(asked) == 8
+    trainer.rollout_func = lambda prompts, trainer: {"prompt_ids": [[1]], "completion_ids": [[2]]}
+    with pytest.raises(ValueError, match="rollout_func must return keys prompt_ids, completion_ids, logprobs, and ret"):
+        trainer.train()

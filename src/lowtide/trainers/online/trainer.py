@@ -116,6 +116,26 @@ class OnlineTrainer(PaddedMasks, ReferenceTrainer):
         return self.method.writes
 
     @property
+    def rollout_func(self) -> Any:
+        """What writes completions in the generator's place; None for the generator. It may be set."""
+        return self.maker.rollout_func
+
+    @rollout_func.setter
+    def rollout_func(self, function: Any) -> None:
+        self.maker.rollout_func = function
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """The functions and models that reward."""
+        sources = getattr(self.rewards, "sources", ())
+        return [source.model if isinstance(source, ModelReward) else source.function for source in sources]
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """What the rewards are logged by."""
+        return self.rewards.names
+
+    @property
     def reward_processing_classes(self) -> list[Any]:
         """Of each reward the tokenizer of its model; None of a function."""
         return [getattr(source, "tokenizer", None) for source in getattr(self.rewards, "sources", ())]

@@ -18,8 +18,10 @@ from lowtide.memory.optimizers.muon import ADJUSTMENTS, MuonWithAdamW, matrices_
 from lowtide.memory.optimizers.narrow_step import check_separable
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.memory.optimizers.streamed_states import StreamedStates
+from lowtide.memory.weights.mapped_files import lying_in_files
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.memory.weights.written_file import NoFile, file_beside
+from lowtide.ops.mapped import can_let_go, declare
 from lowtide.ops.target import kind_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -252,6 +254,9 @@ def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any, model: nn.Modu
         file = NoFile() if isinstance(first, FakeTensor) else file_beside(args.output_dir)
         optimizer.host_states = FileStates(optimizer, file)  # type: ignore[attr-defined]
     if isinstance(optimizer, CompressedAdamW):
+        if kind_of(args.device) == "cpu" and can_let_go() and not streams_trained(args):
+            for master in lying_in_files(p.data for p in model.parameters() if not isinstance(p, FakeTensor)):
+                declare(master)  # whose pages go once it is split, weight by weight
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.compress_([parameter])

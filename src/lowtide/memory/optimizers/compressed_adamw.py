@@ -43,6 +43,7 @@ from lowtide.memory.optimizers.masters import (
     split_master_,
     split_master_24_,
 )
+from lowtide.ops.mapped import let_go
 from lowtide.ops.target import in_turn, target_of
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
@@ -148,6 +149,7 @@ class CompressedAdamW(Optimizer):
                 parameter.data = master.to(torch.bfloat16)
                 if group["remainder"] != "stochastic":
                     self._split(master, parameter, self._start_state(parameter, group))
+                let_go(master)
         self._seed_parameters()
 
     @torch.no_grad()

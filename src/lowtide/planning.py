@@ -39,7 +39,7 @@ from lowtide.planner.over_devices import plan_over
 from lowtide.planner.plan import Plan, make_plan
 from lowtide.planner.process import known_process_bytes
 from lowtide.planner.search import Refused
-from lowtide.planner.tracing.described_model import config_of_model
+from lowtide.planner.tracing.described_model import config_of_model, with_adapters_of
 from lowtide.planner.tracing.fake_run import FakeRun, ModelInputs, RunInputs
 from lowtide.planner.tracing.positions import check_lengths
 from lowtide.planner.tracing.reward_models import DescribedRewards
@@ -142,6 +142,7 @@ def _estimate_config(
     inputs: PlanInputs,
 ) -> Estimate:
     """Of a trainer's config; rows are a dataset, or lengths."""
+    inputs = with_adapters_of(model, inputs)
     rewards = DescribedRewards.of(_rewards(inputs.pop("reward_funcs", None), vars(config)))
     inputs["teacher_model"] = DescribedTeacher.of(inputs.get("teacher_model"), config)
     init = model_init(
@@ -355,6 +356,7 @@ def _run(
     if known is not None:
         named, inputs = _known(model), cast(PlanInputs, _beside_known(inputs, given))
     described = config_of_model(named, **config_init(init))
+    inputs = with_adapters_of(named, inputs)
     if known is not None:
         check_lengths(known, described, _written(declared, given))
     processing_class = inputs.get("processing_class")

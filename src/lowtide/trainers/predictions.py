@@ -15,7 +15,7 @@ from lowtide.planner.advice import Advice, advise
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
-from lowtide.planner.tracing.described_model import config_of_model
+from lowtide.planner.tracing.described_model import config_of_model, with_adapters_of
 from lowtide.planner.tracing.fake_run import RunInputs
 from lowtide.planner.tracing.reward_models import DescribedRewards
 from lowtide.planner.tracing.teachers import DescribedTeacher
@@ -38,6 +38,7 @@ def run_of(
     **inputs: Unpack[RunInputs],
 ) -> PlannedRun:
     """What is trained, with the user's own settings; of a model that is there, or by its name."""
+    inputs = with_adapters_of(model, inputs)
     quantization_config = inputs.get("quantization_config")
     own = {**requested, "output_dir": args.output_dir}
     if isinstance(model, str):

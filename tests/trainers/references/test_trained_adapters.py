@@ -11,7 +11,10 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+import lowtide
+from lowtide import DPOConfig
 from lowtide.engine.adapters import leaves_base
 from lowtide.engine.reference import AdapterOff, ArrivedPolicy, FrozenModel
 from lowtide.ragged import RaggedBatch
@@ -243,3 +246,21 @@ def test_the_copies_are_planned(tmp_path):
 def test_a_reference_that_shares_the_base_is_not_stored_otherwise(tmp_path):
     with pytest.raises(ValueError, match=r"ref_model_storage='8bit' requires a reference of its own"):
         trainer("dpo", tmp_path, model=adapted(), ref_model_storage="8bit")
+
+
+def test_a_folder_of_adapters_goes_on_being_trained_and_is_planned(tmp_path):
+    """By name, as on the command line: SFT leaves adapters in a folder, which is DPO's model."""
+    build().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = adapted(model=base)
+    model.save_pretrained(tmp_path / "adapters")
+    made = trainer("dpo", tmp_path / "run", model=str(tmp_path / "adapters"))
+    assert isinstance(made.reference, ArrivedPolicy)
+    arrived = {name: p.detach() for name, p in model.named_parameters()}
+    assert all(torch.equal(p, arrived[name]) for name, p in made.model.named_parameters())
+    made.train()
+    assert losses(made)[0] == pytest.approx(0.6931472, abs=1e-5)
+    trained = sum(p.nbytes for p in made.model.parameters() if p.requires_grad)
+    config = DPOConfig(output_dir=str(tmp_path / "plan"), use_cpu=True, report_to="none")
+    found = lowtide.estimate(config, str(tmp_path / "adapters"), lengths=[(20, 10, 10)] * 8)
+    assert max(phase.get("reference", 0) for phase in found.phases.values()) == trained

@@ -156,8 +156,8 @@ def labels_of_adapter(folder: Path) -> int | None:
     return None
 
 
-def load_adapters(base: PreTrainedModel, folder: str) -> Any:
-    """A folder's adapters on a model, all of whose weights come from the folder.
+def load_adapters(base: PreTrainedModel, folder: str, *, is_trainable: bool = False) -> Any:
+    """A folder's adapters on a model, all of whose weights come from the folder; to be trained, or for use alone.
 
     Raises:
         ValueError: a file cannot be read, or the adapters were not loaded whole.
@@ -166,8 +166,8 @@ def load_adapters(base: PreTrainedModel, folder: str) -> Any:
 
     with broken_files_named(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below, with their names
-        model = PeftModel.from_pretrained(base, folder)
-        found = model.load_adapter(folder, str(model.active_adapter))
+        model = PeftModel.from_pretrained(base, folder, is_trainable=is_trainable)
+        found = model.load_adapter(folder, str(model.active_adapter), is_trainable=is_trainable)
     check_adapter_keys(folder, found.missing_keys, found.unexpected_keys)
     return model
 

@@ -27,6 +27,7 @@ from lowtide.engine.adapters import add_adapter_of
 from lowtide.engine.heads import check_type
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.weights.complete_weights import base_of_adapters
 from lowtide.engine.weights.load_errors import check_layers, one_line
 from lowtide.engine.weights.loading import adapt
 from lowtide.planner.tracing.following import stack_of
@@ -49,6 +50,8 @@ def config_of_model(model: str | PretrainedConfig, **options: Any) -> Pretrained
     """
     if not isinstance(model, str):
         return model
+    if (base := base_of_adapters(model)) is not None:
+        return config_of_model(base, **options)
     there = Path(model).exists()
     if not there and model.startswith(PATHS):
         raise ValueError(
@@ -64,6 +67,17 @@ def config_of_model(model: str | PretrainedConfig, **options: Any) -> Pretrained
         if unreached:
             reason = f"it is not in the cache, and the hub cannot be reached ({unreached})"
         raise ValueError(f"model {model!r} has no config that can be read: {reason}") from error
+
+
+def with_adapters_of(model: Any, inputs: Any) -> Any:
+    """What a run is made of, with the adapters of the folder that its model names: they were trained before."""
+    if not isinstance(model, str) or inputs.get("peft_config") is not None or base_of_adapters(model) is None:
+        return inputs
+    from peft import PeftConfig
+
+    adapters = PeftConfig.from_pretrained(model)
+    adapters.inference_mode = False  # as it was saved
+    return {**inputs, "peft_config": adapters, "adapters_trained": True}
 
 
 def _why_unreached(name: str, revision: str | None) -> str:

@@ -15,6 +15,7 @@ from lowtide.data.encode.chat import adopt_chat_template
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.weights.complete_weights import base_of_adapters, load_adapters
 from lowtide.engine.weights.labels import name_labels
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
@@ -111,7 +112,10 @@ def load_inputs(
     if isinstance(model, str):
         late = _may_wait(args, head) and not has_adapters and not begins_at_random(model) and waits(model, init)
         load = load_waiting if late else load_model
-        model = load(model, head=head, labels=labels, **loaded_on_host(init, args))
+        base = None if has_adapters else base_of_adapters(model)  # a folder of adapters goes on being trained
+        model = load(base or model, head=head, labels=labels, **loaded_on_host(init, args))
+        if base is not None:
+            model = load_adapters(model, name, is_trainable=True)
     elif labels:
         name_labels(causal_model(model), labels)
     if tokenizer is not None:

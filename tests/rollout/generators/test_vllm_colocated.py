@@ -104,7 +104,8 @@ def config(**given: Any) -> GRPOConfig:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="there is a vLLM here")
 def test_without_vllm_it_says_how_to_have_one():
-    with pytest.raises(ValueError, match=r"install vllm 0.30 to 0.32 .*below 5.20.*lowtide vllm-serve.*'server'"):
+    message = r"install vllm 0.30 to 0.32 .*beside this transformers.*lowtide vllm-serve.*'server'"
+    with pytest.raises(ValueError, match=message):
         make_generator(config(), tiny_llama(), None, True)
 
 

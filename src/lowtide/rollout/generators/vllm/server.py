@@ -367,8 +367,8 @@ def serve(service: Service, host: str, port: int) -> None:
         server.RequestHandlerClass = handler_of(service, secret, host)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(
-            f"lowtide serves {service.info.get('model')} at http://{host}:{server.port}. Trainings of yours on this "
-            f"machine find its secret by themselves; others need {VARIABLE}, which is in {secret_file(server.port)}",
+            f"lowtide serves {service.info.get('model')} at http://{host}:{server.port} (its secret: "
+            f"{secret_file(server.port)}, which trainings of yours on this machine find; others need it in {VARIABLE})",
             flush=True,
         )
         try:

@@ -25,7 +25,7 @@ from tests.support.vision_models import vision_model
 
 TRAINERS = Path(lowtide.__file__).parent / "trainers"
 TINY = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-PUBLIC = {"train", "evaluate", "predict"}
+PUBLIC = {"train", "evaluate", "predict", "hyperparameter_search"}
 """Entry points of the Trainer, which users call."""
 
 

@@ -110,12 +110,7 @@ def load_inputs(
         tokenizer = load_tokenizer(name, **config_init(init))
     processing_class: Any = tokenizer
     if isinstance(model, str):
-        late = _may_wait(args, head) and not has_adapters and not begins_at_random(model) and waits(model, init)
-        load = load_waiting if late else load_model
-        base = None if has_adapters else base_of_adapters(model)  # a folder of adapters goes on being trained
-        model = load(base or model, head=head, labels=labels, **loaded_on_host(init, args))
-        if base is not None:
-            model = load_adapters(model, name, is_trainable=True)
+        model = _loaded(model, args, init, has_adapters=has_adapters, head=head, labels=labels)
     elif labels:
         name_labels(causal_model(model), labels)
     if tokenizer is not None:
@@ -128,6 +123,21 @@ def load_inputs(
             _adopt_template(template, tokenizer, model, has_adapters=has_adapters)
         check_tokenizer(tokenizer, embedding_weight(model).shape[0])
     return model, tokenizer, processing_class
+
+
+def _loaded(name: str, args: TrainingConfig, init: dict[str, Any], *, has_adapters: bool, **how: Any) -> nn.Module:
+    """A model by its name; a folder of adapters is put on its base, and goes on being trained.
+
+    Args:
+        init: the arguments that it is loaded with.
+        has_adapters: whether others will be put on it.
+        how: head and labels, as of `load_inputs`.
+    """
+    late = not has_adapters and not begins_at_random(name) and _may_wait(args, how["head"]) and waits(name, init)
+    base = None if has_adapters else base_of_adapters(name)
+    load = load_waiting if late else load_model
+    model = load(base or name, **how, **loaded_on_host(init, args))
+    return model if base is None else load_adapters(model, name, is_trainable=True)
 
 
 def _check_not_split(model: Any, init: Mapping[str, Any]) -> None:

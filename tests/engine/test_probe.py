@@ -95,7 +95,7 @@ def test_a_reward_model_that_reads_elsewhere_is_found_out():
             hidden = self.model(input_ids, **kwargs)[0]
             return SequenceClassifierOutputWithPast(logits=self.score(hidden[:, -1]))
 
-    with pytest.raises(ValueError, match="the values of its fused head differ"):
+    with pytest.raises(ValueError, match="cannot be trained by lowtide: it makes its logits of something else"):
         probe(AtPadding(config))
 
 

@@ -94,8 +94,12 @@ def direct_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 
 
 def vocabulary(model: nn.Module) -> int:
-    """Tokens that the input embedding knows, wherever its parts lie."""
-    return whole_shape(embedding_weight(model))[0]
+    """Tokens that a model reads, and predicts if it has a head that does, wherever the parts of their rows lie. Some
+    have rows for more tokens in the embedding than in the head (Llama with images, Moshi, CPM-Ant), or the reverse."""
+    inner = causal_model(model)
+    ends = [embedding_weight(model), getattr(under_trained_tokens(inner.get_output_embeddings()), "weight", None)]
+    rows = [whole_shape(weight)[0] for weight in ends if isinstance(weight, Tensor)]
+    return min([*rows, getattr(inner.config.get_text_config(), "unpadded_vocab_size", None) or rows[0]])
 
 
 def install(model: nn.Module, *, padding_free: bool = True) -> None:

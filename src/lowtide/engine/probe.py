@@ -38,7 +38,7 @@ from lowtide.engine.split_plan import SharedHeads, SplitPlan
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.ops.varlen_attention import BACKENDS, observed_backends
-from lowtide.ragged import RaggedBatch, ScoreRule, ShiftedRight
+from lowtide.ragged import NEXT_TOKEN, RaggedBatch, ScoreRule, ShiftedRight
 from lowtide.ranks.sequence import SequenceParallel
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
@@ -124,9 +124,9 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         head_error = head.distances(padded, expected).mean().item()
         if not head_error <= tolerance:
             raise ValueError(
-                f"model type {inner.config.model_type}: the {head.numbers} of its fused head differ from those of its "
-                f"own logits by {head_error:.2g}{head.unit} on average (rounding explains {tolerance:.0e}). It changes "
-                "its logits in a way that lowtide does not know; please report the model type"
+                f"model type {inner.config.model_type} cannot be trained by lowtide: {_why_unlike(model, plain)}, so "
+                f"that the {head.numbers} in training would differ from those of its own forward by {head_error:.2g}"
+                f"{head.unit} on average (rounding explains {tolerance:.0e}). Choose a model of another type"
             )
         if not ragged:
             return _padded_only(head_error, tolerance).joined(_of_other(model, ragged))
@@ -154,6 +154,22 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
     limits = _of_segments(tolerance, inner, weight), leak_tolerance
     found = Probe(head_error, ragged_error, leak, prefix_error, *limits, bool(backends), failure)
     return found.joined(_of_other(model, ragged))
+
+
+def _why_unlike(model: nn.Module, batch: RaggedBatch) -> str:
+    """Why the numbers of padded rows are not those of a model's own logits, as a clause."""
+    inner = causal_model(model)
+    head = head_of(inner)
+    if head.score_rule(inner) is NEXT_TOKEN:
+        device = batch.token_ids.device
+        own = [batch.token_ids[part.start : part.stop].tolist() for part in batch.segments]
+        rows = [RaggedBatch.from_segments([tokens]).to(device) for tokens in own]
+        alone = torch.cat([score(model, row, padding_free=False).scored for row in rows])
+        with whole_vocabulary(model):
+            expected = torch.cat([_dense(model, head, row) for row in rows])
+        if head.distances(alone, expected).mean() <= TOLERANCE.get(alone.dtype, TOLERANCE[torch.bfloat16]):
+            return "padding after a row changes what the row's tokens see"
+    return "it makes its logits of something else than its body's last hidden states, or changes them afterwards"
 
 
 def _of_segments(tolerance: float, model: nn.Module, weight: Tensor) -> float:

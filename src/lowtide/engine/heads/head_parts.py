@@ -6,6 +6,7 @@ its config and modules here, and proved against the model's own logits by `engin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowtide.compat.peft import rows_of_tokens, tokens_switched_on, trained_tokens
@@ -25,21 +27,25 @@ SCALED_WHERE_TIED = frozenset({"umt5", "switch_transformers"})
 UNSCALED = frozenset({"aya_vision", "cohere2_vision"})
 """Vision-language models that leave out the scaling of the language model inside."""
 
+# Names by which configs tell what is done to the logits, each of which a config has at most once.
+FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
 
 def projection_of(whole: PretrainedConfig) -> Projection:
     """What a model type does to its logits, from the config of the whole model."""
     if whole.model_type in UNSCALED:
         return Projection()
-    config, scale = whole.get_text_config(), 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        scale *= getattr(config, name, None) or 1.0
+    config = whole.get_text_config()
+    scale = math.prod(getattr(config, name, None) or 1.0 for name in FACTORS)
     tied = config.model_type in SCALED_WHERE_TIED and config.tie_word_embeddings
     if tied or getattr(config, "scale_decoder_outputs", False):
         scale *= config.d_model**-0.5
-    scaling = getattr(config, "logits_scaling", None) or 1.0
-    # Granite and MiniCPM divide by it; HyperCLOVA X, alone, multiplies.
+    scaling = math.prod(getattr(config, name, None) or 1.0 for name in DIVISORS)
+    # Granite, MiniCPM and Inkling divide by it; HyperCLOVA X, alone, multiplies.
     scale = scale * scaling if config.model_type == "hyperclovax" else scale / scaling
-    return Projection(scale, getattr(config, "final_logit_softcapping", None))
+    return Projection(scale, next((cap for name in CAPS if (cap := getattr(config, name, None))), None))
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class HeadParts:
     """What stands around `base`, from the outermost inwards."""
     tokens: Any = None
     """PEFT's layer that trains the rows of some tokens of a head which is the embedding too, where it is on."""
+    rows: int | None = None
+    """How many of the rows of its weights are of tokens, where those beyond make no logits (Inkling); None for all."""
     constant: Float[Tensor, "1 vocab"] | None = None
     """What is added to the logits and not trained (BART)."""
 
@@ -98,7 +106,9 @@ def head_parts(model: PreTrainedModel) -> HeadParts:
             f"weights of type {type(getattr(base, 'weight', None)).__name__}, which lowtide cannot fuse: keep the head "
             "in full precision and untouched (`llm_int8_skip_modules`, `modules_to_not_convert`), or adapt it with LoRA"
         )
-    return HeadParts(base, lora, adapters, wrappers, tokens, getattr(model, "final_logits_bias", None))
+    rows = getattr(model.config.get_text_config(), "unpadded_vocab_size", None)
+    rows = rows if rows is not None and rows < base.out_features else None
+    return HeadParts(base, lora, adapters, wrappers, tokens, rows, getattr(model, "final_logits_bias", None))
 
 
 def head_terms(parts: HeadParts, hidden: Tensor) -> tuple[list[Term], Tensor | None]:
@@ -115,7 +125,18 @@ def head_terms(parts: HeadParts, hidden: Tensor) -> tuple[list[Term], Tensor | N
             bias = own if bias is None else bias + own
     if parts.tokens is not None:
         terms += _of_trained_tokens(parts.tokens, parts.base.weight, hidden)
-    return terms, bias
+    if parts.rows is None:
+        return terms, bias
+    if isinstance(parts.base.weight, DTensor):
+        raise ValueError(
+            f"ranks hold rows of the vocabulary, of which only the first {parts.rows:,} make logits "
+            "(`unpadded_vocab_size` of the model's config): set fsdp_split_vocabulary=False"
+        )
+    # a part of a parameter that is taken without gradients would still say that it needs one
+    of_tokens = [(w if torch.is_grad_enabled() else w.detach())[: parts.rows] for _, w in terms]
+    return [Term(x, w) for (x, _), w in zip(terms, of_tokens, strict=True)], None if bias is None else bias[
+        : parts.rows
+    ]
 
 
 def _of_trained_tokens(layer: Any, weight: Tensor, hidden: Tensor) -> list[Term]:

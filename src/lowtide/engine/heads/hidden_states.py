@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowtide.engine.heads.head import ScoreOutput, Scores
-from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.language_model import LanguageModel, met_by_head
+from lowtide.engine.heads.own_head import layers_before_head
 
 
 @dataclass
@@ -34,4 +35,7 @@ class HiddenStates(LanguageModel):
 
     @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> StatesOutput:  # type: ignore[override]
-        return StatesOutput(hidden.index_select(0, scores.index))
+        if not layers_before_head(model):  # nothing of the head is read, which may lie elsewhere
+            return StatesOutput(hidden.index_select(0, scores.index))
+        scores, at_vocabulary = met_by_head(model, hidden, scores)
+        return StatesOutput(at_vocabulary(lambda states: states.index_select(0, scores.index)))

@@ -7,7 +7,7 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lowtide.compat.torch import unread_in_backward
-from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body, is_one_of, own_call
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores, acting_as, body, is_one_of, own_call
 from lowtide.engine.heads.head_parts import HeadParts, head_parts, head_terms, projection_of
+from lowtide.engine.heads.own_head import layers_before_head, own_head
 from lowtide.engine.weights.split_vocabulary import split_of
 from lowtide.ops.linear_logprobs import (
     NOTHING_MORE,
@@ -38,6 +39,8 @@ from lowtide.ops.linear_logprobs import (
 
 WITH_IMAGES = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 """Model types whose language model is a part of a vision-language model."""
+Runs = Callable[[Callable[[Tensor], Any]], Any]
+"""Calls a function with hidden states, and returns what it does."""
 MASKED = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
 
 
@@ -104,9 +107,9 @@ class LanguageModel(Head):
 
     @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> TokenOutput:
-        parts = head_parts(model)
-        names, fused = reading(model, parts, scores)
-        return TokenOutput(**dict(zip(names, within(parts.modules, fused, hidden), strict=True)))
+        scores, at_vocabulary = met_by_head(model, hidden, scores)
+        names, fused = reading(model, head_parts(model), scores)
+        return TokenOutput(**dict(zip(names, at_vocabulary(fused), strict=True)))
 
     @classmethod
     def dense_stats(
@@ -186,6 +189,23 @@ def reading(
         return tuple(found[name] for name in names)
 
     return names, fused
+
+
+def met_by_head(model: PreTrainedModel, hidden: Tensor, scores: Scores) -> tuple[Scores, Runs]:
+    """The scores with their places among what the head's module is called with, and what runs a function of that within
+    the module's own call.
+
+    Where layers stand before the module, only the scored hidden states go through them, by the model's own code.
+    """
+    first, *rest = head_parts(model).modules
+    if not layers_before_head(model):
+        return scores, lambda function: within([first, *rest], function, hidden)
+
+    def run(function: Callable[[Tensor], Any]) -> Any:
+        with acting_as(first, lambda x: within(rest, function, x.flatten(0, -2))):
+            return own_head(model, hidden.index_select(0, scores.index)[:, None])
+
+    return replace(scores, index=torch.arange(len(scores.index), device=scores.index.device)), run
 
 
 def within(modules: Sequence[nn.Module], function: Callable[[Tensor], Any], hidden: Tensor) -> Any:

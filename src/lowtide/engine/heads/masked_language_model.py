@@ -6,18 +6,12 @@ and meet the vocabulary as those of any language model do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
-from lowtide.engine.heads.head import Scores, acting_as
-from lowtide.engine.heads.head_parts import head_parts
-from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, is_masked, reading, within
-from lowtide.engine.heads.own_head import own_head
+from lowtide.engine.heads.language_model import LanguageModel, is_masked
 from lowtide.ragged import OWN_TOKEN, ScoreRule
 
 
@@ -39,11 +33,6 @@ class MaskedLanguageModel(LanguageModel):
         return None if is_masked(model) else "is no masked language model"
 
     @classmethod
-    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> TokenOutput:
-        names, fused = reading(model, head_parts(model), scores_alone(scores))
-        return TokenOutput(**dict(zip(names, decoded(model, hidden, scores, fused), strict=True)))
-
-    @classmethod
     def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
         return OWN_TOKEN
 
@@ -53,21 +42,3 @@ class MaskedLanguageModel(LanguageModel):
             f'filler = pipeline("{cls.pipeline}", model="{where}")',
             'print(filler(f"Paris is the {filler.tokenizer.mask_token} of France."))',
         ]
-
-
-def scores_alone(scores: Scores) -> Scores:
-    """The same scores among hidden states of theirs alone, in their order."""
-    return replace(scores, index=torch.arange(len(scores.index), device=scores.index.device))
-
-
-def decoded(
-    model: PreTrainedModel, hidden: Tensor, scores: Scores, function: Callable[[Tensor], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
-    """What a function gives of that which meets the vocabulary, [scores, hidden], within the head's own calls."""
-    first, *rest = head_parts(model).modules
-
-    def met(x: Tensor) -> tuple[Tensor, ...]:
-        return within(rest, function, x.flatten(0, -2))
-
-    with acting_as(first, met):
-        return own_head(model, hidden.index_select(0, scores.index)[:, None])

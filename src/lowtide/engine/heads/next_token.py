@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.heads.head_parts import head_parts, head_terms, projection_of
-from lowtide.engine.heads.language_model import LanguageModel, within
+from lowtide.engine.heads.language_model import LanguageModel, met_by_head
 from lowtide.engine.weights.split_vocabulary import split_of
 from lowtide.ops.linear_logprobs import read_logits
 
@@ -38,10 +38,11 @@ class NextToken(LanguageModel):
         read, parts = scores.read, head_parts(model)
         assert read is not None, "the head of next tokens is asked with a function that reads them"
         projection = projection_of(model.config)
+        scores, at_vocabulary = met_by_head(model, hidden, scores)
 
         def reading(hidden: Tensor) -> Tensor:
             terms, bias = head_terms(parts, hidden)
             split = split_of(parts.base.weight)
             return read_logits(terms, scores.index, read, bias=bias, projection=projection, split=split)
 
-        return ReadOutput(within(parts.modules, reading, hidden))
+        return ReadOutput(at_vocabulary(reading))

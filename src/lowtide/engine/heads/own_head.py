@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from lowtide.engine.heads.head import acting_as, body
+
+
+VALUE_HEAD = "value_head"
+"""The module that gives values, which may stand beside a language model's head (`engine.heads.token_value`)."""
+
+
+def layers_before_head(model: PreTrainedModel) -> bool:
+    """Whether a model has weights between its body and the module that meets the vocabulary."""
+    ends = (body(model), model.get_output_embeddings(), getattr(model, VALUE_HEAD, None))
+    return any(any(True for _ in module.parameters(recurse=False)) for module in _outside(model, ends))
+
+
+def _outside(module: nn.Module, ends: Sequence[nn.Module | None]) -> Iterator[nn.Module]:
+    """All modules within a module, but for some and what is in these."""
+    for child in module.children():
+        if not any(child is end for end in ends):
+            yield child
+            yield from _outside(child, ends)
 
 
 def own_head(model: PreTrainedModel, states: Float[Tensor, "rows 1 hidden"]) -> Any:
@@ -20,8 +39,8 @@ def own_head(model: PreTrainedModel, states: Float[Tensor, "rows 1 hidden"]) -> 
     """
     inner: Any = body(model)
 
-    def given(*_: Any, **__: Any) -> BaseModelOutputWithPooling:
-        return BaseModelOutputWithPooling(
+    def given(*_: Any, **__: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=states,  # type: ignore[arg-type]
             pooler_output=_pooled(inner, states),
         )

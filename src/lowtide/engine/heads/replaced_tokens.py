@@ -20,8 +20,8 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, Pretrain
 from lowtide.compat.transformers import declare_tied
 from lowtide.engine.heads.head import Head, Held, Replacements, ScoreOutput, Scores, is_one_of
 from lowtide.engine.heads.head_parts import head_parts, head_terms, projection_of
-from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, reading
-from lowtide.engine.heads.masked_language_model import MaskedLanguageModel, decoded, scores_alone
+from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, met_by_head, reading
+from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
 from lowtide.engine.heads.own_head import own_head
 from lowtide.engine.weights.load_errors import one_line
 from lowtide.engine.weights.weight_files import saved_module
@@ -206,8 +206,8 @@ class DrawnTokens(MaskedLanguageModel):
 
     @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> DrawnOutput:
-        alone, parts = scores_alone(scores), head_parts(model)
-        names, fused = reading(model, parts, alone)
+        (scores, at_vocabulary), parts = met_by_head(model, hidden, scores), head_parts(model)
+        names, fused = reading(model, parts, scores)
         projection, draws = projection_of(model.config), scores.draws
         assert draws is not None, "a generator draws with numbers that it is given"
 
@@ -217,10 +217,10 @@ class DrawnTokens(MaskedLanguageModel):
         def both(x: Tensor) -> tuple[Tensor, ...]:
             with torch.no_grad():
                 terms, bias = head_terms(parts, x)
-                drawn = read_logits(terms, alone.index, read, bias=bias, projection=projection)[0]
+                drawn = read_logits(terms, scores.index, read, bias=bias, projection=projection)[0]
             return (*fused(x), drawn)
 
-        return DrawnOutput(**dict(zip((*names, "drawn"), decoded(model, hidden, scores, both), strict=True)))
+        return DrawnOutput(**dict(zip((*names, "drawn"), at_vocabulary(both), strict=True)))
 
 
 def _generated(generator: PreTrainedModel, scores: Scores, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

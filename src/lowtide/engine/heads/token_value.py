@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from lowtide.engine.heads.head import Scores
 from lowtide.engine.heads.language_model import LanguageModel, TokenOutput
+from lowtide.engine.heads.own_head import VALUE_HEAD
 from lowtide.engine.heads.value import ValueOutput
 from lowtide.engine.weights.weight_files import saved_module
 from lowtide.ops.linear_logprobs import TokenStats
 
-VALUE_HEAD = "value_head"
 """The module's name in the model."""
 VALUE_ADAPTER = "value_function"
 """The name of an adapter that the value function has of its own. PEFT finds an adapter's weights by its name anywhere

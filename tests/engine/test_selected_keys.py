@@ -14,6 +14,7 @@ from lowtide.engine.forward import install, score
 from lowtide.engine.probe import probe
 from lowtide.ragged import RaggedBatch
 from tests.support.architectures import COMMON, build, randomize
+from tests.support.causal_families import tiny_causal, tiny_config
 from tests.support.reference import reference_logprobs
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -58,6 +59,34 @@ def test_rows_beyond_what_it_chooses_are_the_models_own():
     install(model, padding_free=False)
     got = score(model, RaggedBatch.from_segments(rows), padding_free=False).scored
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
+INDEXED = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "dots3_note_text")
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_padding_changes_nothing_where_an_indexer_scores_no_keys_alike(kind: str) -> None:
+    model = tiny_causal(kind)
+    rows = [torch.randint(3, 100, (length,)).tolist() for length in (40, 7, 70)]
+    alone = torch.cat([each for row in rows for each in reference_logprobs(model, [row])])
+    install(model, padding_free=False)
+    found = score(model, RaggedBatch.from_segments(rows), padding_free=False).scored
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
+
+
+def test_which_of_keys_that_score_alike_are_seen_depends_on_a_batchs_length() -> None:
+    """It is so in the model's own forward, whose padded batch is what runs."""
+    config = tiny_config("deepseek_v32")
+    config.index_n_heads = 2  # of which each second key has none above zero, so that many score zero
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    rows = [torch.randint(3, 100, (length,)).tolist() for length in (40, 7, 70)]
+    padded = torch.cat(reference_logprobs(model, rows))
+    alone = torch.cat([each for row in rows for each in reference_logprobs(model, [row])])
+    assert (padded - alone).abs().max() > 1e-3
+    install(model, padding_free=False)
+    found = score(model, RaggedBatch.from_segments(rows), padding_free=False).scored
+    torch.testing.assert_close(found, padded, atol=1e-5, rtol=0)
 
 
 def test_a_mask_that_a_layer_makes_is_not_passed_over():

@@ -12,7 +12,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 from lowtide.engine.heads.head import acting_as, body
 
-
 VALUE_HEAD = "value_head"
 """The module that gives values, which may stand beside a language model's head (`engine.heads.token_value`)."""
 

@@ -148,6 +148,30 @@ def gemma4(number: int) -> Inputs:
     return {"pixel_values": pixels, "image_position_ids": places}
 
 
+def merged_patches(number: int) -> Inputs:
+    """Pictures end to end, each as large as a token of the text sees."""
+    rows, columns = ((2, 3), (3, 2), (2, 2))[number % 3]
+    pixels = _random(number, rows * columns, 2 * PATCH, 2 * PATCH, 3)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, rows, columns]])}
+
+
+def strip(number: int) -> Inputs:
+    """Patches side by side in one long picture."""
+    height, width = ((4, 8), (8, 4), (8, 8))[number % 3]
+    pixels = _random(number, 1, 3, PATCH, height * width * PATCH)
+    return {"pixel_values": pixels, "target_sizes": torch.tensor([[height, width]])}
+
+
+def pooled(number: int) -> Inputs:
+    """Patches of crops, and which of them make one token."""
+    return {
+        "pixel_values": _random(number, 1, 16, 3 * PATCH * PATCH),
+        "image_token_pooling": torch.arange(16).view(4, 4),
+        "image_grids": torch.tensor([[2, 2, 0, 0]]),
+        "image_num_crops": torch.tensor([1]),
+    }
+
+
 class Family(NamedTuple):
     """How a tiny model of a family is made."""
 
@@ -176,6 +200,15 @@ QFORMER = {
     "encoder_hidden_size": 32,
     "vocab_size": VOCABULARY,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+MINICPM = Family(strip, LINEAR, {"insert_layer_id": 0}, {"merger_times": 1}, dtype=torch.float32)
 FAMILIES: dict[str, Family] = {
     "aria": Family(
         text=EXPERTS | {"moe_num_experts": 4}, own={"projector_patch_to_query_dict": {16: 4}}, dtype=torch.float32
@@ -202,6 +235,77 @@ FAMILIES: dict[str, Family] = {
     "glm5_next": Family(grid, {**EXPERTS, "num_key_value_heads": 4}, dtype=torch.float32),
     "mllama": Family(text={"bos_token_id": 1, "cross_attention_layers": [1]}),
     "step3p7": Family(text={"sliding_window": 64}),
+    "dots3_note": Family(
+        flat_grid,
+        EXPERTS
+        | LATENT
+        | {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 512, "mlp_layer_types": ["dense", "sparse"]},
+        {
+            "mlp_layer_types": ["dense", "dense"],
+            "pyramid_num_routed": [-1, -1],
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+        },
+        {
+            "audio_config": {
+                **{name: TOWER[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")},
+                **{"num_hidden_layers": 1, "downsample_hidden_size": 8},
+                **{"adapter_input_size": 32, "adapter_out_dim": 32},
+            }
+        },
+        dtype=torch.float32,
+    ),
+    "inkling2": Family(
+        merged_patches,
+        EXPERTS
+        | {"swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "sliding_window_size": 64}
+        | {"unpadded_vocab_size": VOCABULARY - 5},
+        {"text_hidden_size": 32, "projection_hidden_dim": 32, "posemb_grid_size": 8},
+        dtype=torch.float32,
+    ),
+    "kimi_k25": Family(
+        patch_grid,
+        EXPERTS | LATENT | {"bos_token_id": 1},
+        {"pos_emb_height": 8, "pos_emb_width": 8},
+        {"projection_hidden_size": 32},
+        dtype=torch.float32,
+    ),
+    "minicpm_ocr": MINICPM,
+    "minicpmv4_6": MINICPM,
+    "minicpmv4_7": MINICPM,
+    "mistral_large4": Family(
+        sized, EXPERTS | LATENT, own={"spatial_merge_size": 2, "vision_feature_layer": -1}, dtype=torch.float32
+    ),
+    "molmo2": Family(
+        pooled,
+        {"additional_vocab_size": 8},
+        {"image_size": [SIDE, SIDE], "head_dim": 8, "num_key_value_heads": 4},
+        {
+            "image_patch_id": IMAGE,
+            "adapter_config": {
+                **{name: TOWER[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")},
+                **{"num_key_value_heads": 4, "head_dim": 8, "text_hidden_size": 32, "vision_feature_layer": [-1, -2]},
+            },
+        },
+        dtype=torch.float32,
+    ),
+    "muse_glimmer": Family(
+        grid,
+        tower={"pos_emb_height": 8, "pos_emb_width": 8},
+        own={"out_hidden_size": 128, "projector_hidden_size": 32},
+        dtype=torch.float32,
+    ),
+    "qwen4_exp": Family(
+        grid,
+        MROPE
+        | LINEAR
+        | EXPERTS
+        | {"shared_expert_intermediate_size": 16, "hidden_size_per_layer_input": 4, "bos_token_id": 1}
+        | {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+        | {"indexer_budget": 64, "indexer_compress_ratio": 4},
+        {"num_position_embeddings": 16},
+        dtype=torch.float32,
+    ),
     "blip": Family(),
     "pix2struct": Family(),
     "kosmos-2": Family(),
@@ -292,26 +396,17 @@ NOT_BUILT = {
     "deepseek_ocr2": "its tower has sizes that its config fixes",
     "unlimited_ocr": "the same: 404 million parameters",
     "deepseek_vl_hybrid": "the same: 96 million parameters",
-    "muse_glimmer": "the same: 42 million parameters",
     "muse_spark": "the same: 26 billion parameters",
-    "mistral_large4": "the same: 77 million parameters; Mistral 3's classes",
-    "qwen4_exp": "the same: 52 million parameters",
     "qwen2_5_omni_thinker": "the same, with audio: 640 million parameters",
     "qwen3_omni_moe_thinker": "the same, with audio: 669 million parameters",
     "nemotron_h_omni": "the same: 35 million parameters",
-    "kimi_k25": "its projector has sizes that its config fixes",
-    "inkling2": "its patches are of two sizes, which its processor makes",
     "inkling_mm_model": "needs scipy",
-    "dots3_note": "its config names layers above those of a tiny model",
     "diffusion_gemma": "writes by diffusion, with no next token",
     "evolla": "takes proteins, and transformers makes no such model by its auto class",
     "fast_vlm": "needs timm",
     "gemma3n": "needs timm",
     "perception_lm": "needs timm",
     "granite4_vision": "its layers and tiles go by tables of the released checkpoint",
-    "minicpm_ocr": "its tower needs target sizes in its processor's form",
-    "minicpmv4_6": "the same",
-    "minicpmv4_7": "the same",
     "florence2": "an encoder-decoder; its tower has stages with sizes of their own",
     "git": "its config takes no parts, and images stand before the text without tokens",
     "idefics": "cross attention, with a config of its own",
@@ -319,7 +414,6 @@ NOT_BUILT = {
     "instructblipvideo": "videos",
     "kosmos-2.5": "its config takes no parts",
     "mistral4": "a text model",
-    "molmo2": "its tower has sizes that its config fixes",
     "pi0": "writes actions of a robot",
     "t5gemma2": "an encoder-decoder",
     "udop": "an encoder-decoder that takes boxes of words",
@@ -390,6 +484,9 @@ def _together(images: Sequence[SegmentImage]) -> Inputs:
     made = {}
     for name in images[0].inputs:
         parts = [image.inputs[name] for image in images]
+        if name == "pixel_values" and "target_sizes" in images[0].inputs:
+            made[name] = torch.cat(parts, -1)
+            continue
         largest = [max(part.shape[axis] for part in parts) for axis in range(parts[0].ndim)]
         wide = []
         for part in parts:

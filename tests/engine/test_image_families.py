@@ -47,6 +47,8 @@ UNKNOWN = {
     "minicpm_ocr": "does not know how model type minicpm_ocr reads them",
     "minicpmv4_6": "does not know how model type minicpmv4_6 reads them",
     "minicpmv4_7": "counts the positions of images in a way that lowtide does not know",
+    "qwen2_5_omni_thinker": "counts the positions of images in a way that lowtide does not know",
+    "qwen3_omni_moe_thinker": "counts the positions of images in a way that lowtide does not know",
     "molmo2": "does not know how model type molmo2 reads them",
 }
 """Families that are refused, and what the message says."""

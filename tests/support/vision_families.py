@@ -172,6 +172,16 @@ def pooled(number: int) -> Inputs:
     }
 
 
+def large(number: int) -> Inputs:
+    """One size for all images, large enough for a tower that halves it four times."""
+    return {"pixel_values": _random(number, 1, 3, 4 * SIDE, 4 * SIDE)}
+
+
+def twice(number: int) -> Inputs:
+    """An image in two sizes."""
+    return {**square(number), "high_res_pixel_values": large(number + 9)["pixel_values"]}
+
+
 class Family(NamedTuple):
     """How a tiny model of a family is made."""
 
@@ -207,6 +217,22 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
+}
+SAM = {
+    **{name: TOWER[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size")},
+    **{"output_channels": 8, "image_size": 4 * SIDE, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48},
+}
+TWO_TOWERS = {
+    "sam_config": SAM | {"downsample_channels": [16, 32]},
+    "encoder_config": {**TOWER, "num_key_value_heads": 4, "image_size": 4 * SIDE, "patch_size": 16},
+}
+SOUNDS = {
+    **{"encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "d_model": 32, "output_dim": 32},
+    **{"num_mel_bins": 8, "downsample_hidden_size": 8},
+}
+OCR_TEXT = EXPERTS | {
+    **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "bos_token_id": 1},
+    "mlp_layer_types": ["dense", "sparse"],
 }
 MINICPM = Family(strip, LINEAR, {"insert_layer_id": 0}, {"merger_times": 1}, dtype=torch.float32)
 FAMILIES: dict[str, Family] = {
@@ -306,6 +332,22 @@ FAMILIES: dict[str, Family] = {
         {"num_position_embeddings": 16},
         dtype=torch.float32,
     ),
+    "deepseek_ocr2": Family(large, OCR_TEXT, TWO_TOWERS, dtype=torch.float32),
+    "unlimited_ocr": Family(large, OCR_TEXT, TWO_TOWERS, dtype=torch.float32),
+    "deepseek_vl_hybrid": Family(twice, own={"high_res_vision_config": SAM | {"model_type": "sam_vision_model"}}),
+    "qwen2_5_omni_thinker": Family(
+        grid,
+        MROPE,
+        {"window_size": 16, "fullatt_block_indexes": [1]},
+        {"audio_config": SOUNDS, "vision_start_token_id": 301},
+    ),
+    "qwen3_omni_moe_thinker": Family(
+        grid,
+        MROPE | EXPERTS,
+        QWEN3,
+        {"audio_config": SOUNDS, "vision_start_token_id": 301},
+        dtype=torch.float32,
+    ),
     "blip": Family(),
     "pix2struct": Family(),
     "kosmos-2": Family(),
@@ -392,25 +434,20 @@ TYPE_OF = {"gemma4_vision": "gemma4"}
 NOT_BUILT = {
     "chameleon": "a picture is a row of tokens of an image tokenizer, whose vocabulary maps come with a checkpoint",
     "emu3": "the same",
-    "janus": "its image tokenizer has 118 million parameters in the smallest config",
-    "deepseek_ocr2": "its tower has sizes that its config fixes",
-    "unlimited_ocr": "the same: 404 million parameters",
-    "deepseek_vl_hybrid": "the same: 96 million parameters",
-    "muse_spark": "the same: 26 billion parameters",
-    "qwen2_5_omni_thinker": "the same, with audio: 640 million parameters",
-    "qwen3_omni_moe_thinker": "the same, with audio: 669 million parameters",
-    "nemotron_h_omni": "the same: 35 million parameters",
+    "janus": "not made small so far: its defaults' image tokenizer has 118 million parameters",
+    "muse_spark": "not made small so far: it hears too, by an encoder whose sizes have to fit the text's",
+    "nemotron_h_omni": "not made small so far: it hears too, and its tower reads grids of its own",
     "inkling_mm_model": "needs scipy",
     "diffusion_gemma": "writes by diffusion, with no next token",
     "evolla": "takes proteins, and transformers makes no such model by its auto class",
     "fast_vlm": "needs timm",
     "gemma3n": "needs timm",
     "perception_lm": "needs timm",
-    "granite4_vision": "its layers and tiles go by tables of the released checkpoint",
+    "granite4_vision": "not made small so far: its layers and tiles go by tables of the released checkpoint",
     "florence2": "an encoder-decoder; its tower has stages with sizes of their own",
     "git": "its config takes no parts, and images stand before the text without tokens",
     "idefics": "cross attention, with a config of its own",
-    "instructblip": "its second tower reads the prompt again, with a tokenizer of its own",
+    "instructblip": "its second tower reads the prompt again, so that no image is encoded alone",
     "instructblipvideo": "videos",
     "kosmos-2.5": "its config takes no parts",
     "mistral4": "a text model",

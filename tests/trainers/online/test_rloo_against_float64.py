@@ -48,7 +48,7 @@ class Writer:
         written = {"prompt_ids": [tokenizer()(prompt)["input_ids"] for prompt in prompts], "completion_ids": []}
         for number in range(len(prompts)):
             ids = [self.rng.randrange(3, 300) for _ in range(self.rng.randint(2, LONGEST - 2))]
-            ended = ids + [tokenizer().eos_token_id]
+            ended = [*ids, tokenizer().eos_token_id]
             written["completion_ids"].append(ids * LONGEST if number % 3 == 1 else ended)
         written["completion_ids"] = [ids[:LONGEST] for ids in written["completion_ids"]]
         self.rounds.append((written["prompt_ids"], written["completion_ids"]))

@@ -15,7 +15,7 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.stages import gathered_weights
 from lowtide.ranks.shards import whole_of
-from tests.support.online_runs import LOSSES, assert_near, loss_options, trained
+from tests.support.online_runs import LOSSES, assert_near, loss_options, online, trained, weights
 from tests.support.parity_world import lora
 from tests.support.processes import run_ranks
 from tests.support.sharded_training import meeting_place, rank_of
@@ -95,3 +95,46 @@ def test_ranks_learn_what_one_does(way, tmp_path):
     copies = 2 if {"parallelism_config", "pipeline_parallel_size"} & options.keys() else 1
     for name in methods_of(way):
         assert_near(torch.load(tmp_path / f"{name}.pt"), on_one_rank(name, rows * ranks // copies), 1e-5)
+
+
+EQUAL: dict[str, dict[str, Any]] = {
+    **{f"GRPO {name}": loss_options(name) for name in LOSSES},
+    **{f"GRPO scaled by {scale}": {"scale_rewards": scale} for scale in ("group", "batch", "none")},
+    "GRPO, each function first": {"multi_objective_aggregation": "normalize_then_sum"},
+    "GRPO, learned from twice": {"num_iterations": 2},
+    "RLOO": {"beta": 0.0},
+    "RLOO, normalized": {"beta": 0.0, "normalize_advantages": True},
+}
+GROUP = 4
+"""Completions of a prompt: a rank has one and a half such groups, so that one lies on both ranks."""
+
+
+def equal_rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [1000.1] * len(completion_ids)
+
+
+def equal_rank_main(rank: int, folder: str) -> None:
+    place = Path(folder)
+    with rank_of(place, rank, 2):
+        for name, options in EQUAL.items():
+            trainer = online(
+                *(place / name, name.split()[0].rstrip(",")),
+                arguments={"reward_funcs": equal_rewards},
+                **{"num_generations": GROUP, "per_device_train_batch_size": 6, "max_steps": 2, "weight_decay": 0.0},
+                **options,
+            )
+            before = weights(trainer)
+            trainer.train()
+            logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+            same = all(torch.equal(value, before[key]) for key, value in weights(trainer).items())
+            found = {key: [entry[key] for entry in logs] for key in ("loss", "grad_norm")}
+            torch.save({**found, "same": same, "spread": logs[0]["frac_reward_zero_std"]}, place / f"{name} {rank}.pt")
+
+
+def test_equal_rewards_on_two_ranks_teach_nothing(tmp_path):
+    run_ranks(equal_rank_main, str(meeting_place(tmp_path)), ranks=2)
+    expected = {"loss": [0.0, 0.0], "grad_norm": [0.0, 0.0], "same": True, "spread": 1.0}
+    for name in EQUAL:
+        for rank in range(2):
+            found = torch.load(tmp_path / f"{name} {rank}.pt")
+            assert {key: found[key] for key in expected} == expected, name

@@ -6,6 +6,8 @@ are still accepted, such as `max_seq_length`, are not here.
 
 from __future__ import annotations
 
+from typing import Any
+
 NO_PADDING = "there is no padding: leave it out"
 NO_LOGITS = "the head computes scored tokens alone: leave it out"
 LENGTHS = "use `max_length`, `max_prompt_length` or `max_completion_length`"
@@ -100,3 +102,8 @@ REPLACED: dict[str, str] = {
 def replaced(name: str) -> str:
     """`: TRL's older name; ...`, what to use instead of an option that is gone; empty if there is nothing to say."""
     return f", an option of older versions: {REPLACED[name]}" if name in REPLACED else ""
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value asks for nothing: it is None, false or 0."""
+    return value is None or (isinstance(value, bool | int | float) and not value)

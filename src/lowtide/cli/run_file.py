@@ -12,7 +12,7 @@ from lowtide.cli.endings import UsageError
 from lowtide.cli.launch import OF_LAUNCHER
 from lowtide.option_values import Option
 from lowtide.parsing import yaml_node
-from lowtide.renamed import replaced
+from lowtide.renamed import is_off, replaced
 from lowtide.run.options.secrets import SECRET, without_secrets
 from lowtide.spelling import nearest
 from lowtide.trainers.checkpoints.durable import write_text
@@ -34,6 +34,8 @@ def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
         if key in OF_LAUNCHER:
             continue
         name = names.get(str(key).replace("-", "_"))
+        if name is None and replaced(str(key)) and is_off(value):
+            continue
         if name is None:
             raise UsageError(f"{where}: there is no option {key!r}{replaced(str(key)) or nearest(str(key), names)}")
         if name in values:

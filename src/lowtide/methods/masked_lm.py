@@ -85,11 +85,11 @@ class MaskedLMOptions(BeginningOptions, TransformersDefaults):
             raise ValueError(
                 f"max_span_length={self.max_span_length} requires masking='spans' or 'ngrams'; masking is 'tokens'"
             )
-        if self.masking != "spans" and self.span_geometric_p != 0.2:
+        if self.masking != "spans" and self.span_geometric_p not in (0, 0.2):
             raise ValueError(
                 f"span_geometric_p={self.span_geometric_p} requires masking='spans'; masking is {self.masking!r}"
             )
-        if not self.span_geometric_p:
+        if self.masking == "spans" and not self.span_geometric_p:
             raise ValueError("span_geometric_p=0.0 gives spans no end: set it above 0")
         if self.packing and self.max_length is None:
             raise ValueError("packing=True needs max_length, the capacity of a bin: set it to a number of tokens")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
+from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, Range, option
 
 
 @dataclass(kw_only=True)
@@ -102,7 +102,7 @@ class FollowedReference(StoredReference):
 
     sync_ref_model: bool = option(False, "Move the reference towards the policy as training goes on (TR-DPO).")
     ref_model_mixup_alpha: float = option(
-        0.6, "How far it moves: 1 makes it the policy (arXiv 2404.09656).", Range(above=0, most=1)
+        0.6, "How far it moves: 1 makes it the policy, and 0 leaves it (arXiv 2404.09656).", SHARE
     )
     ref_model_sync_steps: int = option(512, "Optimizer steps between two such moves.", COUNT)
 
@@ -162,7 +162,7 @@ class ReferenceOptions(FollowedReference):
 
 
 def check_read(options: Any, names: Iterable[str], losses: Mapping[str, Any], chosen: Iterable[str]) -> None:
-    """Refuses options that are set and that none of the chosen losses reads.
+    """Refuses options that are set and that none of the chosen losses reads; what is 0 or None asks for nothing.
 
     Args:
         options: a dataclass of options.
@@ -177,7 +177,7 @@ def check_read(options: Any, names: Iterable[str], losses: Mapping[str, Any], ch
     chosen = list(chosen)
     for name in names:
         value, readers = getattr(options, name), sorted(key for key, loss in losses.items() if name in loss.reads)
-        if value != defaults[name] and not set(readers) & set(chosen):
+        if value and value != defaults[name] and not set(readers) & set(chosen):
             raise ValueError(
                 f"{name}={value!r} would have no effect, since loss_type={', '.join(chosen)} does not read it: "
                 f"choose a loss that does ({', '.join(readers)}), or set {name} back to {defaults[name]!r}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from accelerate import PartialState
@@ -23,7 +24,7 @@ from lowtide.option_values import take_values
 from lowtide.ranks.failures import meeting
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.world import is_on, launched
-from lowtide.renamed import replaced
+from lowtide.renamed import is_off, replaced
 from lowtide.run.optimizers import NAMES, check_optimizer_name
 from lowtide.run.options.deepspeed import asked_bf16, checked_config
 from lowtide.run.options.inherited_checks import check_inherited
@@ -40,10 +41,20 @@ REFUSED: dict[str, str] = {
 """Options that would train something else than was asked for, and why; refused when they are set."""
 
 logger = logging.getLogger(__name__)
+Made = TypeVar("Made")
+
+
+class TakesWhatIsOff(type):
+    """Makes a config without the options that it does not have, where they are given only to be off."""
+
+    def __call__(cls: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
+        own = {each.name for each in fields(cast(Any, cls))}
+        given = {name: value for name, value in kwargs.items() if name in own or not asks_for_nothing(name, value)}
+        return type.__call__(cast(Any, cls), *args, **given)
 
 
 @dataclass
-class TrainingConfig(MemoryOptions, TrainingArguments):
+class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff):
     """What every lowtide trainer takes. Fields not listed here are those of `transformers.TrainingArguments`.
 
     Raises:
@@ -325,7 +336,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments):
                 f"{type(self).__name__}: eval_do_concat_batches=False is refused: batches are cut anew by their "
                 "tokens, and `compute_metrics` gets one array of the whole dataset"
             )
-        if not self.average_tokens_across_devices:
+        if not self.average_tokens_across_devices and self.data_ranks > 1:
             raise ValueError(
                 f"{type(self).__name__}: average_tokens_across_devices=False is refused: every scored token counts "
                 "the same on whatever rank it falls"
@@ -341,6 +352,11 @@ def default_of(config: type, name: str) -> Any:
     """The default of an option, as it is before a config has filled others in from it."""
     found = next(each for each in fields(config) if each.name == name)
     return found.default if found.default_factory is MISSING else found.default_factory()
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether an option that a config does not have is known, of another method or of an older version, and is off."""
+    return is_off(value) and bool(whose(name) or replaced(name))
 
 
 def whose(name: str) -> str:

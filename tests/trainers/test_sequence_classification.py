@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, Value
 from peft import LoraConfig
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM, pipeline
@@ -102,6 +102,50 @@ def test_several_values_are_predicted_where_that_is_asked_for(tmp_path: Path):
     expected = mse_loss(logits_of(classifier(), rows), torch.tensor(rows["label"]))
     made.train()
     assert made.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+SAID = {
+    "three values": ("vector", {"labels": 3, "problem_type": "regression"}, mse_loss),
+    "several classes": (
+        "vector",
+        {"labels": 3, "problem_type": "multi_label_classification"},
+        binary_cross_entropy_with_logits,
+    ),
+    "one value": ("value", {"labels": 1}, mse_loss),
+    "one value, of whole numbers": ("number", {"labels": 1}, mse_loss),
+    "one value of whole numbers, which the config names": (
+        "number",
+        {"labels": 1, "problem_type": "regression"},
+        mse_loss,
+    ),
+}
+
+
+BY_NAME = [name for name, (kind, changes, _) in SAID.items() if kind != "number" or "problem_type" in changes]
+"""A model by name gets a head for the classes of whole numbers, unless its config says that these are values."""
+
+
+@pytest.mark.parametrize(("said", "loaded"), [*((name, True) for name in SAID), *((name, False) for name in BY_NAME)])
+def test_the_config_of_the_model_alone_may_say_what_labels_are(said: str, loaded: bool, tmp_path: Path):
+    kind, changes, loss = SAID[said]
+    rows = dataset(8, kind="class" if kind == "number" else kind)
+    if kind == "number":
+        rows = rows.cast_column("label", Value("int64"))
+    model = classifier(**changes)
+    if not loaded:
+        model.save_pretrained(tmp_path / "model")
+    made = trainer(
+        tmp_path, rows, {"model": model if loaded else str(tmp_path / "model")}, max_steps=1, learning_rate=0.1
+    )
+    plain = classifier(**changes)
+    logits = torch.cat([plain(**tokenizer()(text, return_tensors="pt")).logits for text in rows["text"]])
+    expected = loss(logits, torch.tensor(rows["label"]).float().reshape(logits.shape))
+    expected.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    made.train()
+    assert made.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert made.state.log_history[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert made.model.config.problem_type == changes.get("problem_type", "regression")
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

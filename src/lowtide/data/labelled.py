@@ -50,6 +50,7 @@ def found_labels(
     *,
     names: tuple[str, ...] | None = None,
     problem: str | None = None,
+    said: str | None = None,
     name: str = "train",
 ) -> FoundLabels:
     """The labels of a dataset, as it or a user names them or as they are found in its rows.
@@ -57,6 +58,7 @@ def found_labels(
     Args:
         texts: the columns of texts, if a user named them; likewise `label`.
         names: of the labels, likewise; and the `problem`.
+        said: the problem by the model's config, where none is named.
 
     Raises:
         ValueError: it has no such columns, its labels are of another kind, or it is a stream without names.
@@ -66,7 +68,7 @@ def found_labels(
         prepared = {IDS, LABEL, NUMBER} <= {*first_row}  # as a plan hands them on
         texts, label = ((IDS,), LABEL) if prepared else (texts, label)
         labels = detect_labelled(dataset, first_row, texts, label, source)
-        problem = problem_of(labels, problem, source)
+        problem = problem_of(labels, problem, source, said=said)
         found = label_names(dataset, labels, problem, names, first_row, source)
         if len(found) < 2 and problem != REGRESSION:
             if not prepared:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, Range, option
+from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, option
 
 
 @dataclass(kw_only=True)

@@ -66,11 +66,15 @@ class RowLayout(ABC):
         """Whether prepared rows show images."""
         return IMAGES in (rows.column_names or ())
 
-    def labels(self, dataset: Any, options: Any) -> tuple[str, ...]:
-        """The labels of the rows to train on, which the model needs to have; none where they are not known."""
+    def labels(self, dataset: Any, options: Any, *, said: str | None = None) -> tuple[str, ...]:
+        """The labels of the rows to train on, which the model needs to have; none where they are not known.
+
+        Args:
+            said: what the model's config says that labels are, likewise of `problem`.
+        """
         return ()
 
-    def problem(self, dataset: Any, options: Any) -> str | None:
+    def problem(self, dataset: Any, options: Any, *, said: str | None = None) -> str | None:
         """What the labels of the rows to train on are, as transformers' `problem_type` names it; None where it names
         nothing of the kind."""
         return None
@@ -169,7 +173,7 @@ class Tags(RowLayout):
 
     completions, labelled = 0, True
 
-    def labels(self, dataset: Any, options: Any) -> tuple[str, ...]:
+    def labels(self, dataset: Any, options: Any, *, said: str | None = None) -> tuple[str, ...]:
         if options.tag_names:
             return tuple(options.tag_names)
         columns = dataset.column_names or ()
@@ -208,7 +212,7 @@ class LabelledTexts(RowLayout):
     completions, labelled = 0, True
     collates_alone = "rows become a batch without padding, with the numbers of DataCollatorWithPadding: leave it out"
 
-    def _found(self, dataset: Any, options: Any) -> FoundLabels:
+    def _found(self, dataset: Any, options: Any, said: str | None) -> FoundLabels:
         texts, names = options.text_column_names, options.class_names
         return found_labels(
             dataset,
@@ -216,13 +220,14 @@ class LabelledTexts(RowLayout):
             options.label_column_name,
             names=tuple(names) if names else None,
             problem=options.problem_type,
+            said=said,
         )
 
-    def labels(self, dataset: Any, options: Any) -> tuple[str, ...]:
-        return self._found(dataset, options).names
+    def labels(self, dataset: Any, options: Any, *, said: str | None = None) -> tuple[str, ...]:
+        return self._found(dataset, options, said).names
 
-    def problem(self, dataset: Any, options: Any) -> str | None:
-        return self._found(dataset, options).problem
+    def problem(self, dataset: Any, options: Any, *, said: str | None = None) -> str | None:
+        return self._found(dataset, options, said).problem
 
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         options = how.options

@@ -15,7 +15,10 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import title_of
+from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import Head
+from lowtide.engine.weights.loading import said_problem
+from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import Findings, Method, Objective
 from lowtide.methods.rows import Prepared, RowLayout
@@ -366,7 +369,14 @@ def _inputs(given: Mapping[str, Any], layout: RowLayout, args: Any, *, needs_tok
     if "teacher_model" in given:
         named["ref_model"] = given["teacher_model"]
     rows = given["train_dataset"]
-    of_rows = {"labels": layout.labels(rows, args), "problem": layout.problem(rows, args)}
+    said = None
+    if layout.labelled:
+        model, code = named["model"], args.trust_remote_code
+        said = said_problem(
+            model if isinstance(model, str) else causal_model(model),
+            model_init(args.model_init_kwargs, trust_remote_code=code),
+        )
+    of_rows = {"labels": layout.labels(rows, args, said=said), "problem": layout.problem(rows, args, said=said)}
     return Inputs(**named, **of_rows, needs_tokenizer=needs_tokenizer)
 
 

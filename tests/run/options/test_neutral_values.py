@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import lowtide
-from lowtide.option_values import options_of
 from lowtide.cli.run_file import read_run_file
+from lowtide.option_values import options_of
 
 OF_DATA = {"DatasetConfig", "DatasetMixtureConfig", "ModelConfig"}
 CONFIGS = sorted(name for name in lowtide.__all__ if name.endswith("Config") and name not in OF_DATA)

@@ -104,8 +104,9 @@ def detect_labelled(
     return made
 
 
-def problem_of(labels: LabelFormat, asked: str | None, source: str) -> str:
-    """The kind of problem that labels pose, as transformers chooses it where none is asked for.
+def problem_of(labels: LabelFormat, asked: str | None, source: str, *, said: str | None = None) -> str:
+    """The kind of problem that labels pose: what is asked for, else what the model's config says if they can be that,
+    else as transformers chooses it.
 
     Raises:
         ValueError: the labels do not fit the kind that was asked for.
@@ -122,7 +123,7 @@ def problem_of(labels: LabelFormat, asked: str | None, source: str) -> str:
             f"problem_type={asked!r} does not fit the labels of {source}, whose column {labels.label!r} holds {holds}: "
             f"these are of {' or '.join(found)}. Convert the column, or leave problem_type out"
         )
-    return asked or found[0]
+    return asked or (said if said in found else found[0])
 
 
 def label_names(

@@ -94,6 +94,20 @@ def saved_config(name: str, init: Mapping[str, Any]) -> PretrainedConfig | None:
     return found
 
 
+def said_problem(model: Any, init: Mapping[str, Any]) -> str | None:
+    """What a model's config says that labels are; of a model that is there also that one label alone is a value, as
+    transformers reads it.
+
+    Args:
+        model: or its name, of which the config is read.
+        init: the arguments that it is loaded with, as `model_init` gives them.
+    """
+    if isinstance(model, str):
+        return init.get("problem_type") or getattr(saved_config(model, init), "problem_type", None)
+    config: Any = model.config
+    return config.problem_type or ("regression" if config.num_labels == 1 else None)
+
+
 def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
     """The tokenizer of a model, by hub name or path; of a vision-language model its processor.
 

@@ -163,10 +163,11 @@ class FakeRun:
         # A run writes into what it is given. Copies of all of it are traced, so that the real run finds its own
         # as they were.
         self.config, self.described, self.dataset, inputs = copy.deepcopy((config, described, dataset, inputs))
-        labels = method.rows.labels(dataset, config)
+        said = getattr(self.described, "problem_type", None)
+        labels = method.rows.labels(dataset, config, said=said)
         if labels:
             set_labels(self.described, labels)
-        if (problem := method.rows.problem(dataset, config)) is not None:
+        if (problem := method.rows.problem(dataset, config, said=said)) is not None:
             set_problem(self.described, problem, asked=True)
         self.processing_class, self.peft_config = inputs.get("processing_class"), inputs.get("peft_config")
         self.adapters_trained = bool(inputs.get("adapters_trained"))

@@ -1,6 +1,6 @@
 """The load-balancing loss of a mixture of experts: the mean over the forwards of a step, on all ranks, each weighed by
-its tokens. Here a forward is a row; the rows of two ranks have unequal numbers of tokens, and the last step has one row,
-so that one rank has none."""
+its tokens. Here a forward is a row; the rows of two ranks have unequal numbers of tokens, and the last step has one row
+alone, so that one rank has none."""
 
 from __future__ import annotations
 

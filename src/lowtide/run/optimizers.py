@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lowtide.compat.torch import FakeTensor
-from lowtide.compat.trainer_optimizers import trainer_optimizer
+from lowtide.compat.trainer_optimizers import missing_package, trainer_optimizer
+from lowtide.engine.weights.load_errors import to_install
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.file_states import FileStates
 from lowtide.memory.optimizers.host_states import HostStates, check_host_states
@@ -102,6 +103,17 @@ def check_optimizer_name(name: str) -> None:
             f"optim={name!r} steps by itself in each backward, of which a step may have several: take {usual} with "
             "optimizer_in_backward=True, which frees each gradient as it arrives too"
         )
+
+
+def check_package(args: Any) -> None:
+    """Refuses an optimizer of a package that is not installed, before a model is loaded.
+
+    Raises:
+        ValueError: names the package and how to install it.
+    """
+    name = optimizer_name(args)
+    if name not in NAMES and (missing := missing_package(args)) is not None:
+        raise ValueError(f"optim={name!r} needs a package that is not installed: {to_install(missing)}")
 
 
 def check_sharded(model: nn.Module, args: Any) -> None:

@@ -63,6 +63,7 @@ from lowtide.run.inputs.images import (
 )
 from lowtide.run.inputs.loading import load_inputs, set_padding
 from lowtide.run.inputs.row_checks import check_budget, check_masks
+from lowtide.run.optimizers import check_package
 from lowtide.run.references import ReferenceMaker
 from lowtide.run.streamed_weights import check_before_loading, declare_base, stream_frozen, stream_trained, wants_stream
 from lowtide.run.teachers import TeacherMaker
@@ -153,6 +154,7 @@ class TrainingRun:
     def _loaded(self) -> tuple[nn.Module, PreTrainedTokenizerBase | None, Any]:
         """The model as it will be trained, the tokenizer, and what it is a part of."""
         args, inputs, method = self.args, self.inputs, self.method
+        check_package(args)
         self._check_streamed()
         beside = head_with_adapter(args) if inputs.adapts else None
         if beside is not None:

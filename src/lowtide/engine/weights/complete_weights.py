@@ -16,10 +16,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from peft import PeftConfig
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from lowtide.engine.weights.load_errors import arguments_named
+from lowtide.engine.weights.load_errors import arguments_named, to_install
 from lowtide.engine.weights.weight_files import broken_files_named, read_json
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,24 @@ def base_of_adapters(name: str) -> str | None:
     if not base:
         raise ValueError(f"{config} does not say which model its adapters were trained on (base_model_name_or_path)")
     return base
+
+
+def check_package_of(name: str) -> None:
+    """Refuses a folder of adapters of a kind whose package is not installed, before weights are loaded.
+
+    Raises:
+        ValueError: names the package and how to install it.
+    """
+    if not Path(name, ADAPTER_CONFIG).is_file():
+        return
+    try:
+        PeftConfig.from_pretrained(name)
+    except ImportError as error:
+        raise ValueError(
+            f"the adapters in {name!r} need a package that is not installed: {to_install(error)}"
+        ) from error
+    except Exception:  # what else is wrong with the folder is said as it is loaded
+        return
 
 
 def _put_adapters(name: str, model: PreTrainedModel) -> None:

@@ -80,3 +80,12 @@ def _config_names(name: str) -> set[str]:
 def one_line(error: Exception) -> str:
     """What an error says, in one line that is not too long."""
     return " ".join(str(error).split())[:300]
+
+
+def to_install(error: BaseException) -> str:
+    """What an error says of a package that is not installed, with the command that installs it."""
+    said = one_line(error)
+    source = error if isinstance(error, ImportError) else error.__context__
+    named = re.search(r"package '([\w.-]+)'", said)
+    package = named[1] if named else str(getattr(source, "name", None) or "").split(".")[0]
+    return said if "pip install" in said or not package else f"{said} (pip install {package})"

@@ -27,11 +27,13 @@ def shown(text: str) -> str:
 
 
 class Console(rich_console.Console):
-    """rich's, which writes the control characters of what it is given as escapes; its own stay."""
+    """rich's, which writes the control characters of what it is given as escapes; its own stay. What the encoding of
+    its stream does not have is a question mark, where rich would raise."""
 
     def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
         for segment in super().render(*args, **kwargs):
-            yield segment if segment.control else segment._replace(text=shown(segment.text))
+            text = shown(segment.text).encode(self.encoding, "replace").decode(self.encoding)
+            yield segment if segment.control else segment._replace(text=text)
 
 
 class _Record(logging.LogRecord):

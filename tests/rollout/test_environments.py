@@ -4,11 +4,13 @@ import math
 
 import pytest
 
+from lowtide.rollout.calls import Caller
 from lowtide.rollout.conversations import ToolUse
 from lowtide.rollout.environments import Environments
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.rewards import Rewards
+from lowtide.rollout.tools import answer_calls
 from lowtide.rollout.turns import Turns
 from tests.rollout.chat_templates import HERMES_TEMPLATE, add, call
 from tests.support.byte_tokenizer import byte_tokenizer
@@ -175,3 +177,75 @@ def test_a_template_without_tools_is_refused_only_where_there_are_tools():
     for more in ({"tools": [add]}, {"environment_factory": Counter}):
         with pytest.raises(ValueError, match="leaves out the name and arguments of tool calls"):
             ToolUse(turns, **more)
+
+
+class Raises:
+    """An environment whose methods raise what they are told to."""
+
+    error: BaseException = SystemExit(1)
+
+    def reset(self, **row):
+        pass
+
+    def act(self) -> str:
+        """
+        Acts.
+        """
+        raise self.error
+
+    def get_reward(self):
+        raise self.error
+
+
+class NeverBegins(Raises):
+    def reset(self, **row):
+        raise self.error
+
+
+class NeverThere(Raises):
+    def __init__(self):
+        raise self.error
+
+
+ERRORS = (SystemExit(1), KeyboardInterrupt(), GeneratorExit(), RecursionError(), KeyError("board"))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_what_a_method_raises_is_a_failed_call(error, monkeypatch):
+    monkeypatch.setattr(Raises, "error", error)
+    tools = Environments(Raises).tools_of(Raises())
+    [answer] = answer_calls([{"type": "function", "function": {"name": "act", "arguments": {}}}], tools, Caller(None))
+    assert answer.failed
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_environment_that_cannot_be_made_begun_or_asked_is_named(error, monkeypatch):
+    monkeypatch.setattr(Raises, "error", error)
+    name = type(error).__name__
+    with pytest.raises(ValueError, match=r"environment_factory raised .*as it made NeverThere"):
+        Environments(NeverThere)
+    with pytest.raises(ValueError, match=rf"reset of the environment NeverBegins raised .*{name}"):
+        Environments(NeverBegins).reset(NeverBegins(), {}, [{"role": "user", "content": "x"}])
+    own = Environments(Raises).rewards()
+    completed = Completed(["x"], ["y"], environments=[Raises()])
+    rewards = Rewards([*own.values()], names=[*own])
+    with pytest.raises(ValueError, match=f"reward function 'Raises' raised .*{name}"):
+        rewards(completed)
+
+
+def test_halves_of_surrogate_pairs_that_an_environment_says_are_question_marks():
+    class Says(Silent):
+        def reset(self, **row):
+            return "a\ud800b"
+
+        def act(self) -> str:
+            """
+            Acts.
+            """
+            return "c\udfff"
+
+    made = Environments(Says)
+    assert made.reset(Says(), {}, [{"role": "user", "content": "x"}])[0]["content"] == "xa?b"
+    call = {"type": "function", "function": {"name": "act", "arguments": {}}}
+    [answer] = answer_calls([call], made.tools_of(Says()), Caller(None))
+    assert answer.content == "c?"

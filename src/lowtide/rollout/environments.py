@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lowtide.data.formats.conversation import Message
+from lowtide.rollout.calls import stopping_nobody
+from lowtide.rollout.readable import readable
 from lowtide.rollout.tools import Schema, Tool, tool_schemas, tools_by_name
 from lowtide.spelling import nearest
 
@@ -46,7 +48,7 @@ class Environments:
                 raise ValueError(
                     f"environment_factory is a {type(make).__name__}, and must make an environment: a class"
                 )
-            first = make()
+            first = _made(make, name)
             if not inspect.isfunction(getattr(type(first), RESET, None)):
                 raise ValueError(
                     f"the environment {type(first).__name__} has no method reset, which begins a completion"
@@ -81,7 +83,7 @@ class Environments:
             name = self._name(row)
             made, place = self._made[name], taken.get(name, 0)
             if place == len(made):
-                made.append(self._factories[name]())
+                made.append(_made(self._factories[name], name))
             environments.append(made[place])
             taken[name] = place + 1
         return environments
@@ -94,7 +96,8 @@ class Environments:
         """
         given = {name: value for name, value in row.items() if not (self.by_name and name == CHOICE)}
         try:
-            seen: Any = environment.reset(**given)
+            with stopping_nobody():
+                seen: Any = readable(environment.reset(**given))
         except Exception as error:
             raise ValueError(
                 f"reset of the environment {type(environment).__name__} raised {type(error).__name__}: {error}. It "
@@ -128,6 +131,20 @@ class Environments:
         return name
 
 
+def _made(make: Callable[[], Any], name: str | None) -> Any:
+    """An environment of a factory.
+
+    Raises:
+        ValueError: the factory raised; names it.
+    """
+    try:
+        with stopping_nobody():
+            return make()
+    except Exception as error:
+        which = getattr(make, "__name__", type(make).__name__) if name is None else repr(name)
+        raise ValueError(f"environment_factory raised {type(error).__name__} as it made {which}: {error}") from error
+
+
 def _joined(content: Any, seen: Any) -> Any:
     """A message's content with what an environment adds: a text where both are, else a list of parts."""
     if isinstance(content, str) and isinstance(seen, str):
@@ -149,6 +166,7 @@ def own_reward(kind: type) -> Callable[..., Any]:
         return later
 
     def now(environments: Sequence[Any]) -> list[Any]:
-        return [each.get_reward() if type(each) is kind else None for each in environments]
+        with stopping_nobody():
+            return [each.get_reward() if type(each) is kind else None for each in environments]
 
     return now

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import HfApi
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lowtide.data.formats.images import in_words
 from lowtide.own_files import writing
@@ -59,7 +59,7 @@ class CompletionsLog:
         self.rows.clear()
         folder = Path(str(self.args.output_dir), "completions")
         folder.mkdir(parents=True, exist_ok=True)
-        written = pa.Table.from_pylist([{"step": step, **row} for row in rows])
+        written = columns_of([{"step": step, **row} for row in rows])
         with writing(folder / f"completions_{step:05d}.parquet") as beside:
             pq.write_table(written, beside)
         if trackers_of(self.args.report_to):
@@ -77,17 +77,30 @@ class CompletionsLog:
         api.upload_folder(repo_id=repo.repo_id, repo_type="dataset", folder_path=str(folder))
 
 
+def columns_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
+    """Rows as a table; what stands in a column of values of several kinds, or too large ones, is text."""
+
+    def column(values: list[Any]) -> pa.Array:
+        try:
+            return pa.array(values)
+        except (pa.ArrowException, OverflowError):
+            return pa.array([None if value is None else str(value) for value in values])
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: column([row.get(name) for row in rows]) for name in names})
+
+
 def table(rows: Sequence[dict[str, Any]], step: int) -> Table:
     """Rows of completions as they are printed; a prompt stands once before its completions."""
     made = Table(title=f"completions at step {step}", show_lines=True, expand=True)
     for name in rows[0]:
         number = isinstance(rows[0][name], float)
-        made.add_column(name, justify="right" if number else "left", no_wrap=number, ratio=None if number else 1)
+        made.add_column(Text(name), justify="right" if number else "left", no_wrap=number, ratio=None if number else 1)
     before = None
     for row in rows:
-        cells = [_cell(value) for value in row.values()]
+        cells = [Text(_cell(value)) for value in row.values()]
         if row["prompt"] == before:
-            cells[0] = ""
+            cells[0] = Text()
         before = row["prompt"]
         made.add_row(*cells)
     return made
@@ -106,4 +119,4 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}"
     text = str(value)
-    return escape(text if len(text) <= SHOWN else text[: SHOWN // 2] + " ... " + text[-SHOWN // 2 :])
+    return text if len(text) <= SHOWN else text[: SHOWN // 2] + " ... " + text[-SHOWN // 2 :]

@@ -45,6 +45,9 @@ from lowtide.step.rank_sync import RankSync, check_finite
 
 Context = Callable[[], contextlib.AbstractContextManager]
 
+TOKENS = "all_tokens"
+"""Of the counts of a step: its tokens, scored or not."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -95,33 +98,26 @@ class Agreed(NamedTuple):
     ranks: int
     long_rows: bool
     """Whether one of them has a row above the token budget."""
-    tokens: float
-    """Of all ranks, added up."""
 
 
-def agree(
-    counts: Counts, pieces: int, device: torch.device, copies: int = 1, *, long_rows: bool = False, tokens: int = 0
-) -> Agreed:
+def agree(counts: Counts, pieces: int, device: torch.device, copies: int = 1, *, long_rows: bool = False) -> Agreed:
     """What all ranks know, from what each of them knows of its own batch, in one exchange.
 
     Args:
         pieces: micro-batches of this rank; 0 if it could not cut its batch.
         copies: so many ranks hold the same rows, and count as one.
         long_rows: whether this rank has a row above the token budget.
-        tokens: of its rows.
     """
     if not distributed():
-        return Agreed(counts, pieces, 1, long_rows, tokens)
-    mine = torch.tensor(
-        [*counts.values(), tokens, long_rows, pieces], dtype=torch.float64, device=float64_device(device)
-    )
+        return Agreed(counts, pieces, 1, long_rows)
+    mine = torch.tensor([*counts.values(), long_rows, pieces], dtype=torch.float64, device=float64_device(device))
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, mine)
     table = torch.stack(everyones)
-    *totals, tokens, cutting, _ = (table.sum(0) / copies).tolist()
+    *totals, cutting, _ = (table.sum(0) / copies).tolist()
     each = table[:, -1]
     pieces = int(each.max()) if each.min() else 0
-    return Agreed(dict(zip(counts, totals, strict=True)), pieces, len(everyones) // copies, cutting > 0, tokens)
+    return Agreed(dict(zip(counts, totals, strict=True)), pieces, len(everyones) // copies, cutting > 0)
 
 
 def train_step(
@@ -161,10 +157,7 @@ def train_step(
         pieces = max(len(groups_of(models, batch, objective, limits)), models.stages)
     is_cut = limits.tokens is not None and max(batch.row_tokens, default=0) > limits.tokens
     own_counts = _own_counts(objective, batch, known, stands_in)
-    known_by_all = agree(
-        own_counts, pieces, device, models.copies, long_rows=is_cut, tokens=0 if stands_in else batch.tokens
-    )
-    counts, pieces, ranks, some_cut, tokens = known_by_all
+    counts, pieces, ranks, some_cut = agree(own_counts, pieces, device, models.copies, long_rows=is_cut)
     if not pieces:
         sync.meet(device)
     even = some_cut and (models.together or (plan.exchange is None and ranks > 1))  # as each backward meets others'
@@ -183,8 +176,7 @@ def train_step(
             loss = _through_stages(runs, parts, idle, plan, sync, totals)
         else:
             passes = _passes_of(runs, parts, idle, even)
-            share = functools.partial(_share_of_tokens, own=own, of=tokens / ranks)
-            loss = _forward_and_backward(runs[0], share, passes, plan, sync, totals)
+            loss = _forward_and_backward(runs[0], own, passes, plan, sync, totals)
     _exchange(loss, plan, sync, device)
     (Totals() if stands_in else totals).count(batch)
     return loss
@@ -192,7 +184,7 @@ def train_step(
 
 def _own_counts(objective: Objective | OwnLoss, batch: RaggedBatch, known: Counts, stands_in: bool) -> Counts:
     """What this rank adds to the counts of a step: nothing where its rows stand in."""
-    own = {**objective.counts(batch), **known}
+    own = {**objective.counts(batch), **known, TOKENS: batch.tokens}
     return dict.fromkeys(own, 0) if stands_in else own
 
 
@@ -279,7 +271,7 @@ def _exchange(loss: Tensor, plan: BackwardPlan, sync: RankSync, device: torch.de
 
 def _forward_and_backward(
     first: MicrobatchRun,
-    share: Callable[[int, RaggedBatch], float],
+    own: int,
     passes: Sequence[tuple[Sequence[MicrobatchRun], Turn]],
     plan: BackwardPlan,
     sync: RankSync,
@@ -287,7 +279,8 @@ def _forward_and_backward(
 ) -> Tensor:
     """The loss of a batch, from its micro-batches one after the other, and of each one loss after the other.
 
-    Metrics are those of the `first` loss, and `share` says what the balancing loss of a micro-batch counts.
+    Metrics are those of the `first` loss. The balancing loss of experts is weighed by tokens: of the micro-batches with
+    rows of this rank, which are `own`, by those of a rank on average, since ranks are averaged.
 
     A function of its own, so that after a failure its variables, and with them the graph of a micro-batch, can be
     dropped before anything else is done.
@@ -312,20 +305,15 @@ def _forward_and_backward(
                 overlap = plan.overlap() if last and run is runs[-1] else contextlib.nullcontext()
                 with overlap, run.models.adapter_of(run.objective):
                     output, loss = run(number, part)
-                    if output.aux_loss is not None:
-                        loss = loss + run.objective.aux_coefficient * output.aux_loss * share(number, part)
+                    if output.aux_loss is not None and number < own:
+                        share = part.tokens * first.ranks / first.counts[TOKENS]
+                        loss = loss + run.objective.aux_coefficient * output.aux_loss * share
                     sync.phase = "backward"
                     plan.backward(loss)
                 losses.append(loss.detach())
                 if run is first:
                     totals.take_in(output, part)
     return first.reported(torch.stack(losses).sum())
-
-
-def _share_of_tokens(number: int, part: RaggedBatch, *, own: int, of: float) -> float:
-    """What the balancing loss of a micro-batch counts: its tokens by those of a rank on average, since ranks are
-    averaged; nothing if its rows stand in."""
-    return part.tokens / of if number < own else 0.0
 
 
 def _passes_of(

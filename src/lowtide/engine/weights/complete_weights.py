@@ -118,6 +118,7 @@ def base_of_adapters(name: str) -> str | None:
     base = read_json(config).get("base_model_name_or_path")
     if not base:
         raise ValueError(f"{config} does not say which model its adapters were trained on (base_model_name_or_path)")
+    check_package_of(name)
     return base
 
 

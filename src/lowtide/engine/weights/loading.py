@@ -25,7 +25,7 @@ from lowtide.engine.heads import check_type
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import WITH_IMAGES, LanguageModel
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
-from lowtide.engine.weights.complete_weights import check_package_of, load_complete
+from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.labels import label_values
 from lowtide.engine.weights.load_errors import check_layers
 from lowtide.engine.weights.model_init import CODE, config_init
@@ -56,7 +56,6 @@ def load_model(
         ValueError: the dtype is unknown, there is no such model, its files lack weights or cannot be read, or it
             cannot be quantized so; names what was asked for.
     """
-    check_package_of(name)
     if shards_in(Path(name)) and not [*Path(name).glob("model*.safetensors")]:
         raise ValueError(
             f"model {name!r} is in a file a rank, as a sharded run saved it: `lowtide merge --checkpoint {name} "

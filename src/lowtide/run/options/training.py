@@ -139,7 +139,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
                 raise TypeError(f"{cls.__name__} has no option {name!r}{said}")
         made = super().__new__(cls)
         positional = (each.name for each in fields(cls) if each.init and not each.kw_only)
-        made.__dict__["_requested"] = {**dict(zip(positional, args, strict=False)), **kwargs}
+        vars(made)["_requested"] = {**dict(zip(positional, args, strict=False)), **kwargs}
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,12 +149,12 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
     def __copy__(self) -> Self:
         """A copy in this process keeps access tokens."""
         made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
+        vars(made).update(self.__dict__)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = object.__new__(type(self))
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        vars(made).update(copy.deepcopy(self.__dict__, memo))
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
     def __post_init__(self) -> None:
         self.respell()
         take_values(self, leave={*self.refused, *OF_ENGINES})
-        self.__dict__["_sharding"] = sharding_of(self)
+        vars(self)["_sharding"] = sharding_of(self)
         self.check()
         check_inherited(self)
         if self.save_strategy == "steps" and self.save_steps == 0:
@@ -330,7 +330,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
             self._n_gpu = 1  # or the Trainer would put a copy of the model on each in each step
         self.check_memory(self.max_grad_norm)
         if self.sharding.by_deepspeed:
-            self.__dict__.update(_zero_config=checked_config(self, launched()), rehearsal=False)
+            vars(self).update(_zero_config=checked_config(self, launched()), rehearsal=False)
         if not self.eval_do_concat_batches:
             raise ValueError(
                 f"{type(self).__name__}: eval_do_concat_batches=False is refused: batches are cut anew by their "

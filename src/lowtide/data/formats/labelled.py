@@ -123,7 +123,7 @@ def problem_of(labels: LabelFormat, asked: str | None, source: str, *, said: str
             f"problem_type={asked!r} does not fit the labels of {source}, whose column {labels.label!r} holds {holds}: "
             f"these are of {' or '.join(found)}. Convert the column, or leave problem_type out"
         )
-    return asked or (said if said in found else found[0])
+    return asked or next((each for each in found if each == said), found[0])
 
 
 def label_names(

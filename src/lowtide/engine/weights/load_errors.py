@@ -77,7 +77,7 @@ def _config_names(name: str) -> set[str]:
         return set()
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """What an error says, in one line that is not too long."""
     return " ".join(str(error).split())[:300]
 

@@ -113,16 +113,12 @@ class ReferenceMaker:
             self._check_storage()
             if self._kept is None:
                 return Reference(AdapterOff(model, **how), "the policy with its adapters off; it costs nothing")
-            if not self._is_policy:
-                return self._as_it_arrived(model, **how)
+            return self._as_it_is(model, **how) if self._is_policy else self._as_it_arrived(model, **how)
         copied, sharded = self._is_copied(model), is_sharded(model)
         requested = self._streamed(requested, model, copied=copied)
         self.requested = None
         if requested is None and not copied:
-            return Reference(
-                FrozenModel(model, **how),
-                "log-probabilities computed before training; no reference is resident",
-            )
+            return self._as_it_is(model, **how)
         if sharded and args.ref_model_storage != "same":
             raise ValueError(
                 f"ref_model_storage={args.ref_model_storage!r} stores a whole reference, and this one is sharded with "
@@ -217,6 +213,11 @@ class ReferenceMaker:
                 f"ref_model_storage={self.args.ref_model_storage!r} requires a reference of its own, and with adapters "
                 "the reference shares the policy's base: pass a `ref_model`, or leave it at 'same'"
             )
+
+    def _as_it_is(self, model: nn.Module, **how: Any) -> Reference:
+        return Reference(
+            FrozenModel(model, **how), "log-probabilities computed before training; no reference is resident"
+        )
 
     def _as_it_arrived(self, model: nn.Module, **how: Any) -> Reference:
         assert self._kept is not None

@@ -48,8 +48,10 @@ def groups_as_on_one_rank() -> Iterator[None]:
 def missing_package(args: Any) -> Exception | None:
     """What transformers says of a package that the optimizer of the options `args` is in, and that is not installed;
     None if it is there. It asks for the optimizer's class, as the Trainer does once a model is loaded."""
+    with torch.device("meta"):  # where no random numbers are drawn, which adapters begin with
+        stand_in: Any = nn.Linear(1, 1)
     try:
-        Trainer.get_optimizer_cls_and_kwargs(args, nn.Linear(1, 1))  # type: ignore[arg-type]
+        Trainer.get_optimizer_cls_and_kwargs(args, stand_in)
     except Exception as error:  # what else is wrong is said when the optimizer is made
         missing = isinstance(error, ImportError) or isinstance(error.__context__, ImportError)
         return error if missing or "install" in str(error) else None

@@ -17,7 +17,12 @@ VALUE_HEAD = "value_head"
 
 
 def layers_before_head(model: PreTrainedModel) -> bool:
-    """Whether a model has weights between its body and the module that meets the vocabulary."""
+    """Whether a model has weights between its body and the module that meets the vocabulary.
+
+    A model with an encoder beside its body has none.
+    """
+    if model.config.is_encoder_decoder:
+        return False
     ends = (body(model), model.get_output_embeddings(), getattr(model, VALUE_HEAD, None))
     return any(any(True for _ in module.parameters(recurse=False)) for module in _outside(model, ends))
 

@@ -266,8 +266,9 @@ def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any, model: nn.Modu
         file = NoFile() if isinstance(first, FakeTensor) else file_beside(args.output_dir)
         optimizer.host_states = FileStates(optimizer, file)  # type: ignore[attr-defined]
     if isinstance(optimizer, CompressedAdamW):
-        if kind_of(args.device) == "cpu" and can_let_go() and not streams_trained(args):
-            for master in lying_in_files(p.data for p in model.parameters() if not isinstance(p, FakeTensor)):
+        if host is None and kind_of(args.device) == "cpu" and can_let_go() and not streams_trained(args):
+            masters = [p.data for group in optimizer.param_groups for p in group["params"]]
+            for master in lying_in_files(each for each in masters if not isinstance(each, FakeTensor)):
                 declare(master)  # whose pages go once it is split, weight by weight
         for group in optimizer.param_groups:
             for parameter in group["params"]:

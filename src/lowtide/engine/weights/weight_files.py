@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import pickletools
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,15 @@ def _fault_of_index(index: Path) -> str | None:
     return f"{index.parent / gone[0]} is not there, which {index.name} names" if gone else None
 
 
+def _is_pickle(path: Path) -> bool:
+    """Whether a file is read as a pickle to its end, of which nothing is carried out."""
+    try:
+        with path.open("rb") as file:
+            return any(operation.name == "STOP" for operation, _, _ in pickletools.genops(file))
+    except ValueError:
+        return False
+
+
 def _fault_of_weights(path: Path) -> str | None:
     """What is wrong with a file of weights."""
     try:
@@ -127,7 +138,8 @@ def _fault_of_weights(path: Path) -> str | None:
         size = path.stat().st_size
         return f"({size:,} bytes) is truncated, or no safetensors file ({str(error).strip()})"
     except pickle.UnpicklingError as error:
-        if "Unsupported" in str(error) or "GLOBAL" in str(error):
+        refused = "Unsupported" in str(error) or "GLOBAL" in str(error)
+        if refused and (zipfile.is_zipfile(path) or _is_pickle(path)):
             return RUNS_CODE
         return f"({path.stat().st_size:,} bytes) cannot be read ({type(error).__name__})"
     except Exception as error:

@@ -6,6 +6,7 @@ go. Two steps of 2 rows of 512 tokens, stepped in backward, in a process of its 
 in bytes; the prediction is that of the trainer's own start-up report.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -42,9 +43,12 @@ TIMEOUT = 1800
 
 def main(argv: list[str] | None = None) -> int:
     """Measures and prints; returns 1 where a run fails."""
-    words = sys.argv[1:] if argv is None else argv
-    if words and words[0].startswith("{"):
-        child(json.loads(words[0]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the bytes as one JSON object")
+    parser.add_argument("specification", nargs="?", type=json.loads, help="a part of it, for a process of its own")
+    options = parser.parse_args(argv)
+    if options.specification:
+        child(options.specification)
         return 0
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         except ChildFailed as failure:
             console.print(failure.reason, *failure.last_lines, sep="\n")
             return 1
-    if "--json" in words:
+    if options.json:
         print(json.dumps(found))
     for name in ("start", "training"):
         console.print(f"{name}: {found[name] / GIGABYTE:.2f} GB above the imports")

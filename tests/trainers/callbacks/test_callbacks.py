@@ -10,15 +10,12 @@ from datasets import Dataset
 from transformers import GenerationConfig
 
 import lowtide
-from lowtide import LogCompletionsCallback, SFTConfig, SFTTrainer
+from lowtide import LogCompletionsCallback
 from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.trainers.callbacks.log_completions import prompts_of
 from lowtide.trainers.reports.progress import RichProgress
+from tests.support.talking import TALK, trainer
 
-TALK = {
-    "prompt": [{"role": "user", "content": "1 + 1"}],
-    "completion": [{"role": "assistant", "content": "2"}],
-}
 OPENING = "<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -81,20 +78,6 @@ def test_a_reference_follows_as_trls_does():
         found.append(following)
     for ours, theirs in zip(found[0].parameters(), found[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def trainer(folder, *callbacks, **options):
-    tokenizer = make_tokenizer()
-    rows = Dataset.from_list([TALK] * 4)
-    args = SFTConfig(output_dir=str(folder), max_steps=2, use_cpu=True, report_to="none", **options)
-    return SFTTrainer(
-        make_model(tokenizer, 0),
-        args=args,
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=tokenizer,
-        callbacks=list(callbacks),
-    )
 
 
 def test_completions_are_logged_and_training_goes_on_as_without_them(tmp_path, capsys):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lowtide.compat.deepspeed import gathered, is_partitioned, shape_of, staying_gathered
@@ -98,27 +99,28 @@ def standing_in(model: nn.Module, pairs: Sequence[tuple[nn.Parameter, Tensor]]) 
     cut = [(local_of(p).data, local_of(other)) for p, other in pairs if isinstance(p, DTensor)]
     whole = [(p, other) for p, other in pairs if not isinstance(p, DTensor)]
     partitioned = [p for p, _ in whole if is_partitioned(p)]
+    units = fully_sharded_modules(model) if cut else []
     with staying_gathered(partitioned) if partitioned else nullcontext():
         own = [local.clone() for local, _ in cut]
         kept = [p.data for p, _ in whole]
         try:
-            _let_go_of_gathered(model)
+            _let_go_of_gathered(units)
             for local, other in cut:
                 local.copy_(other)
             for p, other in whole:
                 p.data = other.to(device=p.device, dtype=p.dtype)
             yield
         finally:
-            _let_go_of_gathered(model)
+            _let_go_of_gathered(units)
             for (local, _), before in zip(cut, own, strict=True):
                 local.copy_(before)
             for (p, _), before in zip(whole, kept, strict=True):
                 p.data = before
 
 
-def _let_go_of_gathered(model: nn.Module) -> None:
-    for module in fully_sharded_modules(model):
-        module.reshard()
+def _let_go_of_gathered(units: Iterable[FSDPModule]) -> None:
+    for unit in units:
+        unit.reshard()
 
 
 def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:

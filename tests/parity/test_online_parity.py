@@ -196,8 +196,12 @@ class NoVLLM:
 
 
 def brief(completions: list[Any], **kwargs: Any) -> list[float]:
-    """A reward that differs within a group."""
-    return [-len(str(each)) / 20 for each in completions]
+    """A reward that differs within a group.
+
+    It is a whole number of sixteenths. So equal rewards of a group have an advantage of 0 in TRL too, which computes in
+    float32: of others 1e-8 would be left there, and AdamW makes a whole step of it.
+    """
+    return [-len(str(each)) / 16 for each in completions]
 
 
 def vowels(completion_ids: list[list[int]], number: list[int], **kwargs: Any) -> list[float | None]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, LlamaConfig
 
 from lowtide.planner.tracing import described_model
-from lowtide.planner.tracing.described_model import config_of_model
+from lowtide.planner.tracing.described_model import DescribedModel, config_of_model
 
 
 @pytest.mark.parametrize("name", ["./nothere", "../nothere", "/nothere/at/all", "~/nothere"])
@@ -51,3 +52,12 @@ def test_a_value_of_the_wrong_type_is_one_message(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "abc"}')
     with pytest.raises(ValueError, match=r"has no config that can be read: .*hidden_size"):
         config_of_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_described_model_ties_its_head_as_its_config_says(tied):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    described = DescribedModel(LlamaConfig(**sizes, tie_word_embeddings=tied), torch.float32)
+    for made in (described.of_layers(1), described.on_meta(1)):
+        model: Any = made
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is tied

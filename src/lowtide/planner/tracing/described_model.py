@@ -175,6 +175,7 @@ class DescribedModel:
         check_type(self.head, config, config.name_or_path or config.model_type)
         with no_init_weights():  # some draw again until all values are in a range, which has no end without values
             model = self.head.loader(config).from_config(config, dtype=self.dtype)
+        model.tie_weights()  # else part of what was left out
         if self.quantization_config is not None:
             store_in_four_bits(model, self.quantization_config)
         return model

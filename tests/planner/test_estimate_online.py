@@ -145,6 +145,8 @@ def test_a_budget_of_keys_lets_prompts_run_beside_what_is_written(tmp_path):
         ("GRPO", {}, False),
         ("GRPO", {"beta": 0.1}, True),
         ("GRPO", {"top_entropy_quantile": 0.5}, True),
+        ("RLOO", {"num_generations": 4}, True),
+        ("OnlineDPO", {}, True),
         ("PPO", {"kl_coef": 0.0}, True),
         ("PPO", {}, True),
     ],

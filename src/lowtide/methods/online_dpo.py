@@ -253,10 +253,10 @@ def loss(written: WrittenPairs, counts: Counts, *, options: OnlineDPOOptions) ->
         "rewards/margins": of_decided(chosen - rejected, both),
         "logps/chosen": of_decided(pairs.chosen, learned[0]),
         "logps/rejected": of_decided(pairs.rejected, learned[1]),
-        "objective/kl": mean_of(written.divergence[learned]),
-        "objective/non_score_reward": mean_of(less[learned]),
-        "objective/rlhf_reward": mean_of((written.reward + less)[learned]),
-        "objective/entropy": mean_of(-written.logprobs[learned]),
+        "objective/kl": mean_of(written.divergence, learned),
+        "objective/non_score_reward": mean_of(less, learned),
+        "objective/rlhf_reward": mean_of(written.reward + less, learned),
+        "objective/entropy": mean_of(-written.logprobs, learned),
         "beta": mean_of(beta),
     }
     return Outcome(losses.sum() / max(counts["pairs"], 1), means)

@@ -6,6 +6,7 @@ The divergence from the reference is a part of the reward, as in the paper and i
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -115,15 +116,15 @@ def loss(written: Written, counts: Counts, *, options: RLOOOptions) -> Outcome:
     low, high = (ratio < 1 - options.epsilon) & (advantage < 0), (ratio > 1 + options.upper) & (advantage > 0)
     total = losses.sum() / counts["completions"]
     learned = written.lengths > 0
-    if not learned.any():
-        return Outcome(total)
-    low, high = low[learned].float(), high[learned].float()
+    low, high = low.float(), high.float()
     means = {
-        "clip_ratio/low_mean": mean_of(low),
-        "clip_ratio/high_mean": mean_of(high),
-        "clip_ratio/region_mean": mean_of(low + high),
+        "clip_ratio/low_mean": mean_of(low, learned),
+        "clip_ratio/high_mean": mean_of(high, learned),
+        "clip_ratio/region_mean": mean_of(low + high, learned),
     }
-    return Outcome(total, means, lows={"clip_ratio/low_min": low.min()}, highs={"clip_ratio/high_max": high.max()})
+    lows = {"clip_ratio/low_min": low.masked_fill(~learned, math.inf).min()}
+    highs = {"clip_ratio/high_max": high.masked_fill(~learned, -math.inf).max()}
+    return Outcome(total, means, lows, highs)
 
 
 def objective(options: RLOOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:

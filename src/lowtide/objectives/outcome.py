@@ -36,6 +36,9 @@ Counts: TypeAlias = "Mapping[str, float]"
 """What was counted over the whole batch of an optimizer step and over all ranks, by name."""
 
 
-def mean_of(values: Tensor) -> Mean:
-    """The mean of some values, one a row."""
-    return Mean(to_float64(values.detach()).sum(), float(values.numel()))
+def mean_of(values: Tensor, counted: Tensor | None = None) -> Mean:
+    """The mean of some values, one a row, or of those among them that are counted."""
+    values = to_float64(values.detach())
+    if counted is None:
+        return Mean(values.sum(), float(values.numel()))
+    return Mean(values.masked_fill(~counted, 0).sum(), to_float64(counted.sum()))

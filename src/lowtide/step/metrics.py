@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,11 +74,13 @@ class Totals:
                 _fold(mine, name, value, join)
 
     def read(self, device: torch.device) -> dict[str, float]:
-        """Sums, means, smallest and largest values over all ranks, by name; a mean of nothing is left out."""
+        """Sums, means, smallest and largest values over all ranks, by name; those of nothing are left out."""
         joined = Totals()
         for each in _of_all_ranks(self._on_host(device)):
             joined.take_over(each)
-        found = {name: value.item() for name, value in (joined.sums | joined.lows | joined.highs).items()}
+        found = {name: value.item() for name, value in joined.sums.items()}
+        ends = {name: value.item() for name, value in (joined.lows | joined.highs).items()}
+        found |= {name: value for name, value in ends.items() if not math.isinf(value)}
         pairs = {name: mean.tolist() for name, mean in joined.means.items()}
         return found | {name: total / count for name, (total, count) in pairs.items() if count}
 

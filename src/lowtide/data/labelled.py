@@ -113,7 +113,7 @@ def prepare_labelled(
         more = ("attention_mask",) if labels.is_tokenized and "attention_mask" in first_row else ()
         rows: Any = dataset.with_format(None).select_columns([*labels.columns, *more])
         if isinstance(rows, IterableDataset):
-            return map_stream(rows, encoder, encoder.features), None
+            return map_stream(rows, encoder, encoder.features, source), None
         prepared = _map(rows, encoder, options, labels, name)
     statistics = add_up(prepared)
     ledger = statistics.ledger(

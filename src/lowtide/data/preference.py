@@ -42,6 +42,7 @@ from lowtide.data.formats.columns import check_columns
 from lowtide.data.formats.images import undecoded
 from lowtide.data.formats.preferences import detect_pairs, detect_unpaired
 from lowtide.data.options import PreferenceOptions
+from lowtide.data.report.doubts import warn_of_doubts, with_numbers
 from lowtide.data.report.ledger import Ledger, padding_share
 from lowtide.data.report.row_stats import CUT_AWAY, Statistics, add_up
 from lowtide.data.sources.stream import map_stream
@@ -107,7 +108,7 @@ def prepare_pairs(
         rows, preparer = dataset.with_format(None), _Preparer(encoder, tabulate, images)
         rows = rows.select_columns([*row_format.columns, *shown])
         if isinstance(rows, IterableDataset):
-            return map_stream(rows, preparer, _only(features, wanted)), None
+            return map_stream(rows, preparer, _only(features, wanted), source), None
         prepared = _map(rows, preparer, options, features, name, kind=("pairs", whole, with_margins))
     statistics = _added_up(prepared, PAIR_PARTS, options, source)
     prompt, chosen, rejected = statistics.part_lengths
@@ -180,7 +181,7 @@ def prepare_unpaired(
         preparer = _Preparer(encoder, tabulate, images)
         if isinstance(rows, IterableDataset):
             ordered = _InRuns(preparer) if encoder.is_paired else preparer
-            stream = map_stream(rows, ordered, _only(features, wanted))
+            stream = map_stream(rows, ordered, _only(features, wanted), source)
             return (stream if kl_block is None else add_kl_to_stream(stream, kl_block, options.max_length)), None
         prepared = _map(rows, preparer, options, features, name, kind=("unpaired", has_kl))
     statistics = _added_up(prepared, UNPAIRED_PARTS, options, source)
@@ -188,6 +189,11 @@ def prepare_unpaired(
     padding = padding_share(lengths, batch_size)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
     chosen = prepared if numbers is None else prepared.select(numbers)
+    if kl_block is not None and len(chosen) == 1:
+        raise ValueError(
+            f"{source} has one row to train on, and this loss_type takes its baseline from the completion of another "
+            "row. Give two rows or more, or set loss_type='apo_zero_unpaired', which has no baseline."
+        )
     _warn_of_labels(chosen, source)
     fingerprint = combine(VERSION, fingerprint_of(prepared), "kl", kl_block)
     chosen = chosen.select_columns(wanted)
@@ -223,11 +229,11 @@ class _Preparer:
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
         if self.images is None:
-            return self.tabulate(self.encoder(batch, numbers))
+            return with_numbers(self.tabulate(self.encoder(batch, numbers)), numbers)
         rest, shown = self.images.take(batch, numbers)
         encoded = self.encoder(rest, numbers)
         sides = self.images.expand(encoded.sides, shown, numbers)
-        table = self.tabulate(replace(encoded, sides=sides))
+        table = with_numbers(self.tabulate(replace(encoded, sides=sides)), numbers)
         each = table.num_rows // max(len(shown), 1)  # 2 of a pair that is taken apart
         return table.append_column(IMAGES, images_column([images for images in shown for _ in range(each)]))
 
@@ -277,6 +283,7 @@ def _added_up(prepared: Dataset, parts: Sequence[str], options: PreferenceOption
         )
         raise ValueError(f"{source} has nothing to train on: every row was dropped ({reasons}). {way_out}")
     warn_merged(source, statistics.merged, statistics.kept)
+    warn_of_doubts(source, statistics.doubts, statistics.kept)
     return statistics
 
 

@@ -32,6 +32,7 @@ from lowtide.data.formats.columns import check_columns
 from lowtide.data.formats.images import undecoded
 from lowtide.data.formats.reading import RowFormat, detect_format
 from lowtide.data.options import PrepareOptions
+from lowtide.data.report.doubts import DOUBT_NOTES, warn_of_doubts, with_numbers
 from lowtide.data.report.ledger import Ledger, padding_share
 from lowtide.data.report.row_stats import CUT_AWAY, NOTES, Statistics, add_up, noted_table
 from lowtide.data.sources.stream import prepare_stream
@@ -115,7 +116,7 @@ def prepare(
         if preparer.encoder.format.columns:
             rows = rows.select_columns([*preparer.encoder.format.columns, *shown])
         if isinstance(rows, IterableDataset):
-            return prepare_stream(rows, preparer, preparer.features, options, packing=packing), None
+            return prepare_stream(rows, preparer, preparer.features, options, packing=packing, source=source), None
         return _prepare_cached(rows, preparer, options, batch_size=batch_size, packing=packing, name=name)
 
 
@@ -134,13 +135,13 @@ class _Preparer:
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
         if self.images is None:
-            return self._noted(self.encoder(batch, numbers))
+            return self._noted(self.encoder(batch, numbers), numbers)
         rest, shown = self.images.take(batch, numbers)
         [whole] = self.images.expand([self.encoder(rest, numbers)], shown, numbers)
-        return self._noted(whole).append_column(IMAGES, images_column(shown))
+        return self._noted(whole, numbers).append_column(IMAGES, images_column(shown))
 
-    def _noted(self, whole: TokenRows) -> pa.Table:
-        return noted_table(whole, self.encoder.cut(whole, self.truncation))
+    def _noted(self, whole: TokenRows, numbers: Sequence[int]) -> pa.Table:
+        return with_numbers(noted_table(whole, self.encoder.cut(whole, self.truncation)), numbers)
 
 
 def _encoder(
@@ -169,7 +170,7 @@ def _prepare_cached(
     rows: Dataset, preparer: _Preparer, options: PrepareOptions, *, batch_size: int, packing: bool, name: str
 ) -> tuple[Dataset, Ledger]:
     fingerprint = rows_fingerprint(rows, preparer.encoder.tokenizer, options, preparer.truncation)
-    noted = Features({**preparer.encoder.features, **NOTES, **({} if preparer.images is None else IMAGE_FEATURES)})
+    noted = Features({**preparer.features, **NOTES, **DOUBT_NOTES})
     prepared = map_cached(rows, preparer, features=noted, fingerprint=fingerprint, num_proc=options.num_proc, name=name)
     statistics = add_up(prepared)
     _check_statistics(statistics, options, preparer.encoder.source)
@@ -244,3 +245,4 @@ def _check_statistics(statistics: Statistics, options: PrepareOptions, source: s
         )
         raise ValueError(f"{source} has nothing to train on: every row was dropped ({reasons}). {way_out}")
     warn_merged(source, statistics.merged, statistics.kept)
+    warn_of_doubts(source, statistics.doubts, statistics.kept)

@@ -67,7 +67,7 @@ def prepare_pairs_of_texts(
         encoder = PairEncoder(tokenizer, options, first_row, source)
         rows = dataset.with_format(None).select_columns(list(encoder.format.columns))
         if isinstance(rows, IterableDataset):
-            return map_stream(rows, encoder, FEATURES), None
+            return map_stream(rows, encoder, FEATURES, source), None
         known = rows_fingerprint(rows, encoder.tokenizer, options, options.truncation)
         languages = [getattr(encoder.tokenizer, f"{side}_lang", None) for side in ("src", "tgt")]
         fingerprint = combine("source and target", known, *encoder.format.columns, *languages)

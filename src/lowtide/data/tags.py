@@ -67,7 +67,7 @@ def prepare_tags(
         more = ("attention_mask",) if tags.is_tokenized and "attention_mask" in first_row else ()
         rows = dataset.with_format(None).select_columns([*tags.columns, *more])
         if isinstance(rows, IterableDataset):
-            return map_stream(rows, encoder, TAG_FEATURES), None
+            return map_stream(rows, encoder, TAG_FEATURES, source), None
         prepared = _map(rows, encoder, options, tags, name)
     statistics = add_up(prepared)
     if statistics.kept == 0:

@@ -34,6 +34,8 @@ class TokenRows:
     """The number of the word that each token belongs to, within its row; None where words are not known."""
     numbers: Int[np.ndarray, " rows"] | None = None
     """By which what is drawn of a row is told from other rows'; None where nothing is drawn."""
+    doubts: Int[np.ndarray, " rows"] | None = None
+    """What is doubtful in each row (see `lowtide.data.report.doubts`); None where nothing is."""
     own_token: bool = False
     """Labels are predicted at their own tokens. Else a row's first label is never scored, whatever its value: no token
     comes before it to predict it."""

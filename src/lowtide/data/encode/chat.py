@@ -9,6 +9,7 @@ a template renders the beginning of a conversation differently once more follows
 one) there is no such span, and the conversation is refused rather than guessed at.
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -22,6 +23,8 @@ from lowtide.compat.jinja import ends_within, limit_templates
 from lowtide.data.formats.conversation import Message
 from lowtide.data.formats.images import in_parts
 from lowtide.data.formats.reading import ChatSample, RowPlace
+
+logger = logging.getLogger(__name__)
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
@@ -77,6 +80,13 @@ class ChatEncoder:
         """
         encoder = cls(tokenizer, template, in_parts=in_parts)
         encoder.check_content(first, source)
+        if not encoder.ends_turns():
+            logger.warning(
+                "%s: the chat template writes no special token after what the assistant says, and nothing is put "
+                "there, so the model does not learn to stop. Set chat_template_path to a template that writes the end "
+                "token after it.",
+                source,
+            )
         return encoder
 
     def encode(
@@ -141,6 +151,17 @@ class ChatEncoder:
     def _given(self, messages: list[Message]) -> list[Message]:
         """Messages as the template takes them."""
         return in_parts(messages) if self.in_parts else messages
+
+    def ends_turns(self) -> bool:
+        """Whether the template writes a special token after what the assistant says; also where that is not known."""
+        asked, answer = {"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is so"}
+        try:
+            text = self.text(ChatSample([asked, answer]))
+        except TEMPLATE_FAILURES:  # the rows will tell
+            return True
+        _, said, after = text.rpartition(answer["content"])
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
+        return not said or any(token in after for token in (*added, *self.tokenizer.all_special_tokens))
 
     def leaves_ends_out(self) -> bool:
         """Whether the template's marks leave out what ends a turn, so that the model would not learn to stop."""

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int
 from lowtide.data.batches.token_rows import TokenRows, list_column
 from lowtide.data.encode.sides import EncodedSides, merged_prompts, prompt_lengths, share_prompts
 from lowtide.data.encode.truncation import Truncation, kept_ranges
+from lowtide.data.report.doubts import DOUBT_NOTES, doubt_column
 from lowtide.data.report.row_stats import CUT_AWAY, CUT_PART, NOTES
 
 SAME = "chosen equals rejected"
@@ -34,7 +35,7 @@ def noted_features(parts: Sequence[str], **more: Value | List) -> Features:
     """The columns of cached rows with these parts: tokens, notes, and `more`."""
     columns = {name: List(Value("int32")) for name in token_columns(parts)}
     cut = {CUT_PART + part: Value("int32") for part in parts}
-    return Features({**columns, **more, **NOTES, **cut})
+    return Features({**columns, **more, **NOTES, **DOUBT_NOTES, **cut})
 
 
 def pair_table(encoded: EncodedSides, truncation: Truncation, *, margins: bool) -> pa.Table:
@@ -132,6 +133,7 @@ def _noted(
             "cut": pa.array(np.add.reduce(cut), pa.int32()),
             "dropped": pa.array(dropped, pa.int8()),
             "merged": pa.array(merged_prompts(whole[0]) & is_kept, pa.bool_()),
+            "doubts": doubt_column(whole),
             **{CUT_PART + part: pa.array(count, pa.int32()) for part, count in zip(parts, cut, strict=True)},
         }
     )

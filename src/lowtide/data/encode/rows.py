@@ -23,6 +23,7 @@ from lowtide.data.encode.tokenized import encode_tokenized
 from lowtide.data.encode.truncation import Truncation, truncate
 from lowtide.data.formats.reading import ChatSample, RowFormat, RowPlace, Sample, TextSample, TokenSample
 from lowtide.data.options import PrepareOptions
+from lowtide.data.report.doubts import Doubt, doubts_of, ending_ids, relabelled, special_ids, without
 
 
 class RowEncoder:
@@ -46,6 +47,7 @@ class RowEncoder:
         self.options = options
         self.source = source
         self.vocab_size = options.vocab_size or len(tokenizer)
+        self.saying_nothing, self.ending = special_ids(tokenizer), ending_ids(tokenizer)
         first = self._read({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
         self.kind = first.kind
         options.check_for(first, source)
@@ -75,7 +77,14 @@ class RowEncoder:
                 raise place.error(index, f"this is a {sample.kind}, and the dataset's first row a {self.kind}.")
         rows = self._encode(samples, place)
         check_vocabulary(rows, self.vocab_size, place)
-        return rows
+        return replace(rows, doubts=self._doubts(samples, rows))
+
+    def _doubts(self, samples: Sequence[Sample], rows: TokenRows) -> Int[np.ndarray, " rows"]:
+        """What is doubtful in each row."""
+        doubts = doubts_of(samples) | Doubt.NO_ANSWER * without(rows, self.saying_nothing, others=True)
+        if isinstance(samples[0], TokenSample):
+            doubts |= Doubt.NO_END * without(rows, self.ending) | Doubt.OTHER_LABELS * relabelled(rows)
+        return doubts
 
     def _read(self, batch: Mapping[str, Sequence[Any]], place: RowPlace) -> list[Sample]:
         samples = self.format.read_batch(batch, place)

@@ -10,7 +10,7 @@ whose first token then belongs to both completions.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from lowtide.data.encode.text import TextEncoder
 from lowtide.data.formats.preferences import PreferenceSample
 from lowtide.data.formats.reading import ChatSample, RowFormat, RowPlace, Sample, TextSample, TokenSample
 from lowtide.data.options import PreferenceOptions
+from lowtide.data.report.doubts import Doubt, doubts_of, ending_ids, special_ids, without
 
 TokenLists = list[list[int]]
 SIDE_NAMES = {1: ("completion",), 2: ("chosen", "rejected")}
@@ -63,6 +64,7 @@ class SideEncoder:
         self.whole = whole
         self.vocab_size = options.vocab_size or len(tokenizer)
         self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.saying_nothing, self.ending = special_ids(tokenizer), ending_ids(tokenizer)
         first = row_format.read_batch({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
         self.kind = first.sides[0].kind
         self.is_paired = len(first.sides) == 2
@@ -93,11 +95,21 @@ class SideEncoder:
             ]
             prompt_lengths = np.array([len(prompt) for prompt in prompts])
         sides = []
-        for name, side, length in zip(SIDE_NAMES[len(samples)], token_ids, lengths, strict=True):
+        for name, given, side, length in zip(SIDE_NAMES[len(samples)], samples, token_ids, lengths, strict=True):
             flat, offsets = flatten(side)
             check_ids(f"the row's {name} side", flat, offsets, self.vocab_size, place)
-            sides.append(TokenRows(flat, flat, offsets, length, length < prompt_lengths))
+            encoded = TokenRows(flat, flat, offsets, length, length < prompt_lengths)
+            sides.append(replace(encoded, doubts=self._doubts(given, encoded)))
         return EncodedSides(rows, sides)
+
+    def _doubts(self, samples: Sequence[Sample], side: TokenRows) -> Int[np.ndarray, " rows"]:
+        """What is doubtful in one side of each row."""
+        doubts = doubts_of(samples)
+        if not (self.whole or _is_implicit(samples[0])):
+            doubts |= Doubt.NO_ANSWER * without(side, self.saying_nothing, others=True)
+        if isinstance(samples[0], TokenSample):
+            doubts |= Doubt.NO_END * without(side, self.ending)
+        return doubts
 
     def _common_lengths(self, chosen: TokenLists, rejected: TokenLists, place: RowPlace) -> Int[np.ndarray, " rows"]:
         """How many tokens both sides of each pair begin with."""
@@ -155,7 +167,7 @@ def share_prompts(sides: Sequence[TokenRows]) -> list[TokenRows]:
     """The same rows with one prompt length a row: up to the earliest boundary of the sides."""
     prompts = np.minimum.reduce([prompt_lengths(side) for side in sides])
     merged = np.logical_or.reduce([merged_prompts(side) for side in sides])
-    return [TokenRows(side.token_ids, side.labels, side.offsets, prompts, merged) for side in sides]
+    return [replace(side, prompt_lengths=prompts, merged=merged) for side in sides]
 
 
 def prompt_lengths(side: TokenRows) -> Int[np.ndarray, " rows"]:

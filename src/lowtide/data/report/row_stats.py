@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 
 from lowtide.data.batches.token_rows import TokenRows, list_column, optional_columns
 from lowtide.data.cache.mapped import mapped_files, release_pages
+from lowtide.data.report.doubts import DOUBT_NOTES, Found, doubt_column, find_doubts
 from lowtide.data.report.ledger import Ledger
 
 CUT_AWAY = "no scored token left after truncation"
@@ -42,6 +43,8 @@ class Statistics:
     tokens_dropped: int
     merged: int
     """Rows whose prompt and completion merge tokens where they meet."""
+    doubts: Found
+    """What is doubtful in rows that are trained on."""
     cut_by_part: dict[str, int] | None = None
     """`tokens_cut` by the part of the row that lost them; None for rows of one part."""
 
@@ -92,6 +95,7 @@ def noted_table(whole: TokenRows, kept: TokenRows) -> pa.Table:
             "cut": pa.array(np.where(is_kept, cut, whole.lengths), pa.int32()),
             "dropped": pa.array(dropped, pa.int8()),
             "merged": pa.array(merged & is_kept, pa.bool_()),
+            "doubts": doubt_column([whole]),
         }
     )
 
@@ -108,6 +112,7 @@ def add_up(
     sums: Counter[str] = Counter()
     dropped = np.zeros(len(reasons), dtype=np.int64)
     first = 0
+    found: Found = {}
     for batch in table.to_batches():
         notes = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in (*NOTES, *cut_parts)}
         is_kept: Bool[np.ndarray, " rows"] = notes["dropped"] == 0
@@ -117,6 +122,8 @@ def add_up(
         for name in ("scored", "cut", *cut_parts):
             sums[name] += int(notes[name][is_kept].sum(dtype=np.int64))
         dropped += np.bincount(notes["dropped"], minlength=len(dropped))
+        if set(DOUBT_NOTES) <= set(table.column_names):
+            found = find_doubts(batch, found)
         here = np.flatnonzero(is_kept)
         for index, part in enumerate(parts):
             lengths[index, count : count + len(here)] = np.diff(batch.column(part).offsets.to_numpy())[here]
@@ -133,5 +140,6 @@ def add_up(
         rows_dropped={reason: int(count) for reason, count in zip(reasons[1:], dropped[1:], strict=True) if count},
         tokens_dropped=sums["dropped"],
         merged=sums["merged"],
+        doubts=found,
         cut_by_part={column.removeprefix(CUT_PART): sums[column] for column in cut_parts} or None,
     )

@@ -2,33 +2,40 @@
 
 The rows go the same way as those of a dataset on disk, lazily. What needs the whole dataset is done over a buffer of
 `STREAM_BUFFER` rows: shuffling, and packing, so that no bin reaches from one buffer into the next; at a few hundred
-tokens a row that leaves the last of some hundreds of bins partly empty. There is no ledger, and rows that are dropped
-are dropped in silence: the counts are known only once the stream has ended.
+tokens a row that leaves the last of some hundreds of bins partly empty. There is no ledger: the
+counts are known only once the stream has ended. Of rows that are dropped, or doubtful, the first are warned of.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from datasets import Features, IterableDataset
+from jaxtyping import Bool
 
 from lowtide.data.batches.packed import LENGTHS_FEATURE, RowReader, packed_tables
 from lowtide.data.batches.packing import pack
 from lowtide.data.options import PrepareOptions
+from lowtide.data.report.doubts import DOUBT_NOTES, find_doubts, warn_of_doubts
+
+logger = logging.getLogger(__name__)
 
 STREAM_BUFFER = 10_000
+DROPPED = "dropped"
 
 Batch = Mapping[str, Sequence[Any]]
 
 
 def map_stream(
-    rows: IterableDataset, preparer: Callable[[Batch, Sequence[int]], pa.Table], features: Features
+    rows: IterableDataset, preparer: Callable[[Batch, Sequence[int]], pa.Table], features: Features, source: str
 ) -> IterableDataset:
-    """The columns `features` of the rows that are kept; `preparer` makes noted rows of a batch."""
+    """The columns `features` of the rows that are kept; `preparer` makes noted rows of a batch of `source`."""
     return rows.map(
-        partial(_prepare_batch, preparer=preparer, columns=list(features)),
+        _StreamPreparer(preparer, list(features), source),
         batched=True,
         with_indices=True,
         remove_columns=rows.column_names or list(next(iter(rows))),
@@ -36,15 +43,39 @@ def map_stream(
     )
 
 
-def _prepare_batch(
-    batch: Batch,
-    numbers: Sequence[int],
-    preparer: Callable[[Batch, Sequence[int]], pa.Table],
-    columns: list[str],
-) -> dict[str, list[Any]]:
-    table = preparer(batch, numbers)
-    kept = pa.array(table["dropped"].to_numpy() == 0)
-    return table.filter(kept).select(columns).to_pydict()
+@dataclass
+class _StreamPreparer:
+    """What `datasets` calls with each batch of a stream."""
+
+    preparer: Callable[[Batch, Sequence[int]], pa.Table]
+    columns: list[str]
+    source: str
+    said: set[Any] = field(default_factory=set)
+    """What was warned of."""
+
+    def __call__(self, batch: Batch, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        table = self.preparer(batch, numbers)
+        is_kept = table["dropped"].to_numpy() == 0
+        self._warn(table, is_kept, numbers)
+        return table.filter(pa.array(is_kept)).select(self.columns).to_pydict()
+
+    def _warn(self, table: pa.Table, is_kept: Bool[np.ndarray, " rows"], numbers: Sequence[int]) -> None:
+        """Says once in a stream that rows are dropped, and each thing that is doubtful."""
+        if not is_kept.all() and DROPPED not in self.said:
+            self.said.add(DROPPED)
+            logger.warning(
+                "%s: %s of the rows %s to %s have nothing to train on and are left out; later ones are without a "
+                "warning. Of a dataset that is no stream the ledger has the reasons.",
+                self.source,
+                len(is_kept) - np.count_nonzero(is_kept),
+                numbers[0],
+                numbers[-1],
+            )
+        if not set(DOUBT_NOTES) <= set(table.column_names):
+            return
+        found = {doubt: each for doubt, each in find_doubts(table, {}).items() if doubt not in self.said}
+        self.said |= set(found)
+        warn_of_doubts(f"{self.source} (a stream, so far)", found, np.count_nonzero(is_kept))
 
 
 def prepare_stream(
@@ -54,9 +85,10 @@ def prepare_stream(
     options: PrepareOptions,
     *,
     packing: bool,
+    source: str,
 ) -> IterableDataset:
     """Prepare a stream of rows; `preparer` makes noted rows of a batch, with the columns `features`."""
-    prepared = map_stream(rows, preparer, features)
+    prepared = map_stream(rows, preparer, features, source)
     if options.shuffle:
         prepared = prepared.shuffle(seed=options.seed, buffer_size=STREAM_BUFFER)
     if not packing:

@@ -1,0 +1,137 @@
+"""What is doubtful in rows that are trained on all the same: noted beside each row, and said once of a dataset.
+
+TRL trains on such rows without a word: an empty answer, of which the model learns to end at once; labels that are not
+the row's tokens; token ids without a token that ends them. A number and the first row are enough to find them.
+"""
+
+import logging
+from collections.abc import Sequence
+from enum import IntFlag
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Value
+from jaxtyping import Bool, Int
+from transformers import PreTrainedTokenizerBase
+
+from lowtide.data.batches.token_rows import IGNORED, TokenRows
+from lowtide.data.formats.samples import ChatSample, Sample, TextSample
+
+logger = logging.getLogger(__name__)
+
+
+class Doubt(IntFlag):
+    """What is doubtful in a row."""
+
+    NO_ANSWER = 1
+    NO_PROMPT = 2
+    OTHER_LABELS = 4
+    NO_END = 8
+    """Said only where no row of a dataset has an end: rows may be pieces of a longer text."""
+
+
+SAID = {
+    Doubt.NO_ANSWER: "the text, the completion or a message of the assistant is empty or missing, or has special tokens "
+    "alone, and the model learns to say nothing. Remove such rows, or give them an answer.",
+    Doubt.NO_PROMPT: "the prompt or a message of the user is empty, and the model learns to answer what was not asked. "
+    "Remove such rows, or give them a prompt.",
+    Doubt.OTHER_LABELS: "'labels' has other tokens than 'input_ids', and they are learned as they are. A token's label "
+    "is the token itself, or -100: labels are shifted later. Remove the column 'labels' if that is not meant.",
+    Doubt.NO_END: "no token ends the completion or the text, and the model does not learn to stop: rows that are token "
+    "ids get no end token. Put the tokenizer's end token after them.",
+}
+DOUBT_NOTES = {"doubts": Value("int8"), "row": Value("int64")}
+"""Columns of prepared rows: `Doubt`, and the number of the row in the dataset."""
+Found = dict[Doubt, tuple[int, int]]
+"""By doubt: how many rows it is about, and the number of the first."""
+
+
+def doubts_of(samples: Sequence[Sample]) -> Int[np.ndarray, " rows"]:
+    """What texts and conversations show by themselves, a `Doubt` each."""
+    return np.array([_doubt_of(sample) for sample in samples], dtype=np.int64)
+
+
+def _doubt_of(sample: Sample) -> Doubt:
+    if isinstance(sample, TextSample):
+        asked, answered = [sample.prompt], [sample.text]
+    elif isinstance(sample, ChatSample):
+        asked = [each.get("content") for each in sample.messages if each["role"] == "user"]
+        answers = [each for each in sample.messages[sample.prompt_messages or 0 :] if each["role"] == "assistant"]
+        answered = [_said(message) for message in answers] or [""]
+    else:
+        return Doubt(0)
+    no_prompt = any(isinstance(text, str) and not text.strip() for text in asked)
+    no_answer = any(not text.strip() for text in answered)
+    return Doubt.NO_PROMPT * no_prompt | Doubt.NO_ANSWER * no_answer
+
+
+def _said(message: dict[str, Any]) -> str:
+    """What a message of the assistant says, its thoughts and its calls of tools among it."""
+    own = {name: value for name, value in message.items() if name != "role" and value}
+    return " ".join(map(str, own.values()))
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> Int[np.ndarray, " special"]:
+    """The tokens that say nothing; the one for unknown words stands for a word."""
+    return np.array(sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id}), dtype=np.int64)
+
+
+def ending_ids(tokenizer: PreTrainedTokenizerBase) -> Int[np.ndarray, " special"]:
+    """The special tokens that may end a text or a turn."""
+    begins = {tokenizer.bos_token_id} - {tokenizer.eos_token_id}
+    return np.array([each for each in special_ids(tokenizer).tolist() if each not in begins], dtype=np.int64)
+
+
+def without(
+    rows: TokenRows, these: Int[np.ndarray, " special"], *, others: bool = False
+) -> Bool[np.ndarray, " rows"]:
+    """Rows whose completion, or whose scored tokens where they have no prompt, holds none of these tokens; or, with
+    `others`, none but these."""
+    counted = (rows.labels != IGNORED) & (np.isin(rows.token_ids, these) != others)
+    if rows.prompt_lengths is not None:
+        place = np.arange(len(rows.token_ids)) - np.repeat(rows.offsets[:-1], rows.lengths)
+        counted &= place >= np.repeat(rows.prompt_lengths, rows.lengths)
+    total = np.zeros(len(counted) + 1, dtype=np.int64)
+    np.cumsum(counted, out=total[1:])
+    return total[rows.offsets[1:]] == total[rows.offsets[:-1]]
+
+
+def relabelled(rows: TokenRows) -> Bool[np.ndarray, " rows"]:
+    """Rows with a label that is neither its token nor -100."""
+    other = (rows.labels != IGNORED) & (rows.labels != rows.token_ids)
+    total = np.zeros(len(other) + 1, dtype=np.int64)
+    np.cumsum(other, out=total[1:])
+    return total[rows.offsets[1:]] > total[rows.offsets[:-1]]
+
+
+def doubt_column(sides: Sequence[TokenRows]) -> pa.Array:
+    """The note `doubts`, of rows with these sides."""
+    noted = [np.zeros(len(side), dtype=np.int64) if side.doubts is None else side.doubts for side in sides]
+    return pa.array(np.bitwise_or.reduce(noted), pa.int8())
+
+
+def with_numbers(table: pa.Table, numbers: Sequence[int]) -> pa.Table:
+    """Noted rows with the note `row`; each row of the dataset, by its number, made one of them, or two in a row."""
+    each = table.num_rows // max(len(numbers), 1)
+    return table.append_column("row", pa.array(np.repeat(np.asarray(numbers, dtype=np.int64), each)))
+
+
+def find_doubts(table: pa.Table | pa.RecordBatch, found: Found) -> Found:
+    """What was found, with what is noted in these rows, of those that are trained on."""
+    notes = {name: table.column(name).to_numpy(zero_copy_only=False) for name in (*DOUBT_NOTES, "dropped")}
+    kept = np.where(notes["dropped"] == 0, notes["doubts"], 0)
+    total = dict(found)
+    for doubt in Doubt:
+        rows = notes["row"][(kept & doubt) != 0]
+        if len(rows):
+            count, first = total.get(doubt, (0, int(rows.min())))
+            total[doubt] = (count + len(rows), min(first, int(rows.min())))
+    return total
+
+
+def warn_of_doubts(source: str, found: Found, kept: int) -> None:
+    """Says what is doubtful in rows of a dataset, `kept` of which are trained on."""
+    for doubt, (count, first) in found.items():
+        if doubt is not Doubt.NO_END or count == kept:
+            logger.warning("%s: in %s of %s rows (the first is row %s) %s", source, count, kept, first, SAID[doubt])

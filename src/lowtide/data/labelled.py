@@ -14,6 +14,7 @@ from lowtide.data.batches.values import LABEL, NUMBER
 from lowtide.data.cache.cached_map import map_cached, reading
 from lowtide.data.cache.fingerprint import combine, rows_fingerprint
 from lowtide.data.encode.labelled_rows import LabelEncoder
+from lowtide.data.formats.columns import check_read
 from lowtide.data.formats.labelled import (
     IDS,
     MULTIPLE,
@@ -111,6 +112,7 @@ def prepare_labelled(
         vectors = vector_length(dataset, labels, first_row) == len(options.labels)
         encoder = LabelEncoder(tokenizer, labels, options, source, vectors)
         more = ("attention_mask",) if labels.is_tokenized and "attention_mask" in first_row else ()
+        check_read(list(first_row), (*labels.columns, *more), source)
         rows: Any = dataset.with_format(None).select_columns([*labels.columns, *more])
         if isinstance(rows, IterableDataset):
             return map_stream(rows, encoder, encoder.features, source), None

@@ -44,7 +44,7 @@ from lowtide.data.formats.preferences import detect_pairs, detect_unpaired
 from lowtide.data.options import PreferenceOptions
 from lowtide.data.report.doubts import warn_of_doubts, with_numbers
 from lowtide.data.report.ledger import Ledger, padding_share
-from lowtide.data.report.row_stats import CUT_AWAY, Statistics, add_up
+from lowtide.data.report.row_stats import CUT_AWAY, Statistics, add_up, warn_of_dropped
 from lowtide.data.sources.stream import map_stream
 from lowtide.data.sources.titles import title_of
 
@@ -52,6 +52,10 @@ __all__ = ["PreferenceOptions", "prepare_pairs", "prepare_unpaired"]
 
 logger = logging.getLogger(__name__)
 
+ONE_ROW = (
+    "{} has one row with something to train on, and this loss_type takes its baseline from the completion of another "
+    "row. Give two rows or more, or set loss_type='apo_zero_unpaired', which has no baseline."
+)
 PAIRS_AT_A_TIME = 1000
 """Pairs are taken apart in runs of so many, all chosen before all rejected, as by TRL's `unpair_preference_dataset`."""
 
@@ -180,6 +184,8 @@ def prepare_unpaired(
         tabulate = partial(unpaired_table, truncation=options.truncation, whole_completions=has_kl)
         preparer = _Preparer(encoder, tabulate, images)
         if isinstance(rows, IterableDataset):
+            if has_kl and not encoder.is_paired and len(list(rows.take(2))) < 2:
+                raise ValueError(ONE_ROW.format(source))
             ordered = _InRuns(preparer) if encoder.is_paired else preparer
             stream = map_stream(rows, ordered, _only(features, wanted), source)
             return (stream if kl_block is None else add_kl_to_stream(stream, kl_block, options.max_length)), None
@@ -189,11 +195,8 @@ def prepare_unpaired(
     padding = padding_share(lengths, batch_size)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
     chosen = prepared if numbers is None else prepared.select(numbers)
-    if kl_block is not None and len(chosen) == 1:
-        raise ValueError(
-            f"{source} has one row to train on, and this loss_type takes its baseline from the completion of another "
-            "row. Give two rows or more, or set loss_type='apo_zero_unpaired', which has no baseline."
-        )
+    if has_kl and len(chosen) == 1:
+        raise ValueError(ONE_ROW.format(source))
     _warn_of_labels(chosen, source)
     fingerprint = combine(VERSION, fingerprint_of(prepared), "kl", kl_block)
     chosen = chosen.select_columns(wanted)
@@ -283,6 +286,7 @@ def _added_up(prepared: Dataset, parts: Sequence[str], options: PreferenceOption
         )
         raise ValueError(f"{source} has nothing to train on: every row was dropped ({reasons}). {way_out}")
     warn_merged(source, statistics.merged, statistics.kept)
+    warn_of_dropped(source, statistics)
     warn_of_doubts(source, statistics.doubts, statistics.kept)
     return statistics
 
@@ -291,8 +295,8 @@ def _warn_of_labels(rows: Dataset, source: str) -> None:
     labels = rows.select_columns(["label"]).with_format("numpy")[:]["label"]
     if labels.all() or not labels.any():
         logger.warning(
-            "%s: every row has the label %s. KTO learns from the contrast of desirable and undesirable completions; "
-            "with one kind alone it only moves all of them the same way.",
+            "%s: every row has the label %s. The method learns from the contrast of desirable and undesirable "
+            "completions; with one kind alone it only moves all of them the same way.",
             source,
             bool(labels[0]),
         )

@@ -34,7 +34,7 @@ from lowtide.data.formats.reading import RowFormat, detect_format
 from lowtide.data.options import PrepareOptions
 from lowtide.data.report.doubts import DOUBT_NOTES, warn_of_doubts, with_numbers
 from lowtide.data.report.ledger import Ledger, padding_share
-from lowtide.data.report.row_stats import CUT_AWAY, NOTES, Statistics, add_up, noted_table
+from lowtide.data.report.row_stats import CUT_AWAY, NOTES, Statistics, add_up, noted_table, warn_of_dropped
 from lowtide.data.sources.stream import prepare_stream
 from lowtide.data.sources.titles import title_of
 
@@ -245,4 +245,5 @@ def _check_statistics(statistics: Statistics, options: PrepareOptions, source: s
         )
         raise ValueError(f"{source} has nothing to train on: every row was dropped ({reasons}). {way_out}")
     warn_merged(source, statistics.merged, statistics.kept)
+    warn_of_dropped(source, statistics)
     warn_of_doubts(source, statistics.doubts, statistics.kept)

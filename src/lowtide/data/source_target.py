@@ -23,7 +23,7 @@ from lowtide.data.formats.reading import RowPlace
 from lowtide.data.formats.source_target import TRANSLATION, PairSample, detect_pairs_of_texts
 from lowtide.data.options import SourceTargetOptions
 from lowtide.data.report.ledger import Ledger, padding_share
-from lowtide.data.report.row_stats import CUT_PART, NOTES, add_up
+from lowtide.data.report.row_stats import CUT_PART, NOTES, add_up, warn_of_dropped
 from lowtide.data.sources.stream import map_stream
 from lowtide.data.sources.titles import title_of
 
@@ -81,6 +81,7 @@ def prepare_pairs_of_texts(
             f"{source} has nothing to train on: every row was dropped ({reasons}). A row needs a source, and a target "
             "with a token that is scored."
         )
+    warn_of_dropped(source, statistics)
     real = int(statistics.lengths.sum(dtype=np.int64))
     padded = sum(part.sum(dtype=np.int64) / (1 - padding_share(part, batch_size)) for part in statistics.part_lengths)
     ledger = statistics.ledger(

@@ -13,10 +13,11 @@ from lowtide.data.batches.token_rows import IGNORED
 from lowtide.data.cache.cached_map import map_cached, reading
 from lowtide.data.cache.fingerprint import combine, rows_fingerprint
 from lowtide.data.encode.tagged_rows import NOTED_TAGS, TAG_FEATURES, TagEncoder
+from lowtide.data.formats.columns import check_read
 from lowtide.data.formats.tagged import TagFormat, detect_tags, label_names
 from lowtide.data.options import TagOptions
 from lowtide.data.report.ledger import Ledger, padding_share
-from lowtide.data.report.row_stats import add_up
+from lowtide.data.report.row_stats import add_up, warn_of_dropped
 from lowtide.data.sources.stream import map_stream
 from lowtide.data.sources.titles import title_of
 
@@ -65,6 +66,7 @@ def prepare_tags(
         tags = detect_tags(dataset, list(first_row), options.text_column_name, options.label_column_name, source)
         encoder = TagEncoder(tokenizer, tags, options, first_row, source)
         more = ("attention_mask",) if tags.is_tokenized and "attention_mask" in first_row else ()
+        check_read(list(first_row), (*tags.columns, *more), source)
         rows = dataset.with_format(None).select_columns([*tags.columns, *more])
         if isinstance(rows, IterableDataset):
             return map_stream(rows, encoder, TAG_FEATURES, source), None
@@ -73,6 +75,7 @@ def prepare_tags(
     if statistics.kept == 0:
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in statistics.rows_dropped.items())
         raise ValueError(f"{source} has nothing to train on: every row was dropped ({reasons}). Look at its labels.")
+    warn_of_dropped(source, statistics)
     ledger = statistics.ledger(
         name=name,
         batch_size=batch_size,

@@ -6,7 +6,9 @@ the whole batch of an optimizer step, over all ranks, and computed before the ba
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,6 +22,8 @@ from lowtide.ops.float64 import to_float64
 from lowtide.option import option
 from lowtide.ragged import RaggedBatch
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True)
 class KTOOptions(UnpairedOptions):
@@ -29,6 +33,15 @@ class KTOOptions(UnpairedOptions):
         "sequential", "Order of the rows: mismatched completions come from the same batch if it is that of the data."
     )
     loss_type: str = option("kto", "KTO's value against a baseline, or APO's without.", choices=[*LOSSES])
+
+    def settle(self: Any) -> None:
+        """Says that a step of one row has a baseline of one mismatched pair; TRL refuses to train so."""
+        rows = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.data_ranks
+        if LOSSES[self.loss_type].baseline and rows == 1:
+            logger.warning(
+                "per_device_train_batch_size=1 and gradient_accumulation_steps=1: the baseline of each step is "
+                "estimated from one mismatched pair. Raise one of the two; the baseline is the mean over a step"
+            )
 
 
 def loss(rows: Unpaired, counts: Counts, *, options: KTOOptions) -> Outcome:

@@ -91,12 +91,23 @@ def install_engine(model: nn.Module, args: TrainingConfig, reader: ImageReader |
         _check_rows_alone(adapters)
     mixed = computed_in(args)
     engine = replace(_proved(model, args, reader), computed_in=mixed)
+    _warn_of_packing(args, engine)
     compute_in(model, mixed)
     engine = replace(engine, attention=_other_attention(model, args, engine))
     if args.sharding.pipeline_parallel > 1:
         cut_into_stages(model, Pipeline.of_size(args.sharding.pipeline_parallel), args.device)
         check_stage(model)
     return replace(engine, sequences=_split_sequences(model, args.sharding.sequence_parallel))
+
+
+def _warn_of_packing(args: TrainingConfig, engine: Engine) -> None:
+    """Says that packing saves nothing on the padded path, where each text of a packed row is a row again."""
+    asked = [name for name in ("packing", "eval_packing") if getattr(args, name, False)]
+    if asked and not engine.padding_free:
+        logger.warning(
+            f"{asked[0]}=True saves no memory in a run that pads ({engine.reason}): each text of a packed row is "
+            "run as a padded row of its own. The numbers are the same. Leave packing out, or run without padding"
+        )
 
 
 def check_stage(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from lowtide.data.formats.conversation import describe
 from lowtide.data.formats.labelled import IDS, MULTIPLE, REGRESSION, SINGLE, LabelFormat
 from lowtide.data.formats.labels import numbers_of, shown_labels
 from lowtide.data.formats.reading import RowPlace
-from lowtide.data.formats.token_columns import attended_range
+from lowtide.data.formats.token_columns import attended_range, is_token_list
 from lowtide.data.options import LabelOptions
 from lowtide.data.report.row_stats import NOTES
 from lowtide.ragged import SECOND_TEXT
@@ -125,7 +125,7 @@ class LabelEncoder:
     ) -> tuple[list[Tokens], np.ndarray]:
         kept, lengths = [], []
         for index, row in enumerate(rows):
-            if not isinstance(row, list) or not all(isinstance(each, int) for each in row):
+            if not is_token_list(row):
                 raise place.error(index, f"{IDS!r} is {describe(row)}; it must be a list of token ids.")
             mask = None if masks is None else masks[index]
             try:

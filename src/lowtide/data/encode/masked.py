@@ -24,7 +24,7 @@ from lowtide.data.formats.columns import check_columns
 from lowtide.data.formats.conversation import quoted
 from lowtide.data.formats.reading import RowFormat, RowPlace
 from lowtide.data.formats.samples import text_of
-from lowtide.data.formats.token_columns import attended_range, check_mask
+from lowtide.data.formats.token_columns import attended_range, check_mask, is_integer_list, is_token_list
 from lowtide.data.options import PrepareOptions
 
 GIVEN = -1
@@ -164,7 +164,7 @@ def _read_tokens(row: Mapping[str, Any]) -> dict[str, list[int]]:
     if isinstance(columns.get("word_ids"), list):
         columns["word_ids"] = _numbered(columns["word_ids"])
     for name, values in columns.items():
-        if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        if not (is_token_list(values) if name in ("input_ids", "labels") else is_integer_list(values)):
             raise ValueError(f"{name!r} must be a list of integers.")
         if len(values) != len(columns["input_ids"]):
             raise ValueError(

@@ -84,7 +84,7 @@ class RowEncoder:
         doubts = doubts_of(samples) | Doubt.NO_ANSWER * without(rows, self.saying_nothing, others=True)
         if isinstance(samples[0], TokenSample):
             doubts |= Doubt.NO_END * without(rows, self.ending) | Doubt.OTHER_LABELS * relabelled(rows)
-        return doubts
+        return doubts if rows.doubts is None else doubts | rows.doubts
 
     def _read(self, batch: Mapping[str, Sequence[Any]], place: RowPlace) -> list[Sample]:
         samples = self.format.read_batch(batch, place)

@@ -1,12 +1,14 @@
 """Rows that come as token ids: their labels, from what the dataset gives beside the ids."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from lowtide.data.batches.token_rows import IGNORED, TokenRows, flatten
 from lowtide.data.formats.reading import RowPlace, TokenSample
+from lowtide.data.report.doubts import Doubt, rows_with
 
 COLUMNS = ("labels", "completion_mask", "assistant_masks")
 
@@ -20,14 +22,17 @@ def encode_tokenized(samples: Sequence[TokenSample], place: RowPlace, *, mask_pr
     token_ids, offsets = flatten([sample.input_ids for sample in samples])
     labels, completion, assistant = (_column(samples, name, place) for name in COLUMNS)
     prompts = None if completion is None else _leading_zeros(completion != 0, offsets)
+    scored = np.ones(len(token_ids), dtype=bool)
+    if completion is not None and mask_prompts:
+        scored &= completion != 0
+    if assistant is not None:
+        scored &= assistant != 0
     if labels is None:
-        scored = np.ones(len(token_ids), dtype=bool)
-        if completion is not None and mask_prompts:
-            scored &= completion != 0
-        if assistant is not None:
-            scored &= assistant != 0
-        labels = np.where(scored, token_ids, IGNORED)
-    return TokenRows(token_ids, labels, offsets, prompts)
+        return TokenRows(token_ids, np.where(scored, token_ids, IGNORED), offsets, prompts)
+    rows = TokenRows(token_ids, labels, offsets, prompts)
+    if scored.all():
+        return rows
+    return replace(rows, doubts=Doubt.OTHER_MASK * rows_with((labels != IGNORED) != scored, offsets))
 
 
 def _column(samples: Sequence[TokenSample], name: str, place: RowPlace) -> Int[np.ndarray, " tokens"] | None:

@@ -28,12 +28,22 @@ def check_columns(
     Raises:
         ValueError: some hold images, or what else is no text.
     """
-    if not row_format.columns:
-        return
-    unused = [column for column in columns if column not in row_format.columns]
+    if row_format.columns:
+        check_read(columns, row_format.columns, source, why=why)
+
+
+def check_read(
+    columns: Sequence[str], read: Sequence[str], source: str, *, why: str = "text models are trained here"
+) -> None:
+    """The same for columns of which these are read.
+
+    Raises:
+        ValueError: some of the others hold images, or what else is no text.
+    """
+    unused = [column for column in columns if column not in read]
     check_media(unused, source, why)
     if unused:
-        warn_of_unused(quoted(row_format.columns), quoted(unused))
+        warn_of_unused(quoted(read), quoted(unused))
 
 
 def check_media(columns: Sequence[str], source: str, why: str = "text models are trained here") -> None:

@@ -28,7 +28,7 @@ from lowtide.data.formats.reading import (
     template_inputs,
 )
 from lowtide.data.formats.samples import ChatSample, Sample, TextSample, TokenSample, text_of
-from lowtide.data.formats.token_columns import attended_range
+from lowtide.data.formats.token_columns import attended_range, is_token_list
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,9 @@ def _joined(prompt: list[int] | None, completion: list[int]) -> Sample:
 def _ids(row: Mapping[str, Any], name: str, mask: str = "") -> list[int]:
     """The tokens in a column, without those that its mask says are padding."""
     values = row.get(name)
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+    if not is_token_list(values):
         raise ValueError(f"{name!r} is {describe(values)}; it must be a list of token ids.")
+    assert isinstance(values, list)
     return values[attended_range(row.get(mask), mask, len(values))]
 
 

@@ -11,7 +11,7 @@ from lowtide.data.batches.token_rows import IGNORED
 from lowtide.data.formats.conversation import describe, quoted
 from lowtide.data.formats.reading import RowFormat
 from lowtide.data.formats.samples import text_of
-from lowtide.data.formats.token_columns import attended_range
+from lowtide.data.formats.token_columns import attended_range, is_token_list
 
 COLUMNS = (
     *(("source", "target"), ("text", "summary"), ("document", "summary"), ("article", "highlights")),
@@ -104,7 +104,7 @@ def _read_translation(languages: tuple[str, str], row: Mapping[str, Any]) -> Pai
 def _read_tokens(names: tuple[str, str], row: Mapping[str, Any]) -> PairSample:
     """Token ids without padding: of a source what its mask leaves, of a target what ends in no -100."""
     for name in names:
-        if not isinstance(row.get(name), list) or not all(isinstance(each, int) for each in row[name]):
+        if not is_token_list(row.get(name)):
             raise ValueError(f"{name!r} is {describe(row.get(name))}; it must be a list of token ids.")
     first, second = (row[name] for name in names)
     kept = attended_range(row.get("attention_mask"), "attention_mask", len(first))

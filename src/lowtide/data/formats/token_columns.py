@@ -26,7 +26,7 @@ def read_tokens(row: Mapping[str, Any]) -> TokenSample:
     if "input_ids" not in columns:
         raise ValueError("'input_ids' is null; it must be a list of token ids.")
     for name, values in columns.items():
-        if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        if not (is_token_list(values) if name in ("input_ids", "labels") else is_integer_list(values)):
             raise ValueError(f"{name!r} must be a list of integers.")
         if len(values) != len(columns["input_ids"]):
             raise ValueError(
@@ -39,6 +39,16 @@ def read_tokens(row: Mapping[str, Any]) -> TokenSample:
     columns = {name: values[attended] for name, values in columns.items()}
     _check_positions(columns.pop("position_ids", None))
     return TokenSample(**columns)
+
+
+def is_integer_list(values: Any) -> bool:
+    """Whether a mask or its like is a list of integers, or of true and false."""
+    return isinstance(values, list) and all(isinstance(value, int) for value in values)
+
+
+def is_token_list(values: Any) -> bool:
+    """Whether token ids are a list of integers: true and false are a mask that stands in the wrong column."""
+    return is_integer_list(values) and not any(isinstance(value, bool) for value in values)
 
 
 def check_mask(values: Sequence[int], name: str) -> None:

@@ -29,15 +29,18 @@ class Doubt(IntFlag):
     OTHER_LABELS = 4
     NO_END = 8
     """Said only where no row of a dataset has an end: rows may be pieces of a longer text."""
+    OTHER_MASK = 16
 
 
 SAID = {
-    Doubt.NO_ANSWER: "the text, the completion or a message of the assistant is empty or missing, or has special tokens "
-    "alone, and the model learns to say nothing. Remove such rows, or give them an answer.",
+    Doubt.NO_ANSWER: "the text, the completion or a message of the assistant is empty or missing, or has special "
+    "tokens alone, so that no more than an end token is learned of it. Remove such rows, or give them an answer.",
     Doubt.NO_PROMPT: "the prompt or a message of the user is empty, and the model learns to answer what was not asked. "
     "Remove such rows, or give them a prompt.",
     Doubt.OTHER_LABELS: "'labels' has other tokens than 'input_ids', and they are learned as they are. A token's label "
     "is the token itself, or -100: labels are shifted later. Remove the column 'labels' if that is not meant.",
+    Doubt.OTHER_MASK: "'labels' scores other tokens than 'completion_mask' or 'assistant_masks', and the labels are "
+    "followed, as by TRL. Remove the columns that are not meant.",
     Doubt.NO_END: "no token ends the completion or the text, and the model does not learn to stop: rows that are token "
     "ids get no end token. Put the tokenizer's end token after them.",
 }
@@ -60,7 +63,7 @@ def _doubt_of(sample: Sample) -> Doubt:
         answers = [each for each in sample.messages[sample.prompt_messages or 0 :] if each["role"] == "assistant"]
         answered = [_said(message) for message in answers] or [""]
     else:
-        return Doubt(0)
+        return Doubt.NO_PROMPT if sample.prompt_tokens == 0 else Doubt(0)
     no_prompt = any(isinstance(text, str) and not text.strip() for text in asked)
     no_answer = any(not text.strip() for text in answered)
     return Doubt.NO_PROMPT * no_prompt | Doubt.NO_ANSWER * no_answer
@@ -83,26 +86,26 @@ def ending_ids(tokenizer: PreTrainedTokenizerBase) -> Int[np.ndarray, " special"
     return np.array([each for each in special_ids(tokenizer).tolist() if each not in begins], dtype=np.int64)
 
 
-def without(
-    rows: TokenRows, these: Int[np.ndarray, " special"], *, others: bool = False
-) -> Bool[np.ndarray, " rows"]:
+def without(rows: TokenRows, these: Int[np.ndarray, " special"], *, others: bool = False) -> Bool[np.ndarray, " rows"]:
     """Rows whose completion, or whose scored tokens where they have no prompt, holds none of these tokens; or, with
     `others`, none but these."""
     counted = (rows.labels != IGNORED) & (np.isin(rows.token_ids, these) != others)
     if rows.prompt_lengths is not None:
         place = np.arange(len(rows.token_ids)) - np.repeat(rows.offsets[:-1], rows.lengths)
         counted &= place >= np.repeat(rows.prompt_lengths, rows.lengths)
-    total = np.zeros(len(counted) + 1, dtype=np.int64)
-    np.cumsum(counted, out=total[1:])
-    return total[rows.offsets[1:]] == total[rows.offsets[:-1]]
+    return ~rows_with(counted, rows.offsets)
 
 
 def relabelled(rows: TokenRows) -> Bool[np.ndarray, " rows"]:
     """Rows with a label that is neither its token nor -100."""
-    other = (rows.labels != IGNORED) & (rows.labels != rows.token_ids)
-    total = np.zeros(len(other) + 1, dtype=np.int64)
-    np.cumsum(other, out=total[1:])
-    return total[rows.offsets[1:]] > total[rows.offsets[:-1]]
+    return rows_with((rows.labels != IGNORED) & (rows.labels != rows.token_ids), rows.offsets)
+
+
+def rows_with(marks: Bool[np.ndarray, " tokens"], offsets: Int[np.ndarray, " rows+1"]) -> Bool[np.ndarray, " rows"]:
+    """Rows of which a token has a mark."""
+    total = np.zeros(len(marks) + 1, dtype=np.int64)
+    np.cumsum(marks, out=total[1:])
+    return total[offsets[1:]] > total[offsets[:-1]]
 
 
 def doubt_column(sides: Sequence[TokenRows]) -> pa.Array:

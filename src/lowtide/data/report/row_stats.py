@@ -5,6 +5,7 @@ the ledger of the start that made it. They are read a chunk at a time from the m
 length of each row that is trained on, and, if there are others, its number: four bytes a row each.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from lowtide.data.batches.token_rows import TokenRows, list_column, optional_col
 from lowtide.data.cache.mapped import mapped_files, release_pages
 from lowtide.data.report.doubts import DOUBT_NOTES, Found, doubt_column, find_doubts
 from lowtide.data.report.ledger import Ledger
+
+logger = logging.getLogger(__name__)
 
 CUT_AWAY = "no scored token left after truncation"
 DROP_REASONS = ("kept", "no tokens", "no scored token", CUT_AWAY)
@@ -76,6 +79,15 @@ class Statistics:
             cut_by_part=self.cut_by_part,
             read_as=read_as,
         )
+
+
+def warn_of_dropped(source: str, statistics: Statistics) -> None:
+    """Says which rows of a dataset are not trained on, if there are some."""
+    if statistics.rows_dropped:
+        reasons = "; ".join(f"{reason}: {count:,}" for reason, count in statistics.rows_dropped.items())
+        dropped = sum(statistics.rows_dropped.values())
+        rows = f"{dropped:,} of {dropped + statistics.kept:,} rows"
+        logger.warning("%s: %s are not trained on (%s).", source, rows, reasons)
 
 
 def noted_table(whole: TokenRows, kept: TokenRows) -> pa.Table:

@@ -31,4 +31,8 @@ def without_effect(args: Any) -> list[tuple[str, str]]:
         value = getattr(args, name, None)
         if value is not None and value != defaults.get(name):
             found.append((name, f"{value!r} has no effect: {why}"))
+    strategy = getattr(args, "packing_strategy", None)
+    packs = getattr(args, "packing", False) or getattr(args, "eval_packing", False)
+    if strategy != defaults.get("packing_strategy") and not packs:
+        found.append(("packing_strategy", f"{strategy!r} has no effect: it requires packing=True"))
     return found

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value, load_dataset
 
+from lowtide.data.formats.columns import warn_of_unused
 from lowtide.data.labelled import LabelOptions, found_labels, prepare_labelled
 from tests.support.classifying import tokenizer
 
@@ -45,6 +46,13 @@ def test_columns_can_be_named():
     options = {"text_column_names": ("a", "b"), "label_column_name": "c"}
     rows, _ = prepared([{"text": "x", "a": "ice", "b": "snow", "c": 1, "label": 0}], **options)
     assert (len(rows[0]["input_ids"]), rows[0]["text_label"]) == (5, 1)
+
+
+def test_columns_that_are_not_read_are_named(caplog):
+    warn_of_unused.cache_clear()
+    rows, _ = prepared([{"text": "ice", "label": 0, "labels": 1}])
+    assert rows["text_label"][:] == [0]
+    assert "rows are read from the columns 'text', 'label'; not used: 'labels'." in caplog.text
 
 
 def test_what_is_too_long_is_cut_as_by_the_tokenizer():

@@ -109,3 +109,13 @@ def test_conversations_that_are_wholly_equal_are_dropped(tokenizer):
     ]
     _, ledger = prepare_pairs(Dataset.from_list(rows), tokenizer, PreferenceOptions(), batch_size=2)
     assert ledger.rows_dropped == {"chosen equals rejected": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_row_has_no_baseline(stream, tokenizer):
+    rows = Dataset.from_list([{"prompt": "a ", "completion": "b", "label": True}])
+    rows = rows.to_iterable_dataset() if stream else rows
+    with pytest.raises(ValueError, match=r"has one row with something to train on.*loss_type='apo_zero_unpaired'"):
+        prepare_unpaired(rows, tokenizer, PreferenceOptions(), batch_size=2, kl_block=2)
+    prepared, _ = prepare_unpaired(rows, tokenizer, PreferenceOptions(), batch_size=2)
+    assert len(list(prepared)) == 1

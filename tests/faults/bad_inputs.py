@@ -206,6 +206,25 @@ DATASETS = {
     "messages that are text": ("sft", "rows.jsonl", b'{"messages": "hello"}\n', "'messages'"),
     "token ids beyond the vocabulary": ("sft", "rows.jsonl", b'{"input_ids": [99999]}\n', "rows.jsonl, row 0"),
     "token ids below zero": ("sft", "rows.jsonl", b'{"input_ids": [-1, 2]}\n', "rows.jsonl, row 0"),
+    "true and false for token ids": ("sft", "rows.jsonl", b'{"input_ids": [true, false]}\n', "rows.jsonl, row 0"),
+    "a hole in a mask": (
+        "sft",
+        "rows.jsonl",
+        b'{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}\n',
+        "rows.jsonl, row 0 (the first is 0): attention_mask[1] is 0",
+    ),
+    "a margin that is no number": (
+        "reward",
+        "rows.jsonl",
+        b'{"prompt": "a", "chosen": "b", "rejected": "c", "margin": NaN}\n',
+        "rows.jsonl, row 0 (the first is 0): 'margin' is nan",
+    ),
+    "one row and a baseline": (
+        "kto",
+        "rows.jsonl",
+        b'{"prompt": "1 + 1", "completion": " = 2", "label": true}\n',
+        "rows.jsonl has one row",
+    ),
     "labels of another length": ("sft", "rows.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', "rows.jsonl, row 0"),
     "no rejected side": ("dpo", "rows.jsonl", b'{"prompt": "a", "chosen": "b"}\n', "rows.jsonl"),
     "a side that is null": ("dpo", "rows.jsonl", b'{"prompt": "a", "chosen": "b", "rejected": null}\n', "'rejected'"),
@@ -221,6 +240,66 @@ DATASETS = {
     "pairs for texts": ("cpo", "rows.jsonl", LINE, "rows.jsonl"),
 }
 """By name: the method, the file, what it holds, and what the message has to contain."""
+
+PAIR = b'{"prompt": "1 + 1", "chosen": " = 2", "rejected": " = 3"}\n'
+DOUBTFUL = {
+    "a text beside messages": (
+        "sft",
+        b'{"text": "1", "messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n',
+        "not used: 'text'",
+    ),
+    "a completion that is empty": (
+        "sft",
+        b'{"prompt": "1", "completion": ""}\n{"prompt": "1", "completion": " = 2"}\n',
+        "in 1 of 2 rows (the first is row 0) the text, the completion or a message of the assistant is empty",
+    ),
+    "an answer that is empty": (
+        "sft",
+        b'{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": ""}]}\n',
+        "in 1 of 1 rows (the first is row 0) the text, the completion or a message of the assistant is empty",
+    ),
+    "a rejected side that is empty": (
+        "dpo",
+        PAIR + b'{"prompt": "1", "chosen": " = 2", "rejected": " "}\n',
+        "in 1 of 2 rows (the first is row 1) the text, the completion or a message of the assistant is empty",
+    ),
+    "a prompt that is empty": (
+        "orpo",
+        b'{"prompt": "", "chosen": " = 2", "rejected": " = 3"}\n',
+        "in 1 of 1 rows (the first is row 0) the prompt or a message of the user is empty",
+    ),
+    "labels that are shifted": (
+        "sft",
+        b'{"input_ids": [5, 6, 7, 3], "labels": [6, 7, 3, -100]}\n',
+        "in 1 of 1 rows (the first is row 0) 'labels' has other tokens than 'input_ids'",
+    ),
+    "a mask that the labels contradict": (
+        "sft",
+        b'{"input_ids": [5, 6, 7, 3], "labels": [5, 6, 7, 3], "completion_mask": [0, 1, 1, 1]}\n',
+        "in 1 of 1 rows (the first is row 0) 'labels' scores other tokens than 'completion_mask'",
+    ),
+    "token ids without an end": (
+        "sft",
+        b'{"input_ids": [5, 6, 7]}\n',
+        "in 1 of 1 rows (the first is row 0) no token ends the completion or the text",
+    ),
+    "rows without a scored token": (
+        "sft",
+        b'{"input_ids": [5, 6, 3]}\n{"input_ids": [5, 6, 3], "completion_mask": [0, 0, 0]}\n',
+        "1 of 2 rows are not trained on (no scored token: 1)",
+    ),
+    "log-probs of a reference that are no numbers": (
+        "dpo",
+        PAIR.replace(b"}", b', "ref_chosen_logps": NaN, "ref_rejected_logps": null}'),
+        "not used: 'ref_chosen_logps', 'ref_rejected_logps'",
+    ),
+    "undesirable completions alone": (
+        "kto",
+        b'{"prompt": "1 + 1", "completion": " = 3", "label": false}\n' * 2,
+        "every row has the label False",
+    ),
+}
+"""By name: the method, and rows that it trains on, with one warning that has to contain this."""
 
 MODELS = {
     "a config that is no JSON": ({"config.json": b"{"}, "config.json"),
@@ -282,6 +361,18 @@ def check_dataset(method: str, name: str, content: bytes, wanted: str, folder: P
     check_command_line([method, *words], wanted, folder)
 
 
+def check_doubtful(method: str, content: bytes, wanted: str, folder: Path) -> None:
+    """Rows that are trained on, with one warning of what is doubtful in them."""
+    (folder / "rows.jsonl").write_bytes(content)
+    words = TRAIN.format(model=world(folder) / "model", rows="rows.jsonl").split()
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        status = main([method, *words])
+    message = " ".join(errors.getvalue().split())
+    assert status == 0, f"exit status {status}: {message}"
+    assert message.count(wanted) == 1, f"{wanted!r} is not once in {message!r}"
+
+
 def check_model(files: Mapping[str, bytes | None], wanted: str, folder: Path) -> None:
     """A model's folder with something wrong in it."""
     there = world(folder)
@@ -305,5 +396,7 @@ def cases(seed: int) -> Iterator[Case]:
         yield Case(f"a run file with {name}", partial(check_run_file, content, wanted))
     for name, (method, file, content, wanted) in DATASETS.items():
         yield Case(f"rows of {method}: {name}", partial(check_dataset, method, file, content, wanted))
+    for name, (method, content, wanted) in DOUBTFUL.items():
+        yield Case(f"doubtful rows of {method}: {name}", partial(check_doubtful, method, content, wanted))
     for name, (files, wanted) in MODELS.items():
         yield Case(f"a model's folder: {name}", partial(check_model, files, wanted))

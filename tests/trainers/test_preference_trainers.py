@@ -442,6 +442,20 @@ def test_labels_that_are_all_the_same_are_said(tmp_path, caplog):
     assert "label" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("options", "is_said"),
+    [
+        ({"per_device_train_batch_size": 1}, True),
+        ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}, False),
+        ({"per_device_train_batch_size": 2}, False),
+        ({"per_device_train_batch_size": 1, "loss_type": "apo_zero_unpaired"}, False),
+    ],
+)
+def test_a_step_of_one_row_has_a_baseline_of_one_pair(options, is_said, tmp_path, caplog):
+    KTOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+    assert ("estimated from one mismatched pair" in caplog.text) == is_said
+
+
 def test_every_public_trainer_is_covered_here():
     of_texts = {f"{row.public}Trainer" for name, row in METHODS.rows.items() if not METHODS[name].rows.completions}
     writing = {f"{row.public}Trainer" for name, row in METHODS.rows.items() if METHODS[name].writes}

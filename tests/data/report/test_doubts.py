@@ -150,7 +150,8 @@ def test_labels_of_other_tokens_are_counted_and_learned(tokenizer, caplog):
         prepared, _ = sft([same, shifted], tokenizer)
 
     assert warned(caplog, prepares) == {RELABELLED: (1, 2, 1)}
-    assert prepared is not None and prepared["labels"][:] == [same["labels"], shifted["labels"]]
+    assert prepared is not None
+    assert prepared["labels"][:] == [same["labels"], shifted["labels"]]
 
 
 def test_a_mask_that_scores_other_tokens_than_the_labels_is_counted(tokenizer, caplog):

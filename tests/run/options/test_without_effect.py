@@ -36,6 +36,24 @@ def test_an_option_without_effect_is_accepted_and_said(kind, options):
 
 
 @pytest.mark.parametrize(
+    ("more", "has_effect"), [({}, False), ({"packing": True}, True), ({"eval_packing": True}, True)]
+)
+def test_a_strategy_without_packing_is_said(more, has_effect):
+    lines = said(make("SFT", max_steps=2, packing_strategy="wrapped", **more))
+    assert ("packing_strategy" not in lines) == has_effect
+    assert has_effect or lines["packing_strategy"] == "'wrapped' has no effect: it requires packing=True"
+
+
+@pytest.mark.parametrize("name", ["packing", "eval_packing"])
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_packing_of_rows_that_are_padded_again_is_warned_of(name, padding_free, caplog):
+    make("SFT", max_steps=2, padding_free=padding_free, **{name: True})
+    assert caplog.text.count(f"{name}=True saves no memory in a run that pads (padding_free=False)") == (
+        not padding_free
+    )
+
+
+@pytest.mark.parametrize(
     "asked", ["flash_attention_2", "flash_attention_3", "sdpa", "eager", "kernels-community/flash-attn2"]
 )
 def test_an_attention_that_is_asked_for_without_padding_is_replaced_and_said(asked, tmp_path):

@@ -200,7 +200,7 @@ DATASETS = {
     "a broken bz2 archive": ("sft", "rows.jsonl.bz2", b"hello", "rows.jsonl.bz2, line 1"),
     "a broken Parquet file": ("sft", "rows.parquet", b"PAR1 hello", "rows.parquet can't be read"),
     "a broken CSV file": ("sft", "rows.csv", b'a,b\n1,2\n"', "rows.csv can't be read"),
-    "a file of another kind": ("sft", "rows.txt", b"hello", "rows.txt"),
+    "a file of another kind": ("sft", "rows.rtf", b"hello", "rows.rtf"),
     "an unknown role": ("sft", "rows.jsonl", b'{"messages": [{"role": "bot", "content": "a"}]}\n', "rows.jsonl, row 0"),
     "a message without content": ("sft", "rows.jsonl", b'{"messages": [{"role": "user"}]}\n', "rows.jsonl, row 0"),
     "messages that are text": ("sft", "rows.jsonl", b'{"messages": "hello"}\n', "'messages'"),
@@ -285,7 +285,8 @@ DOUBTFUL = {
     ),
     "rows without a scored token": (
         "sft",
-        b'{"input_ids": [5, 6, 3]}\n{"input_ids": [5, 6, 3], "completion_mask": [0, 0, 0]}\n',
+        b'{"input_ids": [5, 6, 3], "completion_mask": [0, 1, 1]}\n'
+        b'{"input_ids": [5, 6, 3], "completion_mask": [0, 0, 0]}\n',
         "1 of 2 rows are not trained on (no scored token: 1)",
     ),
     "log-probs of a reference that are no numbers": (

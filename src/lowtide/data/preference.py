@@ -52,10 +52,6 @@ __all__ = ["PreferenceOptions", "prepare_pairs", "prepare_unpaired"]
 
 logger = logging.getLogger(__name__)
 
-ONE_ROW = (
-    "{} has one row with something to train on, and this loss_type takes its baseline from the completion of another "
-    "row. Give two rows or more, or set loss_type='apo_zero_unpaired', which has no baseline."
-)
 PAIRS_AT_A_TIME = 1000
 """Pairs are taken apart in runs of so many, all chosen before all rejected, as by TRL's `unpair_preference_dataset`."""
 
@@ -184,22 +180,18 @@ def prepare_unpaired(
         tabulate = partial(unpaired_table, truncation=options.truncation, whole_completions=has_kl)
         preparer = _Preparer(encoder, tabulate, images)
         if isinstance(rows, IterableDataset):
-            if has_kl and not encoder.is_paired and len(list(rows.take(2))) < 2:
-                raise ValueError(ONE_ROW.format(source))
-            ordered = _InRuns(preparer) if encoder.is_paired else preparer
-            stream = map_stream(rows, ordered, _only(features, wanted), source)
+            _check_baseline(rows, has_kl and not encoder.is_paired, source)
+            stream = map_stream(rows, preparer.in_order(), _only(features, wanted), source)
             return (stream if kl_block is None else add_kl_to_stream(stream, kl_block, options.max_length)), None
         prepared = _map(rows, preparer, options, features, name, kind=("unpaired", has_kl))
     statistics = _added_up(prepared, UNPAIRED_PARTS, options, source)
     numbers, lengths = _in_order(statistics, len(prepared), in_runs=encoder.is_paired)
     padding = padding_share(lengths, batch_size)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
-    chosen = prepared if numbers is None else prepared.select(numbers)
-    if has_kl and len(chosen) == 1:
-        raise ValueError(ONE_ROW.format(source))
+    chosen = (prepared if numbers is None else prepared.select(numbers)).select_columns(wanted)
+    _check_baseline(chosen, has_kl, source)
     _warn_of_labels(chosen, source)
     fingerprint = combine(VERSION, fingerprint_of(prepared), "kl", kl_block)
-    chosen = chosen.select_columns(wanted)
     return chosen if kl_block is None else add_kl_completions(chosen, kl_block, options.max_length, fingerprint), ledger
 
 
@@ -229,6 +221,10 @@ class _Preparer:
     tabulate: Any
     """Makes noted rows of encoded ones."""
     images: ImageExpander | None = None
+
+    def in_order(self) -> Preparer:
+        """The same for rows of single completions, in the order in which a stream has them."""
+        return _InRuns(self) if self.encoder.is_paired else self
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
         if self.images is None:
@@ -289,6 +285,16 @@ def _added_up(prepared: Dataset, parts: Sequence[str], options: PreferenceOption
     warn_of_dropped(source, statistics)
     warn_of_doubts(source, statistics.doubts, statistics.kept)
     return statistics
+
+
+def _check_baseline(rows: Dataset | IterableDataset, has_kl: bool, source: str) -> None:
+    """Refuses a single row where each gets the completion of another."""
+    if has_kl and len(list(rows.take(2))) < 2:
+        raise ValueError(
+            f"{source} has one row with something to train on, and this loss_type takes its baseline from the "
+            "completion of another row. Give two rows or more, or set loss_type='apo_zero_unpaired', which has no "
+            "baseline."
+        )
 
 
 def _warn_of_labels(rows: Dataset, source: str) -> None:

@@ -1,5 +1,7 @@
 """Options of other trainers' scripts that change nothing here: the numbers are the same, and the report says why."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -47,7 +49,8 @@ def test_a_strategy_without_packing_is_said(more, has_effect):
 @pytest.mark.parametrize("name", ["packing", "eval_packing"])
 @pytest.mark.parametrize("padding_free", [True, False])
 def test_packing_of_rows_that_are_padded_again_is_warned_of(name, padding_free, caplog):
-    make("SFT", max_steps=2, padding_free=padding_free, **{name: True})
+    options: dict[str, Any] = {name: True}
+    make("SFT", max_steps=2, padding_free=padding_free, **options)
     assert caplog.text.count(f"{name}=True saves no memory in a run that pads (padding_free=False)") == (
         not padding_free
     )

@@ -66,7 +66,7 @@ def _doubt_of(sample: Sample) -> Doubt:
         return Doubt.NO_PROMPT if sample.prompt_tokens == 0 else Doubt(0)
     no_prompt = any(isinstance(text, str) and not text.strip() for text in asked)
     no_answer = any(not text.strip() for text in answered)
-    return Doubt.NO_PROMPT * no_prompt | Doubt.NO_ANSWER * no_answer
+    return (Doubt.NO_PROMPT if no_prompt else Doubt(0)) | (Doubt.NO_ANSWER if no_answer else Doubt(0))
 
 
 def _said(message: dict[str, Any]) -> str:
@@ -77,13 +77,15 @@ def _said(message: dict[str, Any]) -> str:
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> Int[np.ndarray, " special"]:
     """The tokens that say nothing; the one for unknown words stands for a word."""
-    return np.array(sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id}), dtype=np.int64)
+    return np.array(
+        sorted(each for each in tokenizer.all_special_ids if each != tokenizer.unk_token_id), dtype=np.int64
+    )
 
 
 def ending_ids(tokenizer: PreTrainedTokenizerBase) -> Int[np.ndarray, " special"]:
     """The special tokens that may end a text or a turn."""
-    begins = {tokenizer.bos_token_id} - {tokenizer.eos_token_id}
-    return np.array([each for each in special_ids(tokenizer).tolist() if each not in begins], dtype=np.int64)
+    special, begins = special_ids(tokenizer), tokenizer.bos_token_id
+    return special[special != begins] if begins not in (None, tokenizer.eos_token_id) else special
 
 
 def without(rows: TokenRows, these: Int[np.ndarray, " special"], *, others: bool = False) -> Bool[np.ndarray, " rows"]:

@@ -75,7 +75,7 @@ class _StreamPreparer:
             return
         found = {doubt: each for doubt, each in find_doubts(table, {}).items() if doubt not in self.said}
         self.said |= set(found)
-        warn_of_doubts(f"{self.source} (a stream, so far)", found, np.count_nonzero(is_kept))
+        warn_of_doubts(f"{self.source} (a stream, so far)", found, int(np.count_nonzero(is_kept)))
 
 
 def prepare_stream(

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,10 @@ LINE_BY_LINE = (".jsonl", ".ndjson")
 BLOCK_BYTES = 10 << 20
 MOST_LINE_BYTES = 256 << 20
 """Of a line, which is one row: a small compressed file may hold one that takes all memory."""
+MOST_DEPTH = 64
+"""Lists and objects within each other, of which Arrow's schemas hold no more."""
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """How compressed files are opened, by suffix; `zstd` is not among Python's libraries."""
 BROKEN = (EOFError, OSError, lzma.LZMAError, zlib.error)
@@ -54,23 +59,45 @@ def find_fault(path: Path) -> tuple[int, str] | None:
 
 
 def check_lines(path: Path) -> None:
-    """Refuses a file of JSON Lines with a line that is too long to be a row, before it is read as a whole. A plain file
-    is looked through only if it is large enough to have one.
+    """Refuses a JSON file that would take all memory or end the process, before it is read as a whole: one with a line
+    that is too long to be a row, or with values that are nested so deeply that Arrow's parser runs out of stack.
 
     Raises:
         ValueError: names file and line.
     """
     kind = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
-    if kind not in LINE_BY_LINE or (path.suffix not in OPENERS and path.stat().st_size <= MOST_LINE_BYTES):
+    if kind not in (".json", *LINE_BY_LINE):
         return
-    number, length = 1, 0
+    most, depth = MOST_LINE_BYTES if kind in LINE_BY_LINE else -2, 0
     with contextlib.suppress(*BROKEN), _opened(path) as file:  # what is broken is said when it is read
-        while block := file.read(BLOCK_BYTES):
-            first, last = block.find(b"\n"), block.rfind(b"\n")
-            if length + (len(block) if first < 0 else first) > MOST_LINE_BYTES:
+        for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), start=1):
+            if 0 <= most < len(line):
                 raise ValueError(f"{path}, line {number}: {TOO_LONG}")
-            number += block.count(b"\n")
-            length = length + len(block) if last < 0 else len(block) - last - 1
+            if depth or not _is_plain_row(line):
+                depth, deepest = _depths(line, depth)
+                if deepest > MOST_DEPTH:
+                    raise ValueError(
+                        f"{path}, line {number}: lists and objects are nested more than {MOST_DEPTH} deep, which Arrow "
+                        "cannot hold: flatten the value, or store it as a text."
+                    )
+
+
+def _is_plain_row(line: bytes) -> bool:
+    """Whether a line has the brackets of an object, and not enough of them to be nested too deeply.
+
+    A complete value is never followed by `{`, so of lines that begin and end so none continues the one before.
+    """
+    row = line.strip()
+    return row.count(b"{") + row.count(b"[") <= MOST_DEPTH and row[:1] in (b"{", b"") and row[-1:] in (b"}", b"")
+
+
+def _depths(line: bytes, depth: int) -> tuple[int, int]:
+    """How many brackets are open at the end of a line, and at most within it, after `depth` before it."""
+    deepest = depth
+    for bracket in _TEXT.sub(b"", line).translate(None, _NO_BRACKETS):
+        depth = depth + 1 if bracket in b"[{" else max(depth - 1, 0)
+        deepest = max(deepest, depth)
+    return depth, deepest
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

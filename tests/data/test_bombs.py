@@ -2,7 +2,10 @@
 
 import gzip
 import json
-import threading
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
@@ -11,6 +14,7 @@ from transformers import LlamaConfig
 from lowtide.cli.endings import UsageError
 from lowtide.cli.launch import launch_command
 from lowtide.cli.run_file import read_run_file
+from lowtide.compat import jinja, jinja_sizes
 from lowtide.compat.jinja import ends_within
 from lowtide.data.encode import chat
 from lowtide.data.formats.reading import ChatSample, RowPlace
@@ -20,8 +24,11 @@ from lowtide.engine.weights.load_errors import check_layers
 from lowtide.engine.weights.shard_files import missing_shards
 from lowtide.engine.weights.weight_files import read_json
 from lowtide.parsing import parse_json, parse_yaml
+from lowtide.scripts import rows as scripts_rows
 from lowtide.trainers.checkpoints.soundness import Damage, _trainer_state
 
+MOST = 1 << 20
+"""Characters that a template may make here."""
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
 )
@@ -84,6 +91,36 @@ def test_json_that_is_nested_deeply_is_no_json(tmp_path):
         load_rows(tmp_path / "train.jsonl")
 
 
+DEEP = "[" * 100_000 + "1" + "]" * 100_000
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"text": "a"}\n{"text": ' + DEEP + "}\n",
+        '{"text": "a"}\n{"text": ' + '{"a":' * 100_000 + "1" + "}" * 100_001 + "\n",
+        '{"text": "a"}\n{"text": ' + DEEP.replace("[", "[\n") + "}\n",
+        '{"text": "a"}\n{"text": ' + '["]",\n' * 100_000 + "1" + "]" * 100_000 + "}\n",
+        '{"text": "a"}\n' + '{"a": [{}\n,' * 100_000 + "1" + "]}" * 100_000 + "\n",
+    ],
+    ids=["lists", "objects", "over lines", "behind texts", "whole at the end of lines"],
+)
+def test_rows_that_are_nested_too_deeply_are_refused_with_the_line(tmp_path, text, suffix):
+    path = tmp_path / f"train{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    with pytest.raises(ValueError, match=r"train.json[l.gz]*, line \d+: .*nested more than 64 deep"):
+        load_rows(path)
+
+
+def test_brackets_within_texts_and_many_messages_are_no_depth(tmp_path):
+    message = {"role": "user", "content": "[[{" * 100 + '\\"[' * 100}
+    rows = [{"messages": [message] * 100}, {"messages": [message]}]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(load_rows(path)) == rows
+
+
 @pytest.mark.parametrize("content", ["[]", "3", "{}", '{"_data_files": 3}'])
 def test_a_saved_dataset_whose_state_is_none_is_refused(tmp_path, content):
     (tmp_path / "state.json").write_text(content)
@@ -108,34 +145,118 @@ def test_a_step_beyond_the_run_is_damage(tmp_path):
 
 def test_what_takes_too_long_is_ended():
     with pytest.raises(ValueError, match="loops without end"), ends_within(0.2):
-        threading.Event().wait(30)
+        for _ in range(3000):
+            time.sleep(0.01)
 
 
+LAUGHING = "{% set ns = namespace(x=['ha']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
 HOSTILE_TEMPLATES = {
-    "a range that is too large": "{% for i in range(10**9) %}x{% endfor %}",
-    "loops without end": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "more than 268,435,456 characters": "{{ 'x' * 10**10 }}",
-    "more than 268,435,456": "{{ [1] * 10**10 }}",
-    "a power above": "{{ 9 ** (10 ** 9) }}",
-    "to a width": "{{ '%9999999999d' % 1 }}",
+    "{% for i in range(10**9) %}x{% endfor %}": "can't render",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "loops without end",
+    "{% macro m(n) %}{% for i in range(9) %}{{ m(n - 1) if n }}{% endfor %}{% endmacro %}{{ m(50) }}": "loops without",
+    "{{ 'x' * 10**10 }}": "more than 67,108,864",
+    "{{ [1] * 10**10 }}": "more than 67,108,864",
+    "{{ 'x'.encode() * 10**10 }}": "more than 67,108,864",
+    "{{ 9 ** (10 ** 9) }}": "digits",
+    "{{ (9 ** 9999) ** 9999 }}": "digits",
+    "{{ 1 | round(10 ** 9) }}": "digits",
+    "{{ '%9999999999d' % 1 }}": "to a width",
+    "{{ '%*d' % (10 ** 10, 1) }}": "to a width",
+    "{{ '%9999999999d' | format(1) }}": "to a width",
+    "{{ '{:9999999999d}'.format(1) }}": "to a width",
+    "{{ '{:{w}}'.format(1, w=10**10) }}": "to a width",
+    "{{ '{:{w}}'.format_map({'w': 10**10}) }}": "to a width",
+    "{{ ('%s' * 99999) % ((['x' * 99999] * 99999) | list) }}": "characters",
+    "{{ 'x' | center(10**10) }}": "`center`",
+    "{{ 'x'.center(10**10) }}": "`center`",
+    "{{ 'x'.ljust(10**10) }}": "`ljust`",
+    "{{ 'x'.rjust(10**10) }}": "`rjust`",
+    "{{ 'x'.zfill(10**10) }}": "`zfill`",
+    "{{ ['x'] | map('center', 10**10) | list }}": "`center`",
+    "{{ ('\t' * 9999).expandtabs(10**9) }}": "`expandtabs`",
+    "{{ 'x\ny' | indent(10**10) }}": "`indent`",
+    "{{ ('x\n' * 99999) | indent('y' * 99999) }}": "`indent`",
+    "{{ ('x' * 99999) | wordwrap(1, wrapstring='y' * 99999) }}": "`wordwrap`",
+    "{{ ('x' * 99999) | replace('x', 'y' * 99999) }}": "`replace`",
+    "{{ ('x' * 99999).replace('', 'y' * 99999) }}": "`replace`",
+    "{{ ('x' * 99999).translate({120: 'y' * 99999}) }}": "`translate`",
+    "{{ range(99999) | join('y' * 99999) }}": "`join`",
+    "{{ range(99999) | map('string') | join('y' * 99999) }}": "`join`",
+    "{{ ('y' * 99999).join(['a'] * 99999) }}": "`join`",
+    "{{ [1] | tojson(indent=10**10) }}": "`tojson`",
+    "{{ ([1] * 99999) | tojson(separators=('y' * 99999, ':')) }}": "`tojson`",
+    "{{ [1] | batch(10**10, 0) | list }}": "`batch`",
+    "{{ [1] | slice(10**10) | list }}": "`slice`",
+    "{{ (5).to_bytes(10**10) }}": "`to_bytes`",
+    "{{ lipsum(10**9) }}": "`lipsum`",
+    "{{ lipsum(min=10**9, max=10**9 + 1) }}": "`lipsum`",
+    LAUGHING + "{{ ns.x }}": "more than",
+    LAUGHING + "{{ ns.x | tojson }}": "more than",
+    LAUGHING.replace("[ns.x, ns.x]", "ns.x + ns.x"): "`[+]`",
+    LAUGHING.replace("[ns.x, ns.x]", "dict(a=ns.x, b=ns.x)"): "more than",
+    LAUGHING.replace("[ns.x, ns.x]", "ns.x ~ ns.x"): "more than 67,108,864",
+    LAUGHING.replace("{% set ns.x = [ns.x, ns.x] %}", "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"): "67,108,864",
+    "{% set x = 'y' * 9999999 %}{% for i in range(99) %}{{ x }}{% endfor %}": "more than 67,108,864",
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE_TEMPLATES)
-def test_a_template_that_has_no_end_is_refused_with_the_row(tokenizer, monkeypatch, what):
-    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.3)
-    monkeypatch.setattr(chat, "_BATCH_SECONDS_A_ROW", 0.0)
-    template = (
-        "{% if messages[0].content == 'bad' %}" + HOSTILE_TEMPLATES[what] + "{% endif %}{{ messages[0].content }}"
-    )
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(jinja, "TEMPLATE_SECONDS", 0.5)
+    monkeypatch.setattr(jinja_sizes, "MOST_CHARACTERS", MOST)
+
+
+@pytest.mark.parametrize("template", HOSTILE_TEMPLATES)
+def test_a_template_that_has_no_end_is_refused_with_the_row(tokenizer, impatient, template):
+    what = HOSTILE_TEMPLATES[template].replace("67,108,864", f"{MOST:,}")
+    template = "{% if messages[0].content == 'bad' %}" + template + "{% endif %}{{ messages[0].content }}"
     rows = [ChatSample([{"role": "user", "content": text}]) for text in ("good", "bad")]
     encoder = chat.ChatEncoder(tokenizer, template=template)
-    words = "can't render" if what.startswith("a range") else what
-    with pytest.raises(ValueError, match=rf"row 5 .*(?s:.*){words}"):
+    with pytest.raises(ValueError, match=rf"row 5 .*(?s:.*){what}"):
         encoder.encode(rows, RowPlace("data.jsonl", [4, 5]))
 
 
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def in_a_thread(call):
+    """What a call raises in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(call).exception(timeout=60)
+    assert error is not None
+    raise error
+
+
+@pytest.mark.parametrize("marks", ["", "{% generation %}a{% endgeneration %}"])
+def test_a_template_that_loops_is_ended_in_any_thread_and_by_any_caller(tokenizer, impatient, marks):
+    talk = [{"role": "user", "content": "a"}]
+    calls = {"return_assistant_tokens_mask": True, "return_dict": True} if marks else {"tokenize": False}
+    for run in (in_a_thread, lambda call: call()):
+        with pytest.raises(ValueError, match="loops without end"):
+            run(lambda: tokenizer.apply_chat_template(talk, chat_template=marks + ENDLESS, **calls))
+        with pytest.raises(ValueError, match="loops without end"):
+            run(lambda: scripts_rows.apply_chat_template({"messages": talk}, tokenizer, chat_template=ENDLESS))
+
+
+def test_a_template_that_was_compiled_before_is_limited_too():
+    script = (
+        "from transformers.utils import chat_template_utils as utils\n"
+        "render = lambda: utils.render_jinja_template([[]], chat_template=\"{{ 'x' * 10**8 }}\")\n"
+        "render()\n"
+        "import lowtide.scripts.rows\n"
+        "try: render()\n"
+        "except Exception as error: print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "the template makes more than 67,108,864 characters" in ran.stdout, ran.stderr
+
+
 def test_a_template_that_multiplies_within_reason_is_rendered(tokenizer):
-    encoder = chat.ChatEncoder(tokenizer, template="{{ '=' * 3 }}{{ 2 ** 3 }}{{ '%03d' % 7 }}{{ 7 % 4 }}")
+    template = (
+        "{{ '=' * 3 }}{{ 2 ** 3 }}{{ '%03d' % 7 }}{{ 7 % 4 }}{{ '**%s**' % 12345678 }}{{ 'a' ~ 1 ~ none }}"
+        "{{ '{:>3}|{x}'.format(1, x=23456789) }}{{ {'a': [1]} | tojson(indent=1) | replace('\n', '') }}"
+        "{{ [1, (2, 3)] | join(', ') }}{% for a, b in [(1, 2)] %}{{ a + b }}{{ loop.length }}{% endfor %}"
+    )
+    encoder = chat.ChatEncoder(tokenizer, template=template)
     [ids] = encoder.encode([ChatSample([{"role": "user", "content": "a"}])], RowPlace("data.jsonl", [0]))
-    assert tokenizer.decode(ids) == "===80073"
+    assert tokenizer.decode(ids) == ("===80073**12345678**a1None  1|23456789" + '{ "a": [  1 ]}' + "1, (2, 3)31")

@@ -16,11 +16,10 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.datasets import fingerprint_of
-from lowtide.compat.jinja import ends_within
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.cache.cached_map import reading
 from lowtide.data.cache.fingerprint import VERSION, combine, tokenizer_fingerprint
-from lowtide.data.encode.chat import TEMPLATE_FAILURES, TEMPLATE_SECONDS
+from lowtide.data.encode.chat import TEMPLATE_FAILURES
 from lowtide.data.encode.images import ImageExpander, fingerprint_of_processor
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_media
@@ -96,10 +95,9 @@ class PromptEncoder:
         """
         how: dict[str, Any] = {"tokenize": True, "return_dict": True} if tokenize else {"tokenize": False}
         try:
-            with ends_within(TEMPLATE_SECONDS):
-                return self.tokenizer.apply_chat_template(
-                    [messages], add_generation_prompt=True, **how, **self.template_kwargs
-                )
+            return self.tokenizer.apply_chat_template(
+                [messages], add_generation_prompt=True, **how, **self.template_kwargs
+            )
         except TEMPLATE_FAILURES as error:
             raise ValueError(f"{self.where(row)}: the chat template can't render the prompt: {error}") from error
 

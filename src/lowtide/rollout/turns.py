@@ -19,8 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.compat.jinja import ends_within
-from lowtide.data.encode.chat import TEMPLATE_FAILURES, TEMPLATE_SECONDS
+from lowtide.data.encode.chat import TEMPLATE_FAILURES
 from lowtide.data.formats.conversation import Message
 from lowtide.parsing import parse_json
 from lowtide.rollout.readable import readable
@@ -81,16 +80,15 @@ class Turns:
         self, messages: Sequence[Message], schemas: Sequence[Schema] = (), *, generation_prompt: bool = True
     ) -> list[int]:
         """The tokens of a conversation, and of the header of the policy's turn after it."""
-        with ends_within(TEMPLATE_SECONDS):
-            encoded: Any = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(schemas) or None,
-                chat_template=self.template,
-                add_generation_prompt=generation_prompt,
-                tokenize=True,
-                return_dict=False,
-                **self.template_kwargs,
-            )
+        encoded: Any = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(schemas) or None,
+            chat_template=self.template,
+            add_generation_prompt=generation_prompt,
+            tokenize=True,
+            return_dict=False,
+            **self.template_kwargs,
+        )
         return list(encoded)
 
     def after_tools(self, messages: Sequence[Message], *, ended: bool = True) -> list[int]:

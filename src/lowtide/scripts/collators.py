@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.compat.jinja import limit_templates
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.ragged import IGNORE, RaggedBatch
 
+limit_templates()
 Row = Mapping[str, Any]
 MASKS = ("completion_mask", "assistant_masks")
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lowtide.compat.jinja import limit_templates
+
+limit_templates()
 SIDES = ("chosen", "rejected", "completion")
 """What may follow a prompt."""
 MESSAGES = ("prompt", *SIDES, "messages")

@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lowtide.compat.jinja import ends_within, limit_templates
+from lowtide.compat.jinja import limit_templates
 from lowtide.data.formats.conversation import Message
 from lowtide.data.formats.images import in_parts
 from lowtide.data.formats.reading import ChatSample, RowPlace
@@ -34,9 +34,6 @@ TEMPLATE_FAILURES = (
     *(ArithmeticError, RecursionError, MemoryError),
 )
 """What a template raises: ranges that are too large end in an `OverflowError`."""
-TEMPLATE_SECONDS = 20.0
-"""The time that a template has for one row."""
-_BATCH_SECONDS_A_ROW = 0.1
 
 
 class ChatEncoder:
@@ -141,8 +138,7 @@ class ChatEncoder:
         """The text of a conversation with other words in these turns."""
         messages = [{**m, "content": words} if turn in turns else m for turn, m in enumerate(chat.messages)]
         inputs = {"tools": chat.tools, "chat_template": self.template, **chat.template_kwargs, "tokenize": False}
-        with ends_within(TEMPLATE_SECONDS):
-            return str(self.tokenizer.apply_chat_template(self._given(messages), **inputs))
+        return str(self.tokenizer.apply_chat_template(self._given(messages), **inputs))
 
     def text(self, chat: ChatSample) -> str:
         """What the template writes for a conversation."""
@@ -170,8 +166,7 @@ class ChatEncoder:
         asked, answer = {"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is"}
         options = {"chat_template": self.template, "return_assistant_tokens_mask": True}
         try:
-            with ends_within(TEMPLATE_SECONDS):
-                made: Any = self.tokenizer.apply_chat_template([self._given([asked, answer, asked])], **options)
+            made: Any = self.tokenizer.apply_chat_template([self._given([asked, answer, asked])], **options)
         except TEMPLATE_FAILURES:  # the rows will tell
             return False
         [ids], [mask] = made["input_ids"], made["assistant_masks"]
@@ -223,8 +218,7 @@ class ChatEncoder:
             messages = [self._given(chat.messages) for chat in run]
             inputs = {**options, "tools": tools, "chat_template": self.template, **kwargs}
             try:
-                with ends_within(TEMPLATE_SECONDS + _BATCH_SECONDS_A_ROW * len(messages)):
-                    part: Any = self.tokenizer.apply_chat_template(messages, **inputs)
+                part: Any = self.tokenizer.apply_chat_template(messages, **inputs)
             except TEMPLATE_FAILURES:
                 part = self._apply_one_by_one(messages, inputs, place, first=len(encoded["input_ids"]))
             for name, rows in encoded.items():
@@ -238,8 +232,7 @@ class ChatEncoder:
         encoded: dict[str, list[list[int]]] = {"input_ids": [], "assistant_masks": []}
         for index, conversation in enumerate(messages, start=first):
             try:
-                with ends_within(TEMPLATE_SECONDS):
-                    part: Any = self.tokenizer.apply_chat_template([conversation], **inputs)
+                part: Any = self.tokenizer.apply_chat_template([conversation], **inputs)
             except TEMPLATE_FAILURES as error:
                 said = str(error) or type(error).__name__
                 raise place.error(index, f"the chat template can't render the conversation: {said}") from error

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lowtide.compat.jinja import limit_templates
 from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install, score_shared
 from lowtide.engine.heads.head import Scores
@@ -35,6 +36,7 @@ from lowtide.ragged import LastToken, RaggedBatch
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.rollout.rewards.completed import Completed
 
+limit_templates()
 logger = logging.getLogger(__name__)
 
 

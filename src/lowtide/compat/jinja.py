@@ -3,8 +3,8 @@
 Jinja's sandbox, in which transformers compiles them, bounds `range` and nothing else. transformers looks its class up
 in the module `chat_template_utils` for each template, where `limit_templates` puts a subclass: every rendering, of any
 caller and in any thread, then has the same limits. What one operation makes is predicted before it is made
-(`lowtide.compat.jinja_sizes`). A rendering as a whole is ended by a thread that looks at the time and at the memory that
-was added, and raises in the thread that renders.
+(`lowtide.compat.jinja_sizes`). A rendering as a whole is ended by a thread that looks at the time and at the memory
+that was added, and raises in the thread that renders.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         made = super().call_binop(context, operator, left, right)
         return self.checked(made) if operator == "*" else made
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         subject = getattr(__obj, "__self__", None)
         if isinstance(subject, str | bytes | int):
             check_call(__obj.__name__, subject, args, kwargs)

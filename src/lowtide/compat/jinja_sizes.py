@@ -1,7 +1,7 @@
 """How large the result of one operation of a chat template would be, predicted before it is made.
 
-One call of a filter or of a text's method runs in C from beginning to end: no other thread can end it, and the memory is
-taken at once. So each operation that makes much of little has its prediction here.
+One call of a filter or of a method of a text runs in C from beginning to end: no other thread can end it, and the
+memory is taken at once. So each operation that makes much of little has its prediction here.
 """
 
 from __future__ import annotations

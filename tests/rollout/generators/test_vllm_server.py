@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from lowtide.rollout.generators.generator import HoldsWeights, Request, Sampling
 from lowtide.rollout.generators.vllm.http import Calls, Refused, ServerError
 from lowtide.rollout.generators.vllm.label import StaleWeights
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
 from lowtide.rollout.generators.vllm.server import Service
+from lowtide.rollout.generators.vllm.turns import Turn, to_json
+from lowtide.rollout.generators.vllm.weights import Assembly, Piece
 from tests.support.remembering_server import INFO, Remembers, Running, serving
 from tests.support.tiny_llama import tiny_llama
 
@@ -368,3 +371,113 @@ def test_other_ranks_wait_for_the_first_to_send(server: Running, service: Servic
     other.sync(model, 0)
     assert len(other.generate(model, REQUESTS, SAMPLING)) == 2
     sending.join()
+
+
+# -- requests that are none --------------------------------------------------------------------------------------
+
+TURN = {"token_ids": [5, 6], "seed": 1, "most": 4}
+ASKED = to_json([Turn(**TURN)], SAMPLING)
+
+
+def turn(**more: Any) -> dict[str, Any]:
+    return {**ASKED, "turns": [{**TURN, **more}]}
+
+
+def sampling(**more: Any) -> dict[str, Any]:
+    return {**ASKED, "sampling": {**ASKED["sampling"], **more}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ([], "JSON object"),
+        (3, "JSON object"),
+        ({}, "sampling"),
+        ({**ASKED, "turns": {}}, "`turns`"),
+        ({**ASKED, "turns": [{}]}, "token_ids"),
+        ({**ASKED, "turns": [3]}, "turn 0"),
+        ({**ASKED, "turns": [TURN] * 100_001}, "100,001 turns"),
+        ({**ASKED, "sampling": []}, "`sampling`"),
+        (turn(token_ids=[]), "`token_ids` of turn 0"),
+        (turn(token_ids="56"), "`token_ids` of turn 0"),
+        (turn(token_ids=[5, -1]), "outside of the vocabulary"),
+        (turn(token_ids=[10**30]), "outside of the vocabulary"),
+        (turn(token_ids=[1.5]), "whole numbers"),
+        (turn(token_ids=[True]), "whole numbers"),
+        (turn(token_ids=[5] * 64), "takes 64 together"),
+        (turn(most=0), "`most`"),
+        (turn(most=-(10**9)), "`most`"),
+        (turn(most=10**9), "takes 64 together"),
+        (turn(most=10**30), "`most`"),
+        (turn(most="4"), "`most`"),
+        (turn(most=True), "`most`"),
+        (turn(seed=-1), "`seed`"),
+        (turn(seed=2**63), "`seed`"),
+        (turn(seed=None), "`seed`"),
+        (turn(n=10**9), "n"),
+        (sampling(n=10**9), "n"),
+        (sampling(max_new_tokens=-1), "max_new_tokens"),
+        (sampling(max_new_tokens=10**30), "max_new_tokens"),
+        (sampling(temperature=float("nan")), "temperature"),
+        (sampling(temperature=float("inf")), "temperature"),
+        (sampling(temperature="1"), "temperature"),
+        (sampling(top_k=1.5), "top_k"),
+        (sampling(top_k=10**30), "top_k"),
+        (sampling(top_p=-1), "top_p"),
+        (sampling(min_p=[]), "min_p"),
+        (sampling(repetition_penalty=0), "repetition_penalty"),
+        (sampling(stop_ids="2"), "stop_ids"),
+        (sampling(stop_ids=[-1]), "stop_ids"),
+        (sampling(stop_strings=[1]), "stop_strings"),
+        (sampling(never_ids=None), "never_ids"),
+    ],
+)
+def test_a_request_that_is_none_is_answered_400_before_anything_is_made(
+    server: Running, service: Service, engine: Remembers, asked: Any, what: str
+):
+    service.label = {"run": "a", "version": 0, "copy": 1}
+    asked = {**asked, "label": {}} if isinstance(asked, dict) else asked
+    with pytest.raises(Refused, match=rf"refuses /generate \(400\): .*{what}"):
+        Calls(server.url, 5.0).post("/generate", asked)
+    assert not engine.asked
+    Calls(server.url, 5.0).post("/generate", {**ASKED, "label": {}})
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("body", [{}, [], {"label": {"run": "a", "version": 0, "copy": 1}, "buckets": "1"}])
+@pytest.mark.parametrize("path", ["/weights/begin", "/weights/end"])
+def test_weights_that_are_announced_wrongly_are_answered_400(server: Running, path: str, body: Any):
+    if path == "/weights/begin" and "label" in body:
+        body = {"label": 3}
+    with pytest.raises(Refused, match=rf"refuses {path} \(400\)"):
+        Calls(server.url, 5.0).post(path, body)
+
+
+def send_rows(server: Running, place: list) -> None:
+    calls, label = Calls(server.url, 5.0), {"run": "a", "version": 0, "copy": 1}
+    calls.post("/weights/begin", {"label": label})
+    data = save({"w": torch.ones(2, 3)}, {"places": json.dumps({"w": place})})
+    calls.post_bytes("/weights/bucket", data, {"X-Run": "a"})
+
+
+@pytest.mark.parametrize("place", [[-1, 4], [0, 1], ["0", 4], [0, None], [True, 4], [0, -2], [3, -1], [0, 4, 5]])
+def test_rows_without_a_place_are_answered_400(server: Running, place: list):
+    with pytest.raises(Refused, match=r"\(400\).*no bucket of weights"):
+        send_rows(server, place)
+
+
+@pytest.mark.parametrize("total", [10**15, 10**30])
+def test_rows_that_have_not_come_take_no_memory(server: Running, total: int):
+    send_rows(server, [0, total])
+
+
+def test_pieces_of_a_weight_have_one_shape_and_type():
+    assembly = Assembly()
+    rows = torch.arange(12.0).view(4, 3)
+    assert not assembly.take([Piece("w", rows[:2], 0, 4)])
+    torch.testing.assert_close(assembly.take([Piece("w", rows[2:], 2, 4)])["w"], rows)
+    for other in (rows[2:].double(), rows[2:, :2]):
+        assembly = Assembly()
+        assembly.take([Piece("w", rows[:2], 0, 4)])
+        with pytest.raises(ValueError, match="another shape or type"):
+            assembly.take([Piece("w", other, 2, 4)])

@@ -159,13 +159,16 @@ class Service:
         if path == "/weights/bucket":
             return self._wait(_Job(lambda: self._take(body, run)))
         asked = parse_json(body or b"{}")
+        if not isinstance(asked, dict):
+            raise ValueError("what is asked has to be a JSON object")
         if path == "/generate":
-            turns, sampling = of_json(asked)
+            info = self.info
+            turns, sampling = of_json(asked, info["max_model_length"], info["shapes"]["vocab_size"])
             return self._wait(_Job(asked=(turns, sampling, asked.get("label"))))
         if path == "/weights/begin":
-            return self._wait(_Job(lambda: self._begin(asked["label"])))
+            return self._wait(_Job(lambda: self._begin(asked.get("label"))))
         if path == "/weights/end":
-            return self._wait(_Job(lambda: self._end(asked["label"], asked["buckets"])))
+            return self._wait(_Job(lambda: self._end(asked.get("label"), asked.get("buckets"))))
         raise LookupError(f"there is nothing at {path}")
 
     def _begin(self, label: Any) -> dict:
@@ -182,7 +185,10 @@ class Service:
         self._buckets += 1
         return {}
 
-    def _end(self, label: dict[str, Any], buckets: int) -> dict:
+    def _end(self, label: Any, buckets: Any) -> dict:
+        _check_label(label)
+        if type(buckets) is not int or buckets < 0:
+            raise ValueError("`buckets` has to be the number of buckets that were sent")
         if self._coming != label:
             raise Conflict("weights end that were not announced, or another run has begun to send its own")
         if self._buckets != buckets:

@@ -130,19 +130,82 @@ def to_json(turns: Sequence[Turn], sampling: Sampling) -> dict[str, Any]:
     return {"turns": [asdict(turn) for turn in turns], "sampling": asdict(sampling)}
 
 
-def of_json(asked: dict[str, Any]) -> tuple[list[Turn], Sampling]:
-    """It again.
+MOST_TURNS = 100_000
+"""Completions that a server is asked for at a time."""
+_MOST_WHOLE = 1 << 31
+_WHOLE = ("max_new_tokens", "top_k")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_LISTS = {"stop_ids": int, "stop_strings": str, "never_ids": int}
+
+
+def of_json(asked: Any, longest: int | None, vocabulary: int | None) -> tuple[list[Turn], Sampling]:
+    """It again, checked before anything is made of it.
+
+    Args:
+        longest: the most tokens of a prompt with its completion.
+        vocabulary: the number of tokens that there are, if it is known.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or asks for what the model does not write.
     """
     try:
-        given = dict(asked["sampling"])
-        for name in ("stop_ids", "stop_strings", "never_ids"):
-            given[name] = tuple(given[name])
-        return [Turn(**turn) for turn in asked["turns"]], Sampling(**given)
+        sampling = _sampling(asked["sampling"])
+        turns = asked["turns"]
+        _check(isinstance(turns, list), "`turns` has to be a list")
+        _check(len(turns) <= MOST_TURNS, f"{len(turns):,} turns, where {MOST_TURNS:,} are taken at a time")
+        for number, turn in enumerate(turns):
+            _check_turn(turn, f"turn {number}", longest, vocabulary)
+        return [Turn(**turn) for turn in turns], sampling
     except (KeyError, TypeError) as error:
         raise ValueError(f"this is no request for completions: {error!r}") from error
+
+
+def _sampling(given: dict[str, Any]) -> Sampling:
+    _check(isinstance(given, dict), "`sampling` has to be an object")
+    for name in _WHOLE:
+        holds = name not in given or (_is(given[name], int) and 0 <= given[name] < _MOST_WHOLE)
+        _check(holds, f"`{name}` of the sampling has to be a whole number from 0, below 2^31")
+    for name in _NUMBERS:
+        _check(name not in given or _is(given[name], int, float), f"`{name}` of the sampling has to be a number")
+    lists = {}
+    for name, kind in _LISTS.items():
+        each = given[name]
+        _check(
+            isinstance(each, list) and all(_is(one, kind) for one in each),
+            f"`{name}` has to be a list of {kind.__name__}",
+        )
+        _check(kind is str or all(0 <= one < _MOST_WHOLE for one in each), f"`{name}` has to hold numbers of tokens")
+        lists[name] = tuple(each)
+    others = given.get("others", {})
+    _check(isinstance(others, dict) and not others, "`others` of the sampling has to be empty, as vLLM reads none")
+    return Sampling(**{**given, **lists})
+
+
+def _check_turn(turn: Any, which: str, longest: int | None, vocabulary: int | None) -> None:
+    _check(isinstance(turn, dict), f"{which} has to be an object")
+    token_ids, most, seed = turn["token_ids"], turn["most"], turn["seed"]
+    _check(isinstance(token_ids, list) and bool(token_ids), f"`token_ids` of {which} has to be a list of tokens")
+    _check(all(_is(each, int) for each in token_ids), f"`token_ids` of {which} has to hold whole numbers")
+    _check(
+        0 <= min(token_ids) <= max(token_ids) < (vocabulary or _MOST_WHOLE),
+        f"`token_ids` of {which} holds a token outside of the vocabulary of {vocabulary or _MOST_WHOLE:,}",
+    )
+    _check(_is(most, int) and 1 <= most < _MOST_WHOLE, f"`most` of {which} has to be a whole number from 1, below 2^31")
+    _check(
+        longest is None or len(token_ids) + most <= longest,
+        f"{which} has {len(token_ids):,} tokens and asks for {most:,} more, where the model takes {longest:,} together",
+    )
+    _check(_is(seed, int) and 0 <= seed < 1 << 63, f"`seed` of {which} has to be a whole number from 0 to 2^63 - 1")
+
+
+def _is(value: Any, *kinds: type) -> bool:
+    """Whether a value is of one of these kinds; a boolean is no number."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"this is no request for completions: {what}")
 
 
 def answer_of_json(found: Any) -> list[WrittenTurn]:

@@ -184,34 +184,56 @@ def from_bytes(data: bytes) -> list[Piece]:
         tensors = load(data)
         header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
         places = parse_json(header["__metadata__"]["places"])
-        return [Piece(name, rows, *places[name]) for name, rows in tensors.items()]
+        return [_placed(Piece(name, rows, *places[name])) for name, rows in tensors.items()]
     except Exception as error:
         raise ValueError(f"these {len(data):,} bytes are no bucket of weights: {error}") from error
 
 
+def _placed(piece: Piece) -> Piece:
+    """A piece whose place is one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    numbers = type(piece.first) is int and type(piece.total) is int
+    if numbers and piece.total == WHOLE and piece.first == 0:
+        return piece
+    if not numbers or not piece.rows.dim() or not 0 <= piece.first < piece.first + len(piece.rows) <= piece.total:
+        raise ValueError(f"{piece.name} has no rows from {piece.first!r} on of {piece.total!r}")
+    return piece
+
+
 class Assembly:
-    """Puts weights together that come in pieces, in their order."""
+    """Puts weights together that come in pieces, in their order. Memory is taken for what has come alone."""
 
     def __init__(self) -> None:
-        self._open: dict[str, tuple[Tensor, int]] = {}
+        self._open: dict[str, list[Piece]] = {}
 
     def take(self, bucket: Iterable[Piece]) -> dict[str, Tensor]:
         """The weights that are whole now.
 
         Raises:
-            ValueError: rows are missing, or come twice.
+            ValueError: rows are missing, come twice, or are of another shape or type than those before.
         """
         whole = {}
-        for name, rows, first, total in bucket:
-            if total == WHOLE:
-                whole[name] = rows
+        for piece in bucket:
+            if piece.total == WHOLE:
+                whole[piece.name] = piece.rows
                 continue
-            weight, there = self._open.pop(name, None) or (torch.empty(total, *rows.shape[1:], dtype=rows.dtype), 0)
-            if first != there or first + len(rows) > total:
-                raise ValueError(f"rows {first} and on of {name} came, where {there} of {total} are there")
-            weight[first : first + len(rows)] = rows
-            if first + len(rows) == total:
-                whole[name] = weight
+            there = self._open.pop(piece.name, [])
+            _check_follows(piece, there)
+            there.append(piece)
+            if piece.first + len(piece.rows) == piece.total:
+                whole[piece.name] = torch.cat([each.rows for each in there])
             else:
-                self._open[name] = (weight, first + len(rows))
+                self._open[piece.name] = there
         return whole
+
+
+def _check_follows(piece: Piece, there: list[Piece]) -> None:
+    count = sum(len(each.rows) for each in there)
+    if piece.first != count or piece.first + len(piece.rows) > piece.total:
+        raise ValueError(f"rows {piece.first} and on of {piece.name} came, where {count} of {piece.total} are there")
+    kinds = {(each.total, each.rows.shape[1:], each.rows.dtype) for each in (*there[:1], piece)}
+    if len(kinds) > 1:
+        raise ValueError(f"rows of {piece.name} came that are of another shape or type than those before")

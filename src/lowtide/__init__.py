@@ -6,6 +6,7 @@ The public names, and no more. They resolve when first used, so that `import low
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lowtide.escaping import escape_own_records
 from lowtide.import_noise import drop_import_noise
 from lowtide.methods import METHODS
 
@@ -237,6 +238,7 @@ _OF_METHODS = "lowtide.trainers.public"
 
 
 drop_import_noise()
+escape_own_records()
 
 
 def __getattr__(name: str) -> Any:

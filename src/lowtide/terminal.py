@@ -7,7 +7,6 @@ or turn the direction of text. They are shown escaped (`\\x1b`), into pipes and 
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import traceback
 import warnings
@@ -17,13 +16,7 @@ from typing import Any
 from rich import console as rich_console
 from rich.segment import Segment
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""C0 and C1 but tabs and ends of lines, and what directs text."""
-
-
-def shown(text: str) -> str:
-    """A text whose control characters are written as escapes."""
-    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+from lowtide.escaping import shown
 
 
 class Console(rich_console.Console):

@@ -54,3 +54,15 @@ def test_logs_warnings_and_tracebacks_hold_no_controls():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "\x1b" not in done.stderr
     assert done.stderr.count(r"\x1b[2J") >= 3
+
+
+def test_own_records_of_a_script_hold_no_controls_and_those_of_others_are_theirs():
+    code = (
+        "import logging, io; file = io.StringIO(); logging.basicConfig(stream=file); import lowtide; x = '\\x1b[2J';"
+        "own = logging.getLogger('lowtide.data.some'); own.warning('a %s %d', x, 3); own.warning(x);"
+        "exec('try: raise TypeError(x)\\nexcept TypeError: own.exception(x)');"
+        "assert '\\x1b' not in file.getvalue(), file.getvalue(); print(file.getvalue().count(r'\\x1b[2J'));"
+        "logging.getLogger('lowtide_other').warning(x); assert x in file.getvalue()"
+    )
+    done = subprocess.run([sys.executable, "-c", code.replace("\\\\", "\\")], capture_output=True, text=True)
+    assert done.stdout == "4\n", done.stderr

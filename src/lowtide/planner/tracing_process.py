@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from typing import IO, Any, NamedTuple, ParamSpec, TypeVar
 
 from lowtide.deferred_imports import defer_imports
+from lowtide.escaping import shown
 from lowtide.methods import METHODS
 from lowtide.python_process import python_calling
 
@@ -78,7 +79,7 @@ def in_tracing_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwar
     for name, level, message in reply.records:
         logging.getLogger(name).log(level, message)
     for message in reply.warned:
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(shown(message), stacklevel=2)
     if reply.failed:
         raise reply.found
     return reply.found

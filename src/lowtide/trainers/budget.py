@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, Unpack
 
+from lowtide.escaping import shown
 from lowtide.methods.method import Method
 from lowtide.planner.budget import read_budget
 from lowtide.planner.candidate import first_rows
@@ -67,7 +68,7 @@ def fit_budget(
         plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)
     except PlanError as error:
         chosen = settings_text(error.settings) if error.settings else "the settings that it has"
-        warnings.warn(f"{error} The run goes on with {chosen}.", stacklevel=2)
+        warnings.warn(shown(f"{error} The run goes on with {chosen}."), stacklevel=2)
         _set(args, error.settings)
         peak = error.peak_bytes if run.device.kind == "cpu" else None
         return Fitted(dict(error.settings), f"nothing fits by the estimate: {error.reason}", peak or None)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -84,6 +85,18 @@ def check_no_links(folder: Path) -> None:
                 f"output_dir {str(folder)!r} holds {path.name}, a link to {os.readlink(path)}: a run writes under that "
                 "name, and would write over what the link points to. Remove the link, or name another output_dir"
             )
+
+
+def separate_hard_links(folder: Path) -> None:
+    """Gives each output of a folder that has a second name, a hard link, a file of its own with the same content. What
+    a run writes would otherwise be written over what the other name stands for. One process at a time may call it.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_nlink > 1 and _WRITTEN.fullmatch(path.name):
+            with writing(path) as beside:
+                shutil.copyfile(path, beside)
+                beside.chmod(status.st_mode & 0o777)
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> list[Path]:

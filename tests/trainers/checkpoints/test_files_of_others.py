@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.own_files import remove_files, usual_mode, writing
+from lowtide.own_files import remove_files, separate_hard_links, usual_mode, writing
 from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
 from lowtide.trainers.checkpoints.rotating import keep_best, rotate
 from lowtide.trainers.checkpoints.whole import STAGING
@@ -160,3 +160,47 @@ def test_a_model_is_not_merged_over_another(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(UsageError, match="holds a model already"):
         _check_holds_no_model(tmp_path)
+
+
+OUTPUTS = ("config.json", "model.safetensors", "training_args.bin", "README.md", "trainer_state.json", "memory.json")
+
+
+def test_what_another_name_of_an_output_stands_for_is_not_written_over(tmp_path):
+    mine, run = of_a_user(tmp_path / "mine"), tmp_path / "run"
+    run.mkdir()
+    for name in OUTPUTS:
+        (mine / name).write_text("years of work")
+        os.link(mine / name, run / name)
+    trainer = small(run, max_steps=1, save_strategy="no", memory_report=str(run / "memory.json"))
+    trainer.train()
+    for name in OUTPUTS:  # once more between the start and the end
+        (run / name).unlink()
+        os.link(mine / name, run / name)
+    trainer.save_model()
+    assert {(mine / name).read_text() for name in OUTPUTS} == {"years of work"}
+    assert (run / "config.json").read_text() != "years of work"
+    assert (run / "model.safetensors").stat().st_size > 1000
+
+
+def test_a_memory_report_is_written_beside_and_replaces_its_file(tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("years of work")
+    (tmp_path / "reports").mkdir()
+    os.link(mine, tmp_path / "reports" / "memory")
+    small(tmp_path / "run", max_steps=1, save_strategy="no", memory_report=str(tmp_path / "reports" / "memory")).train()
+    assert mine.read_text() == "years of work"
+    assert json.loads((tmp_path / "reports" / "memory").read_text())
+
+
+def test_a_file_that_is_separated_keeps_its_content_and_permissions(tmp_path):
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    run.mkdir()
+    mine.write_text("years of work")
+    mine.chmod(0o600)
+    for name in ("config.json", "thesis.doc"):
+        os.link(mine, run / name)
+    separate_hard_links(run)
+    assert (run / "config.json").read_text() == "years of work"
+    assert mode(run / "config.json") == 0o600
+    assert (run / "config.json").stat().st_nlink == 1
+    assert (run / "thesis.doc").samefile(mine)  # no run writes under that name

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowtide.own_files import check_no_links
+from lowtide.own_files import check_no_links, separate_hard_links
 from lowtide.parsing import parse_json
 
 LOCK = ".lowtide.lock"
@@ -53,6 +53,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
     descriptor = _acquired(path, folder)
     _held[folder] = threading.get_ident(), descriptor
     try:
+        separate_hard_links(folder)
         yield
     finally:
         del _held[folder]

@@ -23,7 +23,7 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.shard_files import OF_A_MODEL, missing_shards, shards_in, write_shard
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
-from lowtide.own_files import check_no_links, make_marked, remove_marked, share_weights
+from lowtide.own_files import check_no_links, make_marked, remove_marked, separate_hard_links, share_weights
 from lowtide.parsing import parse_json
 from lowtide.ranks.failures import is_left_by_another
 from lowtide.ranks.shards import is_sharded
@@ -154,6 +154,7 @@ class WholeCheckpoints(Trainer):
         if best.parent == staging:
             self.state.best_model_checkpoint = str(run / best.name)
             if self.args.should_save:
+                separate_hard_links(best)
                 self.state.save_to_json(str(best / TRAINER_STATE_NAME))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -162,18 +163,20 @@ class WholeCheckpoints(Trainer):
         Raises:
             ValueError: it could not be written; while a checkpoint is, ranks meet first.
         """
+        folder = Path(output_dir or str(self.args.output_dir))
         try:
-            check_no_links(Path(output_dir or str(self.args.output_dir)))
+            check_no_links(folder)
+            if self.args.should_save:
+                separate_hard_links(folder)
             self._save_whole(output_dir, _internal_call)
-            share_weights(Path(output_dir or str(self.args.output_dir)))
+            share_weights(folder)
         except WRITE_ERRORS as error:
             if is_left_by_another(error):
                 raise
             if self._unwritten is not None:
                 self._unwritten.append(error)
                 return
-            folder = str(output_dir or self.args.output_dir)
-            reason = write_reason(error, Path(folder))
+            reason = write_reason(error, folder)
             raise ValueError(
                 f"the model could not be written to {folder}: {reason}. Checkpoints are whole. Make room, and resume "
                 "from the last one: it trains nothing that is trained already, and writes the model"

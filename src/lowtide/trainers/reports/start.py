@@ -19,6 +19,7 @@ from lowtide.engine.stage import stage_of
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
 from lowtide.memory.weights.streaming import stream_of
+from lowtide.own_files import writing
 from lowtide.planner.devices import device_named
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import whole_shape
@@ -183,7 +184,8 @@ class StartReport(TrainerCallback):
         if args.memory_report and state.is_world_process_zero:
             path = Path(args.memory_report)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.memory_report(), indent=2) + "\n")
+            with writing(path) as beside:
+                beside.write_text(json.dumps(self.memory_report(), indent=2) + "\n", encoding="utf-8")
 
     def memory_report(self) -> dict[str, Any]:
         """Peaks, the rehearsed one too, states by category, `tokens_per_second` and the ledger."""

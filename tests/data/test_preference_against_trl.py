@@ -4,6 +4,7 @@ Their `_prepare_dataset` is called as it is, on an object that has what it reads
 """
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,6 +135,24 @@ def test_whole_pairs_are_those_of_reward_trainer(name, template_tokenizer):
         assert row["rejected_ids"]
         alike = row["chosen_ids"][0] == row["rejected_ids"][0]
         assert not alike or 1 in (len(row["chosen_ids"]), len(row["rejected_ids"]))
+
+
+def warnings_of(call):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        call()
+    return [each for each in seen if each.category is FutureWarning and "chosen_input_ids" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", ["texts", *TOKEN_PAIRS])
+def test_older_names_of_token_columns_are_warned_of_as_by_reward_trainer(name, template_tokenizer):
+    rows, options = (PAIRS | TOKEN_PAIRS)[name], PreferenceOptions(max_length=90)
+    by_theirs = warnings_of(lambda: by_trl(trl.RewardTrainer, rows, template_tokenizer, 90))
+    ours = warnings_of(
+        lambda: prepare_pairs(Dataset.from_list(rows), template_tokenizer, options, batch_size=2, whole=True)
+    )
+    assert len(by_theirs) == len(ours) == (name == "{}_input_ids")
+    assert all("'chosen_ids' and 'rejected_ids'" in str(each.message) for each in ours)
 
 
 @pytest.mark.slow

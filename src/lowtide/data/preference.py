@@ -7,6 +7,7 @@ their margin is zero whatever the model does. Caching and the ledger are those o
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +57,14 @@ PAIRS_AT_A_TIME = 1000
 """Pairs are taken apart in runs of so many, all chosen before all rejected, as by TRL's `unpair_preference_dataset`."""
 
 
+OLDER_COLUMNS = frozenset({"chosen_input_ids", "rejected_input_ids"})
+"""Columns of tokens of a reward model's pairs, of which TRL 1.16 warns."""
+OLDER_COLUMNS_SAID = (
+    "{source}: the columns 'chosen_input_ids' and 'rejected_input_ids' are deprecated, as later releases of TRL will not read them: "
+    "rename them to 'chosen_ids' and 'rejected_ids'"
+)
+
+
 def prepare_pairs(
     dataset: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -96,6 +105,8 @@ def prepare_pairs(
         images, shown, options, first_row = expander_of(reader, first_row, options, source, cut)
         row_format = detect_pairs(list(first_row), source, margins=margins, chats=_chats(tokenizer, options))
         check_columns(list(first_row), row_format, source)
+        if whole and set(row_format.columns) >= OLDER_COLUMNS:
+            warnings.warn(OLDER_COLUMNS_SAID.format(source=source), FutureWarning, stacklevel=2)
         tokenizer = with_end_token(tokenizer, options.eos_token)
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source, whole=whole)
         if images is not None:

@@ -239,3 +239,27 @@ def test_end_tokens_that_are_padding_are_passed_over(padding_free):
     with torch.no_grad():
         dense = [model(input_ids=torch.tensor([prompt + answer])).logits[0, 0] for answer in answers]
     torch.testing.assert_close(found, torch.stack(dense), atol=1e-5, rtol=1e-5)
+
+
+MOODY = (
+    "{% for message in messages %}{{ message['content'] }}{% if mood is defined %} [{{ mood }}]{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"mood": "glad"}, {"mood": "a much longer mood"}])
+def test_the_chat_template_of_a_reward_model_is_given_its_keywords(kwargs):
+    tokenizer, said = byte_tokenizer(MOODY), f" [{kwargs['mood']}]" if kwargs else ""
+    options = RewardModelOptions(chat_template_kwargs=kwargs)
+    found = ModelReward(classifier(), tokenizer, "judge", options)(completed(chat=True))
+    plain = completed()
+    written = Completed(
+        [f"{prompt}{said}" for prompt in plain.prompts], [f"{each}{said}" for each in plain.completions], None
+    )
+    wanted = ModelReward(classifier(), tokenizer, "judge", RewardModelOptions())(written)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_hostile_chat_template_of_a_reward_model_is_refused_with_the_row():
+    reward = ModelReward(classifier(), byte_tokenizer("{{ 'x'.center(10**10) }}"), "judge", RewardModelOptions())
+    with pytest.raises(ValueError, match=r"chat template of reward model 'judge' cannot render .*`center`"):
+        reward(completed(chat=True))

@@ -60,8 +60,8 @@ PAIRS_AT_A_TIME = 1000
 OLDER_COLUMNS = frozenset({"chosen_input_ids", "rejected_input_ids"})
 """Columns of tokens of a reward model's pairs, of which TRL 1.16 warns."""
 OLDER_COLUMNS_SAID = (
-    "{source}: the columns 'chosen_input_ids' and 'rejected_input_ids' are deprecated, as later releases of TRL will not read them: "
-    "rename them to 'chosen_ids' and 'rejected_ids'"
+    "{source}: the columns 'chosen_input_ids' and 'rejected_input_ids' are deprecated, and later releases of TRL will "
+    "not read them: rename them to 'chosen_ids' and 'rejected_ids'"
 )
 
 
@@ -127,6 +127,13 @@ def prepare_pairs(
     prepared = prepared if statistics.numbers is None else prepared.select(statistics.numbers)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
     return prepared.select_columns(wanted), ledger
+
+
+def _check_columns(columns: list[str], row_format: Any, source: str, *, whole: bool) -> None:
+    """Says which columns are not used, and which of a reward model's will not be read for ever."""
+    check_columns(columns, row_format, source)
+    if whole and set(row_format.columns) >= OLDER_COLUMNS:
+        warnings.warn(OLDER_COLUMNS_SAID.format(source=source), FutureWarning, stacklevel=3)
 
 
 def _tabulated(options: PreferenceOptions, *, whole: bool, margins: bool) -> Callable[[EncodedSides], pa.Table]:

@@ -104,9 +104,7 @@ def prepare_pairs(
         cut = Truncation() if whole else options.truncation
         images, shown, options, first_row = expander_of(reader, first_row, options, source, cut)
         row_format = detect_pairs(list(first_row), source, margins=margins, chats=_chats(tokenizer, options))
-        check_columns(list(first_row), row_format, source)
-        if whole and set(row_format.columns) >= OLDER_COLUMNS:
-            warnings.warn(OLDER_COLUMNS_SAID.format(source=source), FutureWarning, stacklevel=2)
+        _check_columns(list(first_row), row_format, source, whole=whole)
         tokenizer = with_end_token(tokenizer, options.eos_token)
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source, whole=whole)
         if images is not None:

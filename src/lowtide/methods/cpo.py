@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions, VisionOptions, check_read
+from lowtide.methods.options import CompletionOptions, VisionOptions, check_read, flipped_labels, zeros
 from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
 from lowtide.methods.rows import Pairs
@@ -26,6 +26,15 @@ class CPOOptions(CompletionOptions, VisionOptions):
     )
     simpo_gamma: float = option(0.5, "Target margin of loss_type='simpo'.", NOT_NEGATIVE)
     alpha: float = option(0.0, "Shape of AlphaPO's reward (arXiv 2501.03884); 0 is the log-probability.", FINITE)
+
+    @property
+    def advice(self) -> list[str]:
+        """What is unwise in these options."""
+        return flipped_labels(self)
+
+    def without_gradient(self) -> list[set[str]]:
+        """As `TrainingConfig.without_gradient`: the contrast, and the negative log-likelihood."""
+        return [zeros(self, "beta"), zeros(self, "cpo_alpha")]
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out."""

@@ -6,7 +6,14 @@ import functools
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions, ReferenceOptions, VisionOptions, check_read
+from lowtide.methods.options import (
+    CompletionOptions,
+    ReferenceOptions,
+    VisionOptions,
+    check_read,
+    flipped_labels,
+    zeros,
+)
 from lowtide.methods.paper import Paper
 from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, read_pairs
 from lowtide.methods.rows import Pairs
@@ -39,6 +46,20 @@ class DPOOptions(CompletionOptions, ReferenceOptions, VisionOptions):
     @property
     def loss_types(self) -> list[str]:
         return [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+
+    @property
+    def advice(self) -> list[str]:
+        """What is unwise in these options."""
+        return flipped_labels(self)
+
+    def without_gradient(self) -> list[set[str]]:
+        """As `TrainingConfig.without_gradient`: a term for each loss, of which `sft` does not read `beta`."""
+        weights = self.loss_weights or [1.0] * len(self.loss_types)
+        return [
+            (set() if weight else {f"loss_weights={self.loss_weights}"})
+            | (set() if name == SFT_LOSS else zeros(self, "beta"))
+            for name, weight in zip(self.loss_types, weights, strict=True)
+        ]
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.

@@ -106,10 +106,11 @@ class GRPOOptions(RolloutOptions, VisionOptions):
         """What is unwise in these options."""
         summed = LOSSES[self.loss_type].scale is not Scale.COMPLETION and self.loss_type not in ("luspo", "vespo")
         if self.importance_sampling_level != "sequence" or not summed:
-            return []
+            return super().advice
         return [
+            *super().advice,
             f"importance_sampling_level='sequence' with loss_type={self.loss_type!r} weights each sequence by its "
-            "completion length, since that loss sums over tokens: the paper (arXiv 2507.18071) is loss_type='grpo'"
+            "completion length, since that loss sums over tokens: the paper (arXiv 2507.18071) is loss_type='grpo'",
         ]
 
     def respell(self) -> None:

@@ -182,3 +182,20 @@ def check_read(options: Any, names: Iterable[str], losses: Mapping[str, Any], ch
                 f"{name}={value!r} would have no effect, since loss_type={', '.join(chosen)} does not read it: "
                 f"choose a loss that does ({', '.join(readers)}), or set {name} back to {defaults[name]!r}"
             )
+
+
+def zeros(options: Any, *names: str) -> set[str]:
+    """`name=value` for each of some options that is 0, or a list of zeros: a term of the loss that they multiply has
+    no gradient (`TrainingConfig.without_gradient`)."""
+    values = {name: getattr(options, name) for name in names}
+    numbers = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+    return {f"{name}={values[name]}" for name, each in numbers.items() if each and all(n == 0 for n in each)}
+
+
+def flipped_labels(options: Any) -> list[str]:
+    """Says that so much smoothing leaves no preference, or turns it around, where the loss reads it."""
+    smoothing = options.label_smoothing
+    if smoothing < 0.5:
+        return []
+    what = "either completion is as good" if smoothing == 0.5 else "the rejected completion is preferred"
+    return [f"label_smoothing={smoothing} says that {what}: set it below 0.5"]

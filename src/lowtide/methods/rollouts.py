@@ -12,7 +12,7 @@ from jaxtyping import Int
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.prompts import PROMPT_IDS, PromptEncoder, prepare_prompts, shows_prompt_images
 from lowtide.methods.learning import Learning
-from lowtide.methods.options import FollowedReference
+from lowtide.methods.options import FollowedReference, zeros
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, option
 from lowtide.ragged import RaggedBatch, ScoreRule
@@ -227,6 +227,13 @@ class RolloutOptions(WritingOptions, FollowedReference):
     @property
     def generations_eval(self) -> int:
         return self.num_generations_eval or self.num_generations
+
+    @property
+    def advice(self) -> list[str]:
+        """What is unwise in these options."""
+        if not zeros(self, "reward_weights"):
+            return []
+        return [f"reward_weights={self.reward_weights} takes every reward times 0: the policy is rewarded for nothing"]
 
     def check_rollouts(self) -> None:
         """Refuses what cannot work, naming the option and the way out.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.methods.completions import completion_segments, in_completion, segment_sums
 from lowtide.methods.method import RowObjective
-from lowtide.methods.options import CompletionOptions, ReferenceOptions, VisionOptions
+from lowtide.methods.options import CompletionOptions, ReferenceOptions, VisionOptions, zeros
 from lowtide.objectives.kto import Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.ops.linear_logprobs import TokenStats, Want
@@ -31,6 +31,10 @@ class UnpairedOptions(CompletionOptions, ReferenceOptions, VisionOptions):
     beta: float = option(0.1, "How closely the policy keeps to the reference.", NOT_NEGATIVE)
     desirable_weight: float = option(1.0, "Weight of the losses of desirable rows.", NOT_NEGATIVE)
     undesirable_weight: float = option(1.0, "Weight of the losses of undesirable rows.", NOT_NEGATIVE)
+
+    def without_gradient(self) -> list[set[str]]:
+        """As `TrainingConfig.without_gradient`: the losses of desirable rows, and those of the others."""
+        return [zeros(self, "beta", "desirable_weight"), zeros(self, "beta", "undesirable_weight")]
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out."""

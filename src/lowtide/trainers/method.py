@@ -30,6 +30,7 @@ from lowtide.run.inputs.beginning import beginning_of
 from lowtide.run.inputs.loading import config_of
 from lowtide.run.inputs.row_checks import check_collator
 from lowtide.run.options.training import TrainingConfig
+from lowtide.run.options.without_gradient import why_nothing_is_learned
 from lowtide.run.training_run import Inputs, TrainingRun
 from lowtide.step.microbatches import OwnLoss
 from lowtide.step.rank_sync import OutOfMemory
@@ -138,7 +139,13 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         for name, dataset in by_name(self.eval_dataset).items():
             self._check_rows(name, dataset, trained_on=False)
         self.add_callback(StartReport(cast(Any, self), run.engine))
-        for advice in getattr(args, "advice", ()):
+        idle = why_nothing_is_learned(
+            args,
+            aux_coefficient=run.aux_coefficient,
+            adapters=getattr(self.model, "peft_config", None),
+            given=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
+        )
+        for advice in (*getattr(args, "advice", ()), *([idle] if idle else ())):
             logger.warning(advice)
 
     def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

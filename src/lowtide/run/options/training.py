@@ -224,6 +224,11 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
     def check(self) -> None:
         """The method's own checks; its options class has them."""
 
+    def without_gradient(self) -> list[set[str]]:
+        """For each term of the loss, `option=value` of those that leave it without gradient; a method's options class
+        may say so of its own."""
+        return [set()]
+
     def settle(self) -> None:
         """Sets what follows from other options and the ranks; a method's options class may have such."""
 

@@ -1,0 +1,99 @@
+"""Options under which no weight moves are warned of, and only they."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import lowtide
+from lowtide.run.options.without_gradient import why_nothing_is_learned
+from tests.support.preference_runs import assert_same, build, trainer, weights
+
+SAYS = "nothing is learned with "
+IDLE = [
+    ("dpo", {"learning_rate": 0}, "learning_rate=0.0"),
+    ("dpo", {"beta": 0}, "beta=0.0"),
+    ("dpo", {"beta": 0, "loss_type": ["hinge", "apo_zero"]}, "beta=0.0"),
+    ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0, 0]}, "loss_weights=[0.0, 0.0]"),
+    ("dpo", {"beta": 0, "loss_type": ["sigmoid", "sft"], "loss_weights": [1, 0]}, "beta=0.0, loss_weights=[1.0, 0.0]"),
+    ("kto", {"beta": 0}, "beta=0.0"),
+    ("kto", {"desirable_weight": 0, "undesirable_weight": 0}, "desirable_weight=0.0, undesirable_weight=0.0"),
+    ("bco", {"beta": 0}, "beta=0.0"),
+    ("cpo", {"beta": 0, "cpo_alpha": 0}, "beta=0.0, cpo_alpha=0.0"),
+]
+LEARNING = [
+    ("dpo", {"beta": 0, "loss_type": ["sigmoid", "sft"]}),
+    ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0, 1]}),
+    ("kto", {"undesirable_weight": 0}),
+    ("cpo", {"beta": 0}),
+    ("cpo", {"cpo_alpha": 0}),
+    ("orpo", {"beta": 0}),
+]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if SAYS in record.getMessage()]
+
+
+@pytest.mark.parametrize(("method", "options", "names"), IDLE)
+def test_what_moves_no_weight_is_warned_of_once(method, options, names, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        made = trainer(method, tmp_path, max_steps=1, **options)
+        before = weights(made)
+        made.train()
+    assert_same(weights(made), before)
+    (warning,) = said(caplog)
+    assert f"{SAYS}{names}:" in warning
+
+
+@pytest.mark.parametrize(("method", "options"), LEARNING)
+def test_what_moves_weights_is_not(method, options, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        made = trainer(method, tmp_path, max_steps=1, **options)
+        before = weights(made)
+        made.train()
+    assert not said(caplog)
+    after = weights(made)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_an_optimizer_that_came_has_rates_of_its_own(tmp_path, caplog):
+    model = build()
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    with caplog.at_level(logging.WARNING):
+        trainer("dpo", tmp_path, model=model, learning_rate=0, arguments={"optimizers": optimizers})
+    assert not said(caplog)
+
+
+@pytest.mark.parametrize(("more", "idle"), [({}, True), ({"modules_to_save": ["lm_head"]}, False)])
+def test_adapters_of_scale_0_are_warned_of(more, idle, tmp_path, caplog):
+    adapter = LoraConfig(target_modules=["q_proj"], lora_alpha=0, **more)
+    with caplog.at_level(logging.WARNING):
+        trainer("dpo", tmp_path, arguments={"peft_config": adapter})
+    assert [f"{SAYS}lora_alpha=0:" in each for each in said(caplog)] == [True] * idle
+
+
+def test_the_loss_of_a_router_is_a_term_beside():
+    args = SimpleNamespace(learning_rate=1.0, without_gradient=lambda: [{"beta=0"}])
+    assert why_nothing_is_learned(args) and not why_nothing_is_learned(args, aux_coefficient=0.1)
+
+
+@pytest.mark.parametrize("method", ["dpo", "cpo"])
+@pytest.mark.parametrize(("smoothing", "said"), [(0.2, ""), (0.5, "either completion"), (0.9, "rejected completion")])
+def test_smoothing_that_leaves_no_preference_is_unwise(method, smoothing, said):
+    loss = {"dpo": ["aot"], "cpo": "sigmoid"}[method]
+    kind = getattr(lowtide, f"{method.upper()}Config")
+    made = kind("run", use_cpu=True, loss_type=loss, label_smoothing=smoothing)
+    assert len(made.advice) == bool(said) and all(said in each for each in made.advice)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO", "OnlineDPO", "PPO"])
+def test_rewards_of_weight_0_are_unwise(name):
+    kind = getattr(lowtide, f"{name}Config")
+    made = kind("run", use_cpu=True, reward_weights=[0, 0])
+    assert "rewarded for nothing" in made.advice[0]
+    assert not kind("run", use_cpu=True, reward_weights=[0, 1]).advice

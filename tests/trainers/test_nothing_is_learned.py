@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 
 import lowtide
-from lowtide.run.options.without_gradient import why_nothing_is_learned
+from lowtide.run.unwise import unwise
 from tests.support.preference_runs import assert_same, build, trainer, weights
 
 SAYS = "nothing is learned with "
@@ -78,8 +78,10 @@ def test_adapters_of_scale_0_are_warned_of(more, idle, tmp_path, caplog):
 
 
 def test_the_loss_of_a_router_is_a_term_beside():
-    args = SimpleNamespace(learning_rate=1.0, without_gradient=lambda: [{"beta=0"}])
-    assert why_nothing_is_learned(args) and not why_nothing_is_learned(args, aux_coefficient=0.1)
+    module, off = torch.nn.Linear(1, 1), {"gradient_checkpointing": False}
+    args = SimpleNamespace(learning_rate=1.0, without_gradient=lambda: [{"beta=0"}], **off)
+    assert unwise(args, module)
+    assert not unwise(args, module, aux_coefficient=0.1)
 
 
 @pytest.mark.parametrize("method", ["dpo", "cpo"])
@@ -88,7 +90,8 @@ def test_smoothing_that_leaves_no_preference_is_unwise(method, smoothing, said):
     loss = {"dpo": ["aot"], "cpo": "sigmoid"}[method]
     kind = getattr(lowtide, f"{method.upper()}Config")
     made = kind("run", use_cpu=True, loss_type=loss, label_smoothing=smoothing)
-    assert len(made.advice) == bool(said) and all(said in each for each in made.advice)
+    assert len(made.advice) == bool(said)
+    assert all(said in each for each in made.advice)
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO", "OnlineDPO", "PPO"])

@@ -29,9 +29,10 @@ from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
 from lowtide.run.inputs.beginning import beginning_of
 from lowtide.run.inputs.loading import config_of
 from lowtide.run.inputs.row_checks import check_collator
+from lowtide.run.options.inherited_checks import check_early_stopping
 from lowtide.run.options.training import TrainingConfig
-from lowtide.run.options.without_gradient import why_nothing_is_learned
 from lowtide.run.training_run import Inputs, TrainingRun
+from lowtide.run.unwise import unwise
 from lowtide.step.microbatches import OwnLoss
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.attributes import TrainerAttributes
@@ -103,6 +104,7 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
                 given[name] = os.fspath(given[name])
         args = config_of(self.config, given["args"], given["model"], self.method.name.upper())
         self.args = args = with_older(args, older, type(self).__name__)
+        check_early_stopping(given["callbacks"], args)
         check_same_run({each.name: getattr(args, each.name) for each in fields(args) if each.init})
         if maker is not None:
             given["model"] = _made_by(maker, given["model"], args)
@@ -139,13 +141,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         for name, dataset in by_name(self.eval_dataset).items():
             self._check_rows(name, dataset, trained_on=False)
         self.add_callback(StartReport(cast(Any, self), run.engine))
-        idle = why_nothing_is_learned(
-            args,
-            aux_coefficient=run.aux_coefficient,
-            adapters=getattr(self.model, "peft_config", None),
-            given=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
-        )
-        for advice in (*getattr(args, "advice", ()), *([idle] if idle else ())):
+        given_optimizer = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        for advice in unwise(args, run.model, aux_coefficient=run.aux_coefficient, given=given_optimizer):
             logger.warning(advice)
 
     def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

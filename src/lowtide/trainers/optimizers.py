@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import torch
@@ -26,8 +27,10 @@ from lowtide.run.optimizers import (
     settle_optimizer,
 )
 from lowtide.run.options.deepspeed import given_schedule
-from lowtide.run.options.schedule import schedule_arguments
+from lowtide.run.options.schedule import schedule_arguments, unreached
 from lowtide.trainers.checkpoints.run_record import optimizer_layout
+
+logger = logging.getLogger(__name__)
 
 
 class OwnOptimizers(Trainer):
@@ -56,6 +59,8 @@ class OwnOptimizers(Trainer):
         if self.lr_scheduler is None and (found := given_schedule(self.args, num_training_steps)):
             self.lr_scheduler = schedule_of(*found, unwrap_optimizer(optimizer or self.optimizer))
             return self.lr_scheduler
+        if self.lr_scheduler is None and (text := unreached(self.args, num_training_steps)):
+            logger.warning(text)
         given = self.args.lr_scheduler_kwargs
         self.args.lr_scheduler_kwargs = schedule_arguments(self.args, num_training_steps) or None
         try:

@@ -46,6 +46,14 @@ def test_a_strategy_without_packing_is_said(more, has_effect):
     assert has_effect or lines["packing_strategy"] == "'wrapped' has no effect: it requires packing=True"
 
 
+@pytest.mark.parametrize(("kind", "said_so"), [("constant", True), ("constant_with_warmup", False), ("linear", False)])
+def test_warmup_of_a_schedule_without_one_is_said(kind, said_so):
+    lines = said(make("SFT", max_steps=2, warmup_steps=1, lr_scheduler_type=kind))
+    assert ("warmup_steps" in lines) == said_so
+    if said_so:
+        assert lines["warmup_steps"].startswith("1 has no effect: lr_scheduler_type='constant' has no warmup")
+
+
 @pytest.mark.parametrize("name", ["packing", "eval_packing"])
 @pytest.mark.parametrize("padding_free", [True, False])
 def test_packing_of_rows_that_are_padded_again_is_warned_of(name, padding_free, caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
+from transformers.trainer_callback import EarlyStoppingCallback
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
 
@@ -28,6 +30,8 @@ WITHOUT_ARGUMENTS = {SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP}
 """Schedules to which transformers passes no `lr_scheduler_kwargs`."""
 TRIED_STEPS, TRIED_RUN = 3, 10**6
 """Steps that a schedule is tried for, of a run of so many."""
+
+logger = logging.getLogger(__name__)
 
 
 def check_inherited(args: Any) -> None:
@@ -48,6 +52,8 @@ def check_inherited(args: Any) -> None:
         raise ValueError(f"optim_args={args.optim_args!r} must be of the form 'name=value,name=value'")
     if args.dataloader_persistent_workers and not args.dataloader_num_workers:
         raise ValueError("dataloader_persistent_workers=True requires dataloader_num_workers above 0")
+    check_steps(args)
+    check_evaluation(args)
     counted = args.include_num_input_tokens_seen
     if not isinstance(counted, bool) and counted not in COUNTED:
         raise ValueError(f"include_num_input_tokens_seen={counted!r} is not one of {', '.join(COUNTED)}")
@@ -72,6 +78,58 @@ def check_trackers(report_to: Any) -> None:
                 f"report_to={name!r} needs a package that is not installed: pip install {PACKAGES.get(name, name)}, "
                 "or set report_to='none'"
             )
+
+
+def check_steps(args: Any) -> None:
+    """Refuses to log or save every 0 steps, and says what evaluating every 0 steps means.
+
+    Raises:
+        ValueError: naming the option, and the strategy that does nothing.
+    """
+    for what, nothing in (("logging", "log nothing"), ("save", "save no checkpoints")):
+        if getattr(args, f"{what}_strategy") == "steps" and getattr(args, f"{what}_steps") == 0:
+            raise ValueError(
+                f"{what}_steps=0 must be above 0 with {what}_strategy='steps': set {what}_strategy='no' to {nothing}"
+            )
+    if args.eval_strategy == "steps" and args.eval_steps == 0:
+        logger.warning(
+            f"eval_steps=0 is taken for None: every logging_steps={args.logging_steps:g} steps. Set "
+            "eval_strategy='no' to evaluate nothing"
+        )
+
+
+def check_evaluation(args: Any) -> None:
+    """Refuses what looks for the best of evaluations where there are none.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    best = {"load_best_model_at_end": args.load_best_model_at_end, "save_strategy": args.save_strategy == "best"}
+    for name, asked in best.items():
+        if asked and args.eval_strategy == "no":
+            value = getattr(args, name)
+            raise ValueError(
+                f"{name}={getattr(value, 'value', value)!r} compares evaluations, and eval_strategy='no' has none: set "
+                f"eval_strategy to 'steps' or 'epoch', or leave {name} out"
+            )
+
+
+def check_early_stopping(callbacks: Iterable[Any] | None, args: Any) -> None:
+    """Refuses early stopping without evaluations, or without the metric that they are compared by.
+
+    Raises:
+        ValueError: naming the option to set.
+    """
+    for each in callbacks or ():
+        if each is not EarlyStoppingCallback and not isinstance(each, EarlyStoppingCallback):
+            continue
+        lacking = (
+            "eval_strategy='steps' or 'epoch'" if args.eval_strategy == "no"
+            else "metric_for_best_model, 'loss' say" if args.metric_for_best_model is None
+            else None
+        )  # fmt: skip
+        if lacking is not None:
+            raise ValueError(f"EarlyStoppingCallback compares evaluations by a metric: set {lacking}, or leave it out")
 
 
 def check_schedule(kind: str, given: Mapping[str, Any], learning_rate: float) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers.trainer_utils import SchedulerType
 
+WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU)
+"""Schedules that begin with the whole learning rate."""
 STABLE_THEN_DECAY, FALLING = SchedulerType.WARMUP_STABLE_DECAY, "num_decay_steps"
 
 
@@ -29,3 +31,14 @@ def schedule_arguments(args: Any, steps: int) -> dict[str, Any]:
             f"{steps} steps: lower one of them"
         )
     return given | {FALLING: falling}
+
+
+def unreached(args: Any, steps: int) -> str:
+    """Says that the warmup of a run of so many steps lasts to its end; empty where it ends before."""
+    rising = args.get_warmup_steps(steps)
+    if rising < max(steps, 1) or SchedulerType(args.lr_scheduler_type) in WITHOUT_WARMUP:
+        return ""
+    return (
+        f"warmup_steps={args.warmup_steps:g} raises the learning rate over {rising} steps, and the run has {steps}: "
+        f"learning_rate={args.learning_rate:g} is never reached. Lower warmup_steps"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -281,6 +282,14 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
                 "push what `lowtide merge` makes of the parts"
             )
 
+    def _cap_processes(self) -> None:
+        """Prepares a dataset in no more processes than run at once."""
+        asked = getattr(self, "dataset_num_proc", None)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if asked is not None and asked > cores:
+            logger.warning(f"dataset_num_proc={asked} is set to {cores}, the cores that this process may run on")
+            vars(self).update(dataset_num_proc=cores)
+
     def _check_refused(self) -> None:
         """Refuses what would train something else; what is empty asks for nothing."""
         known = {field.name for field in fields(self)}
@@ -298,10 +307,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
         vars(self)["_sharding"] = sharding_of(self)
         self.check()
         check_inherited(self)
-        if self.save_strategy == "steps" and self.save_steps == 0:
-            raise ValueError(
-                "save_steps=0 must be above 0 with save_strategy='steps': set save_strategy='no' to save no checkpoints"
-            )
+        self._cap_processes()
         if self.pad_to_multiple_of == "auto":
             self.pad_to_multiple_of = None
         self._check_refused()

@@ -1,0 +1,62 @@
+"""What is unwise in a run, known once its model is there: it is trained as asked, and said aloud before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lowtide.memory.activations.checkpointing import checkpointed_layers
+from lowtide.methods.options import zeros
+
+
+def unwise(args: Any, model: nn.Module, *, aux_coefficient: float = 0.0, given: bool = False) -> list[str]:
+    """What to warn of, a sentence each.
+
+    Args:
+        args: a method's config.
+        aux_coefficient: weight of the load-balancing loss of a mixture of experts, a term beside the method's.
+        given: whether an optimizer came, which has learning rates of its own.
+    """
+    adapters = getattr(model, "peft_config", None) or {}
+    found = [
+        *getattr(args, "advice", ()),
+        _nothing_is_learned(args, aux_coefficient, adapters, given=given),
+        _one_layer_recomputed(args, model),
+    ]
+    return [each for each in found if each]
+
+
+def _nothing_is_learned(args: Any, aux_coefficient: float, adapters: Any, *, given: bool) -> str:
+    """Names the options that leave the whole loss without gradient, or its steps without length."""
+    everywhere = set() if given else zeros(args, "learning_rate")
+    scales = [getattr(each, "lora_alpha", None) for each in adapters.values() if not _trains_more(each)]
+    if scales and all(scale == 0 for scale in scales):
+        everywhere.add("lora_alpha=0")
+    terms = [everywhere | term for term in args.without_gradient()]
+    if aux_coefficient:
+        terms.append(everywhere)
+    if not all(terms):
+        return ""
+    names = sorted(set().union(*terms))
+    return (
+        f"nothing is learned with {', '.join(names)}: no term of the loss moves a weight. Change "
+        f"{'it' if len(names) == 1 else 'one of them'}, unless this is a test run"
+    )
+
+
+def _trains_more(adapter: Any) -> bool:
+    """Whether weights are trained beside an adapter's matrices."""
+    return bool(getattr(adapter, "modules_to_save", None)) or getattr(adapter, "bias", "none") != "none"
+
+
+def _one_layer_recomputed(args: Any, model: nn.Module) -> str:
+    if not args.gradient_checkpointing or args.checkpointing_every == 1:
+        return ""
+    layers = len(checkpointed_layers(model))
+    if args.checkpointing_every <= layers:
+        return ""
+    return (
+        f"checkpointing_every={args.checkpointing_every} is beyond the model's {layers} layers: only the first is "
+        "recomputed, and the others keep their activations. Lower it, or set gradient_checkpointing=False"
+    )

@@ -204,6 +204,21 @@ def test_an_output_folder_that_cannot_be_written_is_said_before_any_work(sft, tm
     assert f"output_dir '{tmp_path}/file/run' cannot be written: Not a directory. Name another --output_dir" in err
 
 
+@pytest.mark.parametrize("name", ["model", "dataset", "eval_dataset"])
+def test_an_output_folder_that_the_run_reads_from_is_refused(sft, tmp_path, monkeypatch, name):
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(train.RunOptions, "load", lambda *args, **kwargs: pytest.fail("work was begun"))
+    status, _, err = sft(f"--{name}", str(tmp_path / "there"), "--output_dir", str(tmp_path / "there/"))
+    assert status == 2
+    assert f"is the folder of {name} too, whose files the run would write over: name another output_dir" in err
+    assert not [*(tmp_path / "there").iterdir()]
+
+
+def test_an_empty_output_folder_is_refused(sft):
+    status, _, err = sft("--output_dir", "")
+    assert (status, "output_dir is empty" in err) == (2, True)
+
+
 def test_several_datasets_train_as_one_file_of_them_would(sft, tmp_path, model, data):
     lines = data.read_text().splitlines(keepends=True)
     one, two, both = (tmp_path / name for name in ("one.jsonl", "two.jsonl", "both.jsonl"))

@@ -96,6 +96,8 @@ class RunOptions:
         Raises:
             UsageError: an option is missing, or has no effect.
         """
+        if self.output_dir is not None and not self.output_dir.strip():
+            raise UsageError("--output_dir is empty: name a folder, or leave it out")
         rows = self.dataset or self.datasets or has_rows
         for name, given in (("model", self.model or begins_at_random), ("dataset", rows)):
             if not given:
@@ -106,6 +108,14 @@ class RunOptions:
                 f"test_split_size={self.test_split_size} requires `datasets`: list the dataset there, or name rows for "
                 "evaluation by --eval_dataset"
             )
+
+    def read(self) -> dict[str, Any]:
+        """What the run reads, by option."""
+        paths = [each.get("path") if isinstance(each, dict) else each for each in self.datasets or ()]
+        return {
+            **{name: getattr(self, name) for name in ("model", "dataset", "eval_dataset")},
+            **{f"datasets ({path})": path for path in paths},
+        }
 
     def model_init(self) -> dict[str, Any]:
         """Arguments of `from_pretrained`, as far as they are given."""
@@ -318,6 +328,8 @@ def read_run(arguments: argparse.Namespace, *, has_rows: bool | None = None, **c
     Raises:
         UsageError: an option is missing, contradicts another, or the output folder cannot be written.
     """
+    from lowtide.trainers.checkpoints.output_folder import check_output
+
     options: Mapping[str, Option] = arguments.options
     values = read_run_file(arguments.config, options) if arguments.config else {}
     values |= read_options(arguments, options) | changes
@@ -326,6 +338,8 @@ def read_run(arguments: argparse.Namespace, *, has_rows: bool | None = None, **c
     adapters.check()
     values["output_dir"] = what.output_dir or f"{Path(what.model or 'model').name}-{arguments.method}"
     values.pop("resume_from_checkpoint", None)
+    models = {name: value for name, value in values.items() if "model" in name}
+    check_output(Path(values["output_dir"]), what.read() | models)
     check_writable(Path(values["output_dir"]))
     return TrainingCommand(arguments.method, values, what, adapters)
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from datasets import Dataset, concatenate_datasets
@@ -38,6 +39,7 @@ from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer
 from lowtide.trainers.budget import Fitted, fit_budget
+from lowtide.trainers.checkpoints.output_folder import check_output
 from lowtide.trainers.checkpoints.signals import stopping_at_once
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
 from lowtide.trainers.reports.oom_report import explained
@@ -105,6 +107,8 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
         args = config_of(self.config, given["args"], given["model"], self.method.name.upper())
         self.args = args = with_older(args, older, type(self).__name__)
         check_early_stopping(given["callbacks"], args)
+        if args.save_strategy != "no":
+            check_output(Path(str(args.output_dir)), {name: given.get(name) for name in MODELS})
         check_same_run({each.name: getattr(args, each.name) for each in fields(args) if each.init})
         if maker is not None:
             given["model"] = _made_by(maker, given["model"], args)
@@ -361,6 +365,8 @@ def _made_by(model_init: Any, model: Any, args: TrainingConfig) -> Any:
 
 OF_TRAINER = ("compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs")
 """Arguments that are handed on to `transformers.Trainer` as they are."""
+MODELS = ("model", "ref_model", "teacher_model", "value_model")
+"""Arguments that may be the path of a model."""
 OF_RUN = (
     *("model", "ref_model", "processing_class", "peft_config", "quantization_config", "data_collator"),
     "formatting_func",

@@ -305,6 +305,8 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
         self.respell()
         take_values(self, leave={*self.refused, *OF_ENGINES})
         vars(self)["_sharding"] = sharding_of(self)
+        if self.output_dir is not None and not self.output_dir.strip():
+            raise ValueError(f"output_dir={self.output_dir!r} must be the path of a folder")
         self.check()
         check_inherited(self)
         self._cap_processes()

@@ -1,0 +1,44 @@
+"""Whether a run may write into its output folder, asked before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from lowtide.trainers.checkpoints.whole import STAGING
+
+OF_FOLDERS = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+|{re.escape(STAGING)}")
+"""Names that a run gives to folders in its output folder."""
+
+
+def check_output(folder: Path, read: Mapping[str, Any]) -> None:
+    """Refuses an output folder that cannot be one, or that the run reads from.
+
+    Args:
+        read: by option or argument, what the run reads: those that are paths are looked at.
+
+    Raises:
+        ValueError: names the file, or the option that names the same folder.
+    """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ValueError(f"output_dir={str(folder)!r} is a file: name a folder, or one that is not there yet")
+    for name, value in read.items():
+        if isinstance(value, str | os.PathLike) and os.fspath(value) and _is_same(Path(value), folder):
+            raise ValueError(
+                f"output_dir={str(folder)!r} is the folder of {name} too, whose files the run would write over: name "
+                "another output_dir"
+            )
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if OF_FOLDERS.fullmatch(path.name) and not path.is_dir():
+            raise ValueError(
+                f"{path} is a file, and a run makes a folder of that name: move it away, or name another output_dir"
+            )
+
+
+def _is_same(path: Path, folder: Path) -> bool:
+    return path.is_dir() and path.expanduser().resolve() == folder.resolve()

@@ -16,6 +16,7 @@ from transformers import AutoConfig, GPT2Config
 
 from lowtide.cli.main import main
 from lowtide.memory.allocators.measure import resident_bytes
+from lowtide.planner.pieces import Searches
 from lowtide.planner.tracing.fake_run import FakeRun
 
 MIB = 1 << 20
@@ -200,6 +201,13 @@ def test_what_does_not_fit_ends_in_1_with_every_way_out(plan, words, ways):
     assert (status, found["fits"], found["budget_bytes"]) == (1, False, 10_240), err
     assert found["spare_bytes"] == 10_240 - found["peak_bytes"]
     assert all(any(way in each for each in found["ways"]) for way in ways)
+
+
+def test_a_budget_below_weights_of_4_bits_is_refused_without_a_search(plan, monkeypatch):
+    monkeypatch.setattr(Searches, "best", lambda *_: pytest.fail("all settings were searched"))
+    status, out, err = plan("--budget", "1KiB", "--lossy")
+    assert status == 1, err
+    assert "Does not fit: the budget of 1.0 KiB is below the weights" in " ".join(out.split())
 
 
 def test_an_estimate_says_whether_it_fits(plan):

@@ -30,6 +30,8 @@ RUNNERS_UP = 3
 IN_PIECES = "rows in pieces"
 DATA = "DATA"
 """Stands for the rows to train on, in commands where nobody has named any."""
+NARROWEST = 8
+"""How many times the 4 bits of a weight that is not exact go into those of float32."""
 STREAMS = ("base_weights", "trained_weights")
 """Options with which weights need not be resident."""
 
@@ -248,8 +250,7 @@ def make_plan(
         return Search(measure, axes(setting, sizes), sizes, room / (1 + BANDS[run.device.kind]), processes_at_once())
 
     searches = Searches(search_of, sizes, None if run.whole_rows else sizes_in_pieces(sizes))
-    if exact:
-        _check_weights(searches.whole, room, run, streamed)
+    _check_weights(searches.whole, room, run, exact=exact, streamed=streamed)
     found = searches.best(RUNNERS_UP if explain else 0)
     if not found:
         raise _nothing_fits(searches, room, run, exact, streamed)
@@ -368,16 +369,18 @@ COMPUTING = ("forward", "backward")
 """The phases in which layers are computed, and hold at least a layer of streamed weights."""
 
 
-def _check_weights(search: Search, room: int, run: PlannedRun, streamed: bool) -> None:
-    """Exact settings leave the weights as large as they are, but for those that stream them, so there is no need to
-    look at all of them."""
+def _check_weights(search: Search, room: int, run: PlannedRun, *, exact: bool, streamed: bool) -> None:
+    """Refuses a budget below the fewest bytes that weights take, without a look at all settings: only those that stream
+    weights keep fewer resident, and only those that are not exact store them in fewer bits."""
     weights = _weights(search.traced(search.plain, None))
-    if weights > room and all(_weights(each) > room for each in search.alone_with(STREAMS)):
+    most = room if exact else room * NARROWEST
+    if weights > most and all(_weights(each) > most for each in search.alone_with(STREAMS)):
         raise PlanError(
-            f"the budget of {bytes_text(room)} is below the weights, which take {bytes_text(weights)} by themselves.",
+            f"the budget of {bytes_text(room)} is below the weights, which take {bytes_text(weights)} by themselves"
+            f"{'' if exact else f', and in 4 bits {bytes_text(weights // NARROWEST)}'}.",
             weights,
             {},
-            ways_out(run, exact=True, streamed=streamed),
+            ways_out(run, exact=exact, streamed=streamed),
             room,
         )
 

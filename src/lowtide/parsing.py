@@ -11,6 +11,16 @@ MOST_VALUES = 1_000_000
 """Values that a YAML file may have once its aliases are written out."""
 
 
+class TextDates(yaml.SafeLoader):
+    """As `yaml.SafeLoader`, but for what YAML takes for a date: `2024-01-01` stays text, which nothing else would be."""
+
+
+TextDates.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def parse_json(text: str | bytes | bytearray) -> Any:
     """As `json.loads`.
 
@@ -24,12 +34,12 @@ def parse_json(text: str | bytes | bytearray) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """As `yaml.safe_load`.
+    """As `yaml.safe_load`, but that dates stay text.
 
     Raises:
         yaml.YAMLError: it is no YAML, or aliases or its depth would make it too large.
     """
-    loader = yaml.SafeLoader(text)
+    loader = TextDates(text)
     try:
         node = yaml_node(loader)
         return None if node is None else loader.construct_document(node)

@@ -40,6 +40,39 @@ def test_names_of_trl_are_taken(tmp_path):
     assert read(tmp_path, "model_name_or_path: m\ndataset_name: d\n") == {"model": "m", "dataset": "d"}
 
 
+@pytest.mark.parametrize("name", ["run_name", "output_dir", "model", "dataset", "eval_dataset", "chat_template_path"])
+@pytest.mark.parametrize("text", ["2024-01-01", "2024-01-01 10:00:00", "yes", "no", "on", "1e5", "0o17", "017", "1:30"])
+def test_text_stays_as_it_is_written(name, text, tmp_path):
+    assert read(tmp_path, f"{name}: {text}\n") == {name: text}
+    assert read(tmp_path, f"{name}: '{text}'\n") == {name: text}
+
+
+@pytest.mark.parametrize("text", ["2024-01-01", "yes", "1:30", "7"])
+def test_text_in_a_list_or_a_mapping_stays_as_it_is_written(text, tmp_path):
+    assert read(tmp_path, f"report_to: [{text}, none]\n") == {"report_to": [text, "none"]}
+    assert read(tmp_path, f"report_to: {text}\n") == {"report_to": text}
+    assert read(tmp_path, "model_init_kwargs: {revision: 2024-01-01}\n") == {
+        "model_init_kwargs": {"revision": "2024-01-01"}
+    }
+
+
+def test_what_stands_for_nothing_or_for_a_switch_still_does(tmp_path):
+    text = "run_name: null\nhub_model_id: ~\noptimizer_in_backward: yes\nmax_steps: 1.0e+3\nwarmup_steps: 1_0\n"
+    assert read(tmp_path, text) == {
+        "run_name": None,
+        "hub_model_id": None,
+        "optimizer_in_backward": True,
+        "max_steps": 1000,
+        "warmup_steps": 10.0,
+    }
+
+
+def test_a_number_is_what_it_looks_like(tmp_path):
+    assert read(tmp_path, "max_steps: 017\n") == {"max_steps": 17}
+    with pytest.raises(UsageError, match="max_steps='1:30' must be a whole number"):
+        read(tmp_path, "max_steps: 1:30\n")
+
+
 def test_an_empty_file_gives_nothing(tmp_path):
     assert read(tmp_path, "# nothing\n") == {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,16 @@ import yaml
 from lowtide.cli.endings import UsageError
 from lowtide.cli.launch import OF_LAUNCHER
 from lowtide.option_values import Option
-from lowtide.parsing import yaml_node
+from lowtide.parsing import TextDates, yaml_node
 from lowtide.renamed import is_off, replaced
 from lowtide.run.options.secrets import SECRET, without_secrets
 from lowtide.spelling import nearest
 from lowtide.trainers.checkpoints.durable import write_text
+
+READ_OTHERWISE = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float")}
+"""What YAML takes words without quotes for."""
+OF_ANOTHER_BASE = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+"""`017` and `1:30`, which are 15 and 90 in YAML."""
 
 
 def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
@@ -29,7 +35,7 @@ def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
         raise FileNotFoundError(f"--config: there is no file {str(path)!r}")
     values: dict[str, Any] = {}
     names = {alias: option.name for option in options.values() for alias in (option.name, *option.aliases)}
-    for key, value, line in _entries(path):
+    for key, node, value, line in _entries(path):
         where = f"{path}, line {line}"
         if key in OF_LAUNCHER:
             continue
@@ -41,7 +47,7 @@ def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
         if name in values:
             raise UsageError(f"{where}: {name} is given twice")
         try:
-            values[name] = options[name].convert(value)
+            values[name] = options[name].convert(_as_written(node, value, options[name]))
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from None
     return values
@@ -61,10 +67,25 @@ def write_run_file(path: Path, values: Mapping[str, Any], options: Mapping[str, 
     write_text(path, "".join(parts))
 
 
-def _entries(path: Path) -> list[tuple[Any, Any, int]]:
-    """The keys and values of a YAML mapping, each with its line."""
+def _as_written(node: yaml.Node, value: Any, option: Option) -> Any:
+    """A value as a command line would have it, where YAML reads another than is written: `yes`, `1:30` or `007` for an
+    option that takes text, the items of its list too, and numbers to other bases than 10."""
+    if isinstance(node, yaml.SequenceNode) and isinstance(value, list) and list in option.kinds:
+        takes_text = str in option.items
+        return [_written(*each, takes_text=takes_text) for each in zip(node.value, value, strict=True)]
+    return _written(node, value, takes_text=str in option.kinds or (list in option.kinds and str in option.items))
+
+
+def _written(node: yaml.Node, value: Any, *, takes_text: bool) -> Any:
+    if not isinstance(node, yaml.ScalarNode) or node.tag not in READ_OTHERWISE:
+        return value
+    return node.value if takes_text or OF_ANOTHER_BASE.fullmatch(node.value) else value
+
+
+def _entries(path: Path) -> list[tuple[Any, yaml.Node, Any, int]]:
+    """The keys and values of a YAML mapping, each with its line; values also as nodes."""
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        loader = TextDates(path.read_text(encoding="utf-8"))
         node = yaml_node(loader)
         if node is None:
             return []
@@ -77,6 +98,7 @@ def _entries(path: Path) -> list[tuple[Any, Any, int]]:
         return [
             (
                 loader.construct_object(key, deep=True),
+                value,
                 loader.construct_object(value, deep=True),
                 key.start_mark.line + 1,
             )

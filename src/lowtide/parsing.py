@@ -12,7 +12,7 @@ MOST_VALUES = 1_000_000
 
 
 class TextDates(yaml.SafeLoader):
-    """As `yaml.SafeLoader`, but for what YAML takes for a date: `2024-01-01` stays text, which nothing else would be."""
+    """As `yaml.SafeLoader`, but for what YAML takes for a date: `2024-01-01` stays text."""
 
 
 TextDates.yaml_implicit_resolvers = {

@@ -204,7 +204,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 
 def test_a_model_with_nothing_to_train_is_refused(tmp_path):
     frozen = build("SFT", 64).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"every parameter is frozen: call requires_grad_\(True\)"):
+    with pytest.raises(ValueError, match=r"every parameter is frozen: .* call requires_grad_\(True\)"):
         trainer(frozen)
     build("SFT", 64).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -53,8 +53,8 @@ class PromptEncoder:
         if shows_part(prompt):
             raise ValueError(
                 f"{self.where(row)}: the prompt shows an image, and prompts are read as text here. Images need a "
-                "vision-language model, its processor as processing_class, and a data set whose first row shows one "
-                "too, or has the column 'images', which may be empty"
+                "vision-language model, its processor (saved beside it; in Python: as processing_class), and a data "
+                "set whose first row shows one too, or has the column 'images', which may be empty"
             )
         return self.cut(self.whole(prompt, row))
 

@@ -55,8 +55,8 @@ def check_second_adapter(peft_config: Any) -> None:
     if peft_config is None or getattr(peft_config, "peft_type", None) != "LORA":
         found = "there is none" if peft_config is None else f"it is a {type(peft_config).__name__}"
         raise ValueError(
-            "value_adapter=True gives the value function a LoRA adapter beside the policy's, on one frozen base: pass "
-            f"a LoraConfig as `peft_config` ({found}; --use_peft on the command line), or leave value_adapter out"
+            "value_adapter=True gives the value function a LoRA adapter beside the policy's, on one frozen base: set "
+            f"use_peft=True (in Python: pass a LoraConfig as `peft_config`; {found}), or leave value_adapter out"
         )
     if not leaves_base(peft_config):
         raise ValueError(

@@ -161,7 +161,8 @@ def _streamed(site: Site) -> Callable[[], Any]:
 def _base_refused(site: Site) -> str | None:
     compares = hasattr(site.options, "ref_model_storage")
     if not compares and all(parameter.requires_grad for parameter in site.model.parameters()):
-        return "all weights are trained: pass a `peft_config`, or take trained_weights='stream'"
+        remedy = "set use_peft=True (in Python: pass a `peft_config`), or take trained_weights='stream'"
+        return f"all weights are trained: {remedy}"
     return COMPILED if site.options.torch_compile else None
 
 

@@ -245,7 +245,7 @@ def check_trained(model: nn.Module) -> None:
     """
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
-    remedy = "call requires_grad_(True) on what is to be trained, or pass a `peft_config`"
+    remedy = "set use_peft=True, or in Python: pass a `peft_config`, or call requires_grad_(True) on what is to train"
     if has_adapters(model):
         remedy = (
             "its adapters were loaded for use only: load them with PeftModel.from_pretrained(base_model, folder, "

@@ -164,9 +164,11 @@ class ReferenceMaker:
         args = self.args
         if not wants_stream(args):
             if copied and stream_of(model) is not None:
+                precomputes = hasattr(args, "precompute_ref_log_probs")
                 raise ValueError(
                     "streamed trained weights (trained_weights='stream') cannot work here: the reference would be a "
-                    "resident copy: set base_weights='stream' too, or precompute_ref_log_probs=True"
+                    "resident copy: set base_weights='stream' too"
+                    + (", or precompute_ref_log_probs=True" if precomputes else "")
                 )
             return requested
         for name, off in (("ref_model_storage", "same"), ("sync_ref_model", False)):

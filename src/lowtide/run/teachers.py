@@ -31,8 +31,8 @@ from lowtide.run.references import (
 from lowtide.run.streamed_weights import check_before_loading, loaded_on_host
 
 MISSING = (
-    "there is no teacher: pass a model or its name as `teacher_model`, or set teacher_model_name_or_path. With "
-    "adapters (`peft_config`) the model without them can be the teacher"
+    "there is no teacher: set teacher_model_name_or_path, or in Python: pass a model as `teacher_model`. With "
+    "adapters (use_peft=True, or `peft_config`) the model without them can be the teacher"
 )
 
 
@@ -77,13 +77,14 @@ class TeacherMaker(ReferenceMaker):
         if beyond is not None:
             raise ValueError(
                 f"{beyond} is trained and no part of the adapters, so that the student without them is no fixed "
-                "teacher: pass a `teacher_model`, or train adapters alone (bias='none')"
+                "teacher: set teacher_model_name_or_path (in Python: or pass a `teacher_model`), or train adapters "
+                "alone (bias='none')"
             )
         if peft_config is not None and not leaves_base(peft_config):
             raise ValueError(
                 f"making these adapters (init_lora_weights={peft_config.init_lora_weights!r}) changes the model's own "
-                "weights, so that the student without them is not the model that was to teach it: pass that as "
-                "`teacher_model`, or leave init_lora_weights out"
+                "weights, so that the student without them is not the model that was to teach it: name that by "
+                "teacher_model_name_or_path (in Python: or pass it as `teacher_model`), or leave init_lora_weights out"
             )
 
     def _runs(self, frozen: nn.Module, engine: Engine) -> dict[str, Any]:

@@ -213,8 +213,8 @@ class TrainingRun:
         others = self._references is not None or self.method.writes is not None
         if not adapted and inputs.adapts and not others:
             raise ValueError(
-                "base_weights='stream' streams weights that are not trained, and this run trains all of them: pass a "
-                "`peft_config` (use_peft=True), or leave base_weights out"
+                "base_weights='stream' streams weights that are not trained, and this run trains all of them: set "
+                "use_peft=True (in Python: pass a `peft_config`), or leave base_weights out"
             )
         init = model_init(
             cast(dict, args.model_init_kwargs),

@@ -74,7 +74,7 @@ class GeneratingTrainer(MethodTrainer):
         if args.generation_metrics and find_spec("evaluate") is None:
             raise ValueError(
                 f"generation_metrics={args.generation_metrics} requires the package `evaluate`: pip install evaluate "
-                "rouge_score sacrebleu nltk; or pass a function as `compute_metrics`"
+                "rouge_score sacrebleu nltk; or in Python: pass a function as `compute_metrics`"
             )
 
     def _set_generation(self) -> None:

@@ -102,7 +102,7 @@ def detect_format(
         f"{source} has the columns {quoted(columns)}, and none of these is among them: {text_field!r} "
         "(dataset_text_field), 'messages', 'conversations', 'prompt' with 'completion', 'instruction' with 'output', "
         "'input_ids'. "
-        "Rename the columns, set dataset_text_field, or pass a formatting_func."
+        "Rename the columns, set dataset_text_field, or in Python: pass a formatting_func."
     )
 
 

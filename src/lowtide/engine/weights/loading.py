@@ -125,7 +125,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str 
         return made
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no tokenizer at {name!r}: pass one as `processing_class`, or save it beside the model "
+            f"no tokenizer at {name!r}: save one beside the model, or in Python: pass it as `processing_class` "
             f"({_first_line(error)})"
         ) from error
 
@@ -165,8 +165,8 @@ def adapt(
 
     if has_adapters(model):
         raise ValueError(
-            "the model has adapters already and a `peft_config` came with it: merge them first (PeftModel's "
-            "merge_and_unload()), or leave `peft_config` out to train those that are there"
+            "the model has adapters already and a `peft_config` came with it: merge them first (`lowtide merge`), or "
+            "leave use_peft out (in Python: `peft_config`) to train those that are there"
         )
     check_adapters(peft_config)
     base = cast(PreTrainedModel, model)

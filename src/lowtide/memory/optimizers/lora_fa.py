@@ -105,8 +105,8 @@ def why_no_projections(model: nn.Module) -> str | None:
     if pairs:
         return None
     return (
-        "it trains the LoRA adapters of linear layers, and this model has none that are trained: pass a peft_config, "
-        "or take optim='adamw_torch_fused'"
+        "it trains the LoRA adapters of linear layers, and this model has none that are trained: set use_peft=True "
+        "(in Python: pass a `peft_config`), or take optim='adamw_torch_fused'"
     )
 
 

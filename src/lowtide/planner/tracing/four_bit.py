@@ -80,7 +80,9 @@ def check_four_bit(quantization_config: Any, adapters: Any) -> None:
             "bitsandbytes: leave the quantization out to plan, or measure a short run"
         )
     if adapters is None:
-        raise ValueError("quantized weights cannot be trained themselves: give adapters (peft_config, --use_peft)")
+        raise ValueError(
+            "quantized weights cannot be trained themselves: set use_peft=True (in Python: pass a `peft_config`)"
+        )
 
 
 def reference_in_four_bits(model: nn.Module, _device: torch.device) -> None:

@@ -126,7 +126,7 @@ def _tokenizer(args: Any, rows: Any) -> PreTrainedTokenizerBase:
     if name is None or Path(name).is_file():
         raise ValueError(
             "a model that begins with random weights needs a tokenizer: name one by tokenizer_name, learn one by "
-            "train_tokenizer, or pass it as `processing_class`"
+            "train_tokenizer, or in Python: pass it as `processing_class`"
         )
     return load_tokenizer(name, trust_remote_code=args.trust_remote_code)
 

@@ -197,6 +197,6 @@ def check_takes_images(
             "data_collator that makes pixels of them"
         )
     raise ValueError(
-        f"{title} has images, and processing_class is a tokenizer, which reads none: pass the model's processor "
-        "(AutoProcessor.from_pretrained)"
+        f"{title} has images, and processing_class is a tokenizer, which reads none: save the model's "
+        "processor beside it, or in Python: pass AutoProcessor.from_pretrained(...)"
     )

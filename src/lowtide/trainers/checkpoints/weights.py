@@ -45,8 +45,8 @@ def check_weights(model: Any, folder: Path) -> None:
     if adapters or (found is None and not shards):
         here, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
         raise ValueError(
-            f"{folder} holds {there}, and this run trains {here}: resume with the options (peft_config, use_peft) that "
-            "the run began with"
+            f"{folder} holds {there}, and this run trains {here}: resume with use_peft (in Python: `peft_config`) as "
+            "the run began"
         )
     aliases = {name: names for names in _aliases(model) for name in names}
     if found is not None:

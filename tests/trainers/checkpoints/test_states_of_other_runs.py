@@ -11,6 +11,9 @@ from peft import LoraConfig
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
+from lowtide.ranks.shards import Place
+from lowtide.trainers.checkpoints.shards import OfAnotherRun, load_optimizer_states
+from lowtide.trainers.checkpoints.soundness import Damage
 from tests.support.matrix import make
 from tests.support.small_runs import SAVING, assert_same, small, trained, weights
 
@@ -178,3 +181,13 @@ def test_experts_go_on_from_their_checkpoint(tmp_path):
     again = make("SFT", model=mixture(), output_dir=str(tmp_path / "again"), **SAVING)
     again.train(resume_from_checkpoint=True)
     assert_same(weights(again), weights(whole))
+
+
+def test_states_of_another_number_of_ranks_are_not_called_damaged(tmp_path, monkeypatch):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight])
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    monkeypatch.setattr(optimizer, "place", Place((2,), 0, 2), raising=False)
+    with pytest.raises(OfAnotherRun, match=r"states of 1 rank\(s\) cannot be cut anew for 2") as caught:
+        load_optimizer_states(optimizer, tmp_path)
+    assert not isinstance(caught.value, Damage)

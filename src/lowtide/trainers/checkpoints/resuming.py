@@ -34,6 +34,7 @@ from lowtide.trainers.checkpoints.choosing import last_whole, named, said
 from lowtide.trainers.checkpoints.lock import only_run_in
 from lowtide.trainers.checkpoints.run_record import OF_METRICS, differences, run_record, scheduler_name, unfit_states
 from lowtide.trainers.checkpoints.shards import (
+    OfAnotherRun,
     load_optimizer_states,
     load_weights,
     optimizer_files,
@@ -271,7 +272,7 @@ class ResumableRuns(WholeCheckpoints):
     def _load_optimizer_states(self, checkpoint: Path) -> None:
         try:
             states = load_optimizer_states(self.optimizer, checkpoint)
-        except Damage as unfit:  # of a form that only the states themselves show
+        except (Damage, OfAnotherRun) as unfit:  # of a form that only the states themselves show
             if not cast(Any, self.args).resume_without_states:
                 raise
             logger.warning(f"resuming without the optimizer's states: {unfit}")

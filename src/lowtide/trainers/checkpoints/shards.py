@@ -38,7 +38,7 @@ from lowtide.ranks.shards import (
     rows_of,
     whole_of,
 )
-from lowtide.trainers.checkpoints.soundness import OPTIMIZER, Damage, load_states
+from lowtide.trainers.checkpoints.soundness import OPTIMIZER, load_states
 
 SHARD = re.compile(r"optimizer-(\d+)-of-(\d+)\.pt")
 """The name of a rank's file."""
@@ -138,6 +138,10 @@ def save_optimizer_shard(optimizer: Any, folder: Path) -> None:
     torch.save(optimizer.state_dict(), folder / f"optimizer-{place.rank + 1:05}-of-{place.ranks:05}.pt")
 
 
+class OfAnotherRun(ValueError):
+    """Why states that are whole are of no use to this run."""
+
+
 def optimizer_files(folder: Path) -> list[Path]:
     """The files of a checkpoint's optimizer states, in the order of ranks; none where some are missing."""
     if (folder / OPTIMIZER).exists():
@@ -153,14 +157,14 @@ def load_optimizer_states(optimizer: Any, folder: Path) -> Any:
     """A checkpoint's optimizer states for the shards that lie here, cut anew where other ranks wrote them.
 
     Raises:
-        Damage: states that are not a row for each row of their weight, and were written by another number of ranks.
+        OfAnotherRun: states that are not a row for each row of their weight, and were written by another number of ranks.
     """
     files = optimizer_files(folder)
     here = _place(optimizer)
     if here.ranks == len(files):
         return load_states(files[here.rank])
     if hasattr(unwrap_optimizer(optimizer), "place"):
-        raise Damage(
+        raise OfAnotherRun(
             f"optimizer states of {len(files)} rank(s) cannot be cut anew for {here.ranks}, where each steps parts of "
             f"its own: resume on {len(files)}, or with resume_without_states=True"
         )
@@ -188,7 +192,7 @@ def _cut(what: str, values: Sequence[Any], parameter: Tensor) -> Any:
     ranks, (start, stop) = len(values), place.rows
     spans = [rows_of(place.shape[0], rank, ranks) for rank in range(ranks)]
     if any(tuple(v.shape) != (b - a, *place.shape[1:]) for v, (a, b) in zip(values, spans, strict=True)):
-        raise Damage(
+        raise OfAnotherRun(
             f"{what} was written by {ranks} rank(s) in a form that cannot be cut anew for {place.ranks}: resume on "
             f"{ranks}, or with resume_without_states=True"
         )

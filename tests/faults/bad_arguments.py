@@ -17,6 +17,7 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
+    EarlyStoppingCallback,
     PreTrainedTokenizerFast,
     PrinterCallback,
     TrainingArguments,
@@ -61,6 +62,11 @@ def other_vocabulary() -> Any:
     return made
 
 
+def to_model(folder: Path) -> lowtide.SFTConfig:
+    """Options of a run that would write over its model."""
+    return lowtide.SFTConfig(str(world(folder) / "model"), use_cpu=True, max_steps=1, report_to="none")
+
+
 def collate_nothing(rows: list) -> dict:
     """A collator that loses all."""
     return {}
@@ -93,6 +99,7 @@ SFT: dict[str, tuple[dict[str, Make], str]] = {
     "text for args": ({"args": plain("out")}, "args must be"),
     "a class for args": ({"args": plain(lowtide.SFTConfig)}, "args must be"),
     "another method's args": ({"args": lambda folder: lowtide.DPOConfig("out", use_cpu=True)}, "DPOConfig"),
+    "the model's folder to write to": ({"args": lambda folder: to_model(folder)}, "is the folder of model too"),
     "plain args out of range": (
         {"args": lambda folder: TrainingArguments("out", use_cpu=True, max_grad_norm=-1)},
         "max_grad_norm=-1",
@@ -127,6 +134,10 @@ SFT: dict[str, tuple[dict[str, Make], str]] = {
     "a number for callbacks": ({"callbacks": plain(3)}, "callbacks must be a list"),
     "text among callbacks": ({"callbacks": plain(["x"])}, "callbacks must be a list"),
     "another class among callbacks": ({"callbacks": plain([int])}, "callbacks must be a list"),
+    "early stopping without evaluations": (
+        {"callbacks": lambda folder: [EarlyStoppingCallback()]},
+        "eval_strategy='steps'",
+    ),
     "text for metrics": ({"compute_metrics": plain("accuracy")}, "compute_metrics must be a function"),
     "a number for a collator": ({"data_collator": plain(3)}, "data_collator must be a function"),
     "a collator that loses rows": ({"data_collator": plain(collate_nothing)}, "data_collator collate_nothing"),

@@ -32,7 +32,14 @@ COMMAND_LINES = {
     "a model that is a file": (f"sft {TRAIN} --model {{rows}}", "sft.jsonl"),
     "a model in an empty folder": (f"sft {TRAIN} --model .", "'.'"),
     "a dataset that is a folder of a model": (f"sft {TRAIN} --dataset {{model}}", "model"),
-    "an output folder that is a file": (f"sft {TRAIN} --output_dir {{rows}}", "cannot be written"),
+    "an output folder that is a file": (f"sft {TRAIN} --output_dir {{rows}}", "is a file: name a folder"),
+    "an output folder that is the model": (f"sft {TRAIN} --output_dir {{model}}", "is the folder of model too"),
+    "an output folder without a name": (f"sft {TRAIN} --output_dir=", "output_dir is empty"),
+    "the best of no evaluations": (f"sft {TRAIN} --save_strategy best", "save_strategy='best' compares evaluations"),
+    "the best model of no evaluations": (
+        f"sft {TRAIN} --load_best_model_at_end --save_strategy no",
+        "load_best_model_at_end=True compares evaluations",
+    ),
     "an output folder below a file": (f"sft {TRAIN} --output_dir {{rows}}/out", "cannot be written"),
     "a run file that is not there": ("sft --config nowhere.yaml", "there is no file 'nowhere.yaml'"),
     "a run file that is a folder": ("sft --config .", "there is no file '.'"),
@@ -135,6 +142,7 @@ OPTIONS = {
         "optimizer_in_backward": ("sometimes", "two_pases"),
         "accelerator_config": ('{"split":1}', "nowhere.json"),
         "include_num_input_tokens_seen": ("some",),
+        "dataset_num_proc": ("-1",),
     },
     "dpo": {
         "beta": ("-1", "nan", "high"),
@@ -169,7 +177,8 @@ RUN_FILES = {
     "a mapping for a number": ("max_steps: {a: 1}\n", "line 1: max_steps="),
     "a list for text": ("model: [a, b]\n", "line 1: model="),
     "NaN": ("max_grad_norm: .nan\n", "line 1: max_grad_norm=nan"),
-    "a date": ("seed: 2024-01-01\n", "line 1: seed="),
+    "a date": ("seed: 2024-01-01\n", "line 1: seed='2024-01-01' must be a whole number"),
+    "minutes for a number": ("max_steps: 1:30\n", "line 1: max_steps='1:30' must be a whole number"),
     "Python's objects": ("seed: !!python/object/apply:os.getpid []\n", "is not YAML"),
     "an endless alias": ("a: &a [*a]\n", "line 1"),
     "no text": (b"\xff\xfe\x00", "is not text"),
@@ -302,6 +311,17 @@ DOUBTFUL = {
 }
 """By name: the method, and rows that it trains on, with one warning that has to contain this."""
 
+UNWISE = {
+    "a learning rate of 0": (f"sft {TRAIN} --learning_rate 0", "nothing is learned with learning_rate=0.0:"),
+    "DPO without a slope": (f"dpo {TRAIN} --beta 0", "nothing is learned with beta=0.0:"),
+    "KTO without a slope": (f"kto {TRAIN} --beta 0", "nothing is learned with beta=0.0:"),
+    "losses without weight": (f"dpo {TRAIN} --loss_weights 0", "nothing is learned with loss_weights=[0.0]:"),
+    "a warmup beyond the run": (f"sft {TRAIN} --warmup_steps 9", "learning_rate=2e-05 is never reached"),
+    "more processes than cores": (f"sft {TRAIN} --dataset_num_proc 9999", "dataset_num_proc=9999 is set to"),
+    "checkpointing beyond the layers": (f"sft {TRAIN} --checkpointing_every 99", "is beyond the model's 2 layers"),
+}
+"""By name: a command line that trains, with one warning that has to contain this."""
+
 MODELS = {
     "a config that is no JSON": ({"config.json": b"{"}, "config.json"),
     "a config of an unknown type": ({"config.json": b'{"model_type": "nothing"}'}, "nothing"),
@@ -366,9 +386,19 @@ def check_doubtful(method: str, content: bytes, wanted: str, folder: Path) -> No
     """Rows that are trained on, with one warning of what is doubtful in them."""
     (folder / "rows.jsonl").write_bytes(content)
     words = TRAIN.format(model=world(folder) / "model", rows="rows.jsonl").split()
+    check_warned([method, *words], wanted)
+
+
+def check_unwise(line: str, wanted: str, folder: Path) -> None:
+    """Options that a run is trained with, with one warning of them."""
+    there = world(folder)
+    check_warned(line.format(model=there / "model", rows=there / f"{line.split()[0]}.jsonl").split(), wanted)
+
+
+def check_warned(words: list[str], wanted: str) -> None:
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
-        status = main([method, *words])
+        status = main(words)
     message = " ".join(errors.getvalue().split())
     assert status == 0, f"exit status {status}: {message}"
     assert message.count(wanted) == 1, f"{wanted!r} is not once in {message!r}"
@@ -399,5 +429,7 @@ def cases(seed: int) -> Iterator[Case]:
         yield Case(f"rows of {method}: {name}", partial(check_dataset, method, file, content, wanted))
     for name, (method, content, wanted) in DOUBTFUL.items():
         yield Case(f"doubtful rows of {method}: {name}", partial(check_doubtful, method, content, wanted))
+    for name, (line, wanted) in UNWISE.items():
+        yield Case(f"unwise: {name}", partial(check_unwise, line, wanted))
     for name, (files, wanted) in MODELS.items():
         yield Case(f"a model's folder: {name}", partial(check_model, files, wanted))

@@ -62,6 +62,11 @@ def test_what_was_changed_after_construction_stays(tmp_path):
     assert trainer(args).args.learning_rate == 0.5
 
 
+def test_a_budget_below_the_weights_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"the budget of 10 B is below the weights, which take .* Ways out: "):
+        trainer(config(tmp_path, memory_budget="10B"))
+
+
 @pytest.mark.slow
 def test_a_budget_below_the_process_says_what_is_most_and_refuses_nothing(tmp_path):
     with pytest.warns(UserWarning, match=r"nothing fits.* --lossy .* The run goes on with"):

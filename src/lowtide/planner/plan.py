@@ -57,7 +57,7 @@ class PlanError(ValueError):
 
     def __reduce__(self) -> tuple:
         """For pickle, which else calls a class with the message alone."""
-        return PlanError, (self.reason, self.peak_bytes, self.settings, self.ways, self.room)
+        return type(self), (self.reason, self.peak_bytes, self.settings, self.ways, self.room)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -70,6 +70,10 @@ class PlanError(ValueError):
             "settings": self.settings,
             "ways": list(self.ways),
         }
+
+
+class BelowWeights(PlanError):
+    """The budget is below the weights alone: no settings that are exact, or else no 4 bits, could fit it."""
 
 
 @dataclass(frozen=True)
@@ -375,7 +379,7 @@ def _check_weights(search: Search, room: int, run: PlannedRun, *, exact: bool, s
     weights = _weights(search.traced(search.plain, None))
     most = room if exact else room * NARROWEST
     if weights > most and all(_weights(each) > most for each in search.alone_with(STREAMS)):
-        raise PlanError(
+        raise BelowWeights(
             f"the budget of {bytes_text(room)} is below the weights, which take {bytes_text(weights)} by themselves"
             f"{'' if exact else f', and in 4 bits {bytes_text(weights // NARROWEST)}'}.",
             weights,

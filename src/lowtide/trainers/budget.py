@@ -14,7 +14,7 @@ from lowtide.escaping import shown
 from lowtide.methods.method import Method
 from lowtide.planner.budget import read_budget
 from lowtide.planner.candidate import first_rows
-from lowtide.planner.plan import PlanError, make_plan, settings_text
+from lowtide.planner.plan import BelowWeights, PlanError, make_plan, settings_text
 from lowtide.planner.tracing.fake_run import RunInputs
 from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.run.options.training import TrainingConfig
@@ -40,13 +40,13 @@ def fit_budget(
     **inputs: Unpack[RunInputs],
 ) -> Fitted:
     """Chooses what fits `memory_budget`, and sets it in the config; where nothing fits, what takes least, said aloud:
-    no run is refused for a prediction alone.
+    no run is refused for a prediction alone. A budget below the weights, which are no prediction, is refused.
 
     Args:
         whole_rows: whether something needs rows whole, so that none may be run in pieces.
 
     Raises:
-        ValueError: the run cannot be planned; says why, and what to do.
+        ValueError: the run cannot be planned, or the budget is below its weights; says why, and what to do.
     """
     assert args.memory_budget is not None
     if hasattr(model, "peft_config"):
@@ -66,6 +66,8 @@ def fit_budget(
     room, of_budget = read_budget(args.memory_budget, run.device)
     try:
         plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)
+    except BelowWeights:
+        raise
     except PlanError as error:
         chosen = settings_text(error.settings) if error.settings else "the settings that it has"
         warnings.warn(shown(f"{error} The run goes on with {chosen}."), stacklevel=2)

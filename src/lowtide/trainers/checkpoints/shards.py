@@ -157,7 +157,7 @@ def load_optimizer_states(optimizer: Any, folder: Path) -> Any:
     """A checkpoint's optimizer states for the shards that lie here, cut anew where other ranks wrote them.
 
     Raises:
-        OfAnotherRun: states that are not a row for each row of their weight, and were written by another number of ranks.
+        OfAnotherRun: states that are not a row for each row of their weight, written by another number of ranks.
     """
     files = optimizer_files(folder)
     here = _place(optimizer)

@@ -54,7 +54,8 @@ def measure(rows: int, rows_a_forward: int, set_to_none: bool) -> dict[str, Any]
     from lowtide.engine.forward import install
     from lowtide.methods.sft import SFTOptions, objective
     from lowtide.ragged import RaggedBatch
-    from lowtide.step.train_step import Limits, train_step
+    from lowtide.step.train_step import train_step
+    from lowtide.step_plan import Limits
 
     shape = SHAPES["llama-22m"]
     model = build_model(shape)

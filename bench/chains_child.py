@@ -26,7 +26,9 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     from lowtide.memory.allocators.host_heap import settle_heap
     from lowtide.methods.sft import SFTOptions, objective
     from lowtide.ragged import RaggedBatch
-    from lowtide.step.train_step import Limits, train_step
+    from lowtide.step.models import Models
+    from lowtide.step.train_step import train_step
+    from lowtide.step_plan import Limits
 
     model = build(spec)
     imports = resident_bytes("VmRSS") - sum(p.nbytes for p in model.parameters())
@@ -41,7 +43,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         return RaggedBatch.from_rows([{"input_ids": ids.tolist()}])
 
     def gradients(cap: int | None) -> float:
-        return train_step(model, batch, loss_of, limits=Limits(tokens=cap, place=place)).item()
+        return train_step(Models(model, place=place), batch, loss_of, limits=Limits(tokens=cap)).item()
 
     batch = row(64)
     gradients(None)

@@ -11,6 +11,8 @@ from lowtide.engine.forward import install, score
 from lowtide.engine.probe import probe
 from lowtide.objectives.sft import nll
 from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.step.cut import split
+from lowtide.step_plan import Limits
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # so small a model is fastest on one core
@@ -45,7 +47,7 @@ for step in range(300):
     rows = [example(generator) for _ in range(64)]
     batch = RaggedBatch.from_segments([tokens for tokens, _ in rows], [labels for _, labels in rows])
     total = 0.0
-    for part in batch.split(max_tokens=400):
+    for part in split(batch, Limits(tokens=400)):
         # One denominator for the whole batch: however it is cut, the gradients are the same.
         output = score(model, part, loss=nll, factor=1 / batch.scores, accumulate=True)
         output.loss.backward()

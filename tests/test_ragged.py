@@ -65,25 +65,6 @@ row_lists = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(rows=row_lists, max_rows=st.integers(1, 5), slack=st.integers(0, 20), pieces=st.integers(1, 12))
-def test_splitting_conserves_every_row_within_strict_caps(rows, max_rows, slack, pieces):
-    batch = RaggedBatch.from_segments(
-        [[token for token, _ in row] for row in rows],
-        [[token if scored else IGNORE for token, scored in row] for row in rows],
-    )
-    cap = max(batch.row_tokens) + slack
-    groups = batch.plan_split(cap, max_rows, pieces=pieces)
-    assert sorted(row for group in groups for row in group) == list(range(batch.rows))
-    parts = batch.split(cap, max_rows, pieces=pieces)
-    assert len(parts) >= pieces
-    assert all(part.tokens <= cap and part.rows <= max_rows for part in parts)
-    assert sum(part.scores for part in parts) == batch.scores
-    expected = facts(batch)
-    for group, part in zip(groups, parts, strict=False):
-        assert facts(part) == [expected[row] for row in group]
-
-
 @settings(max_examples=30, deadline=None)
 @given(first=row_lists, second=row_lists)
 def test_joining_keeps_the_rows_of_each(first, second):
@@ -96,12 +77,6 @@ def test_prefixes_survive_selecting_and_joining():
     joined = RaggedBatch.concat([batch, batch])
     assert facts(joined) == facts(batch) * 2
     assert facts(joined.select_rows([2])) == facts(batch)[:1]
-
-
-def test_too_few_rows_are_filled_up_with_unscored_ones():
-    parts = preference_pair().split(pieces=4)
-    assert [part.scores for part in parts] == [7, 1, 0, 0]
-    assert parts[3].tokens == 2
 
 
 def test_moving_keeps_the_host_side():
@@ -125,7 +100,6 @@ def test_moving_keeps_the_host_side():
             lambda: RaggedBatch.from_rows([{"input_ids": [1, 2], "seq_lengths": [1]}]),
             "row 0 .* 2 input_ids, 2 labels, 1 tokens by seq_lengths",
         ),
-        (lambda: preference_pair().split(max_tokens=11), "row 0 of the batch alone has 12 tokens"),
     ],
 )
 def test_contradictions_are_named(make, message):

@@ -14,7 +14,9 @@ from lowtide.engine.forward import install
 from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES
 from lowtide.ragged import RaggedBatch
-from lowtide.step.train_step import BackwardPlan, Limits, train_step
+from lowtide.step.execute import Backward
+from lowtide.step.train_step import train_step
+from lowtide.step_plan import Limits
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]]
@@ -65,7 +67,7 @@ def test_what_is_held_in_which_dtype(stored, compute, moments, products):
             model,
             RaggedBatch.from_segments(ROWS),
             NLL,
-            plan=BackwardPlan(backward=lambda loss: scaler.scale(loss).backward(), grad_scale=scaler.get_scale()),
+            backward=Backward(backward=lambda loss: scaler.scale(loss).backward(), grad_scale=scaler.get_scale()),
         )
     assert seen == {products}
     assert {p.dtype for p in model.parameters()} == {stored}
@@ -109,7 +111,7 @@ def test_small_gradients_survive_in_float16(accumulate, limits):
                 RaggedBatch.from_segments(ROWS),
                 tiny,
                 limits=limits,
-                plan=BackwardPlan(
+                backward=Backward(
                     accumulate=accumulate and grad_scale == scale,
                     backward=lambda loss: scaler.scale(loss).backward(),
                     grad_scale=grad_scale,
@@ -132,7 +134,7 @@ def test_gradients_that_overflow_skip_the_step_and_leave_the_loss_alone():
             model,
             RaggedBatch.from_segments(ROWS),
             NLL,
-            plan=BackwardPlan(backward=lambda loss: scaler.scale(loss).backward(), grad_scale=scaler.get_scale()),
+            backward=Backward(backward=lambda loss: scaler.scale(loss).backward(), grad_scale=scaler.get_scale()),
         )
     scaler.step(optimizer)
     scaler.update()

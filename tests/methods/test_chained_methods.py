@@ -28,10 +28,12 @@ from lowtide.methods.orpo import ORPOOptions
 from lowtide.methods.reward import METHOD as REWARD
 from lowtide.methods.reward import RewardOptions
 from lowtide.ragged import LastToken, RaggedBatch
+from lowtide.step.evaluate import evaluate_batch
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models
+from lowtide.step.models import Models
 from lowtide.step.recovery import surviving_step
-from lowtide.step.train_step import Limits, evaluate_batch, train_step
+from lowtide.step.train_step import train_step
+from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
 from tests.support.preference_models import assert_equal, build, gradients, policy_and_reference
 

@@ -17,9 +17,11 @@ from lowtide.methods.kto import KTOOptions
 from lowtide.methods.reward import METHOD as REWARD
 from lowtide.methods.reward import RewardOptions
 from lowtide.ragged import LastToken
+from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models
-from lowtide.step.train_step import BackwardPlan, Limits, train_step
+from lowtide.step.models import Models
+from lowtide.step.train_step import train_step
+from lowtide.step_plan import Limits
 from tests.support.preference_models import assert_equal, build, gradients
 from tests.support.preference_models import pair_rows as pairs
 from tests.support.preference_models import unpaired_rows as unpaired
@@ -65,7 +67,7 @@ def rank_main(rank: int, ranks: int, rendezvous: str, path: str) -> None:
         model = DistributedDataParallel(policy(name))
         # Unequal shares, so that ranks run unequally many rows and one has to keep the other company.
         share = rows()[:5] if rank == 0 else rows()[5:]
-        loss, metrics = step(name, model, share, limits=Limits(rows=2), plan=BackwardPlan(no_sync=model.no_sync))
+        loss, metrics = step(name, model, share, limits=Limits(rows=2), backward=Backward(no_sync=model.no_sync))
         torch.distributed.all_reduce(loss)
         found[name] = (loss / ranks, metrics, gradients(model.module))
         torch.distributed.barrier()

@@ -23,9 +23,11 @@ from lowtide.methods.reward import RewardOptions
 from lowtide.objectives import preference
 from lowtide.objectives.preference import Pairs
 from lowtide.ragged import LastToken
+from lowtide.step.evaluate import evaluate_batch
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models
-from lowtide.step.train_step import Limits, evaluate_batch, train_step
+from lowtide.step.models import Models
+from lowtide.step.train_step import train_step
+from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
 from tests.support.preference_models import (
     CUTS,

@@ -24,8 +24,9 @@ from lowtide.methods.ppo import METHOD, ByToken, objective
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.rollout import Rollout
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models
-from lowtide.step.train_step import Limits, train_step
+from lowtide.step.models import Models
+from lowtide.step.train_step import train_step
+from lowtide.step_plan import Limits
 from tests.support.parity_world import build_model, lora, sums, tokenizer
 
 PLAIN: dict[str, Any] = {

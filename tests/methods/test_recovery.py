@@ -21,11 +21,12 @@ from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.replicas import Averaging
+from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models
+from lowtide.step.models import Models
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.recovery import surviving_optimizer_step, surviving_step
-from lowtide.step.train_step import BackwardPlan, Limits
+from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
 from tests.support.preference_models import build, gradients
 from tests.support.preference_models import pair_rows as pairs
@@ -74,12 +75,12 @@ def reference(batch: RaggedBatch) -> torch.Tensor:
     return torch.full((batch.scores,), -4.0, dtype=torch.float64)
 
 
-def step(name: str, model, limits: Limits, plan: BackwardPlan = BackwardPlan()):
+def step(name: str, model, limits: Limits, backward: Backward = Backward()):
     objective, batch = (make() for make in OBJECTIVES[name])
     totals = Totals()
     torch.manual_seed(5)
     models = Models(model, reference)
-    loss, taken = surviving_step(models, batch, objective, limits=limits, totals=totals, plan=plan)
+    loss, taken = surviving_step(models, batch, objective, limits=limits, totals=totals, backward=backward)
     return loss, taken, totals.read(torch.device("cpu")), vars(getattr(objective, "running", None) or Totals())
 
 
@@ -248,12 +249,12 @@ def rank_main(rank: int, rendezvous: str, path: str) -> None:
         for place in (*PLACES, None):
             model = dropping(build())
             exchange = Averaging(model)
-            plan = BackwardPlan(exchange=exchange.complete, overlap=exchange.overlap, forgo=exchange.forgo)
+            backward = Backward(exchange=exchange.complete, overlap=exchange.overlap, forgo=exchange.forgo)
             number = random.Random(f"{name} {place}").randrange(3)
             # The second rank alone fails; the first learns of it where they meet.
             limits = Limits(rows=2) if place else taken  # noqa: F821
             with out_of_memory(model, place or "forward", number if place and rank == 1 else 10**6):
-                loss, taken, metrics, _ = step(name, model, limits, plan)
+                loss, taken, metrics, _ = step(name, model, limits, backward)
             found[f"{name} {place}"] = (loss, taken.tokens, metrics, gradients(model))
     if rank == 0:
         torch.save(found, path)

@@ -14,9 +14,11 @@ from lowtide.methods.bco import METHOD as BCO
 from lowtide.methods.bco import BCOOptions, RunningMean
 from lowtide.methods.kto import METHOD as KTO
 from lowtide.methods.kto import KTOOptions
+from lowtide.step.evaluate import evaluate_batch
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models
-from lowtide.step.train_step import Limits, evaluate_batch, train_step
+from lowtide.step.models import Models
+from lowtide.step.train_step import train_step
+from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
 from tests.support.preference_models import (
     CUTS,

@@ -9,7 +9,7 @@ from lowtide.ops.attention_blocks import CpuFlash, Merged, Part, WrittenOut
 from lowtide.ops.attention_plan import AttentionPlan, Rules
 from lowtide.ops.chained_attention import chained_attention
 from lowtide.ops.piece_keys import PieceKeys
-from lowtide.step.pieces import LongRow
+from lowtide.step import cut
 from tests.support.dense_attention import VARIANTS, dense, ragged
 
 ROWS = {
@@ -29,7 +29,7 @@ def whole_row(lengths: list[int], prefix: list[int]):
 class Layer:
     """The keys of one layer: computed anew in each pass, as a model does."""
 
-    def __init__(self, row: LongRow, tensors: list[torch.Tensor], asked: dict) -> None:
+    def __init__(self, row: cut.Part, tensors: list[torch.Tensor], asked: dict) -> None:
         self.row, self.tensors, self.asked = row, tensors, asked
         self.places = [self._places(number) for number in range(len(row.pieces))]
 
@@ -74,7 +74,7 @@ def test_values_and_gradients_equal_dense_attention(shape, variant, dtype):
     expected = dense(*theirs[:3], batch, **named(theirs[3:]))
     (expected * weights).sum().backward()
 
-    row = LongRow.of(numbered(batch), 9)
+    row = cut.Part.of_row(numbered(batch), 9)
     assert len(row.pieces) > 3
     layer, pieces = Layer(row, ours[:3], named(ours[3:])), row.keys(PieceKeys(1).place)
     for number, keys in enumerate(pieces):

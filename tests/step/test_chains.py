@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +16,13 @@ from lowtide.ops import chained_attention
 from lowtide.ops.linear_logprobs import Want
 from lowtide.ops.piece_keys import OnDevice
 from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.step.cut import Part
+from lowtide.step.evaluate import evaluate_batch, score_in_parts
+from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models
-from lowtide.step.pieces import LongRow, plan_pieces
-from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch, score_in_parts, train_step
+from lowtide.step.models import Models
+from lowtide.step.train_step import train_step
+from lowtide.step_plan import Limits, cut_rows
 from tests.support import tiny_models
 from tests.support.architectures import FIRST_TOKEN, RAGGED, TYPICAL, VOCAB, build
 from tests.support.marks import slow_but
@@ -92,7 +94,7 @@ def test_pieces_hold_each_token_and_each_score_once(make, most):
         row = batch.select_rows([number])
         if row.tokens <= most:
             continue
-        pieces = LongRow.of(row, most).pieces
+        pieces = Part.of_row(row, most).pieces
         assert max(piece.batch.tokens for piece in pieces) <= most
         assert sum(piece.batch.tokens for piece in pieces) == row.tokens
         assert torch.cat([piece.scores for piece in pieces]).sort()[0].tolist() == list(range(row.scores))
@@ -104,11 +106,11 @@ def test_pieces_hold_each_token_and_each_score_once(make, most):
 
 def test_short_completions_share_a_piece_and_long_ones_are_cut():
     row = prompts().select_rows([2])
-    plan = plan_pieces(row.segments, 16)
-    assert [each.before for each in plan] == [-1, 0, 1, 2]
-    assert [len(each.stretches) for each in plan] == [1, 1, 1, 3]
-    plan = plan_pieces(prompts().select_rows([0]).segments, 16)
-    assert [each.before for each in plan] == [-1, 0, 1, 2, 2, 4, 5]
+    (plan,) = cut_rows(row.segments, CAP)
+    assert [each.after for each in plan.pieces] == [-1, 0, 1, 2]
+    assert [len(each.spans) for each in plan.pieces] == [1, 1, 1, 3]
+    plan = cut_rows(prompts().segments, CAP)[0]
+    assert [each.after for each in plan.pieces] == [-1, 0, 1, 2, 2, 4, 5]
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -143,8 +145,8 @@ def test_pieces_are_checkpointed(policy, name):
 def test_adapters_and_frozen_weights(accumulate):
     model = tiny_models.with_adapters(tiny_models.build(), lora_dropout=0.0)
     install(model)
-    model, batch, plan = model.double(), rows(tiny_models.VOCAB), BackwardPlan(accumulate=accumulate)
-    assert_same(step(model, batch, CAP, plan=plan), step(model, batch, Limits(), plan=plan), 1e-6)
+    model, batch, backward = model.double(), rows(tiny_models.VOCAB), Backward(accumulate=accumulate)
+    assert_same(step(model, batch, CAP, backward=backward), step(model, batch, Limits(), backward=backward), 1e-6)
 
 
 def test_label_smoothing():
@@ -226,7 +228,7 @@ def test_a_row_without_scores_has_no_gradient():
     assert_same(step(model, batch, CAP), step(model, batch, Limits(rows=1)), 1e-6)
 
 
-def test_keys_wait_where_the_limits_say():
+def test_keys_wait_where_the_models_say():
     kept: list[torch.Size] = []
 
     class Noted(OnDevice):
@@ -237,8 +239,8 @@ def test_keys_wait_where_the_limits_say():
     model, batch = ready("llama"), rows()
     step(model, batch, CAP)
     assert not kept
-    step(model, batch, replace(CAP, place=Noted))
+    train_step(Models(model, place=Noted), batch, NLL, limits=CAP)
     assert kept
     kept.clear()
-    evaluate_batch(model, batch, NLL, Totals(), limits=replace(CAP, place=Noted))
+    evaluate_batch(Models(model, place=Noted), batch, NLL, Totals(), limits=CAP)
     assert kept

@@ -25,11 +25,14 @@ from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import LastToken, RaggedBatch
 from lowtide.ranks.replicas import Averaging
 from lowtide.ranks.sequence import SequenceParallel
+from lowtide.step.evaluate import evaluate_batch
+from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models, OwnLoss
+from lowtide.step.models import Models, OwnLoss
 from lowtide.step.rank_sync import NotFinite, OutOfMemory
 from lowtide.step.recovery import surviving_step
-from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch, train_step
+from lowtide.step.train_step import train_step
+from lowtide.step_plan import Limits
 from tests.support.preference_models import build, gradients, pair_rows, unpaired_rows
 from tests.support.processes import run_ranks
 from tests.support.tiny_models import assert_close
@@ -78,8 +81,8 @@ def step(name: str, cut: str, rows: slice, sequence: SequenceParallel | None = N
         split_over(reference, sequence)
     models, batch = Models(model, FrozenModel(reference, padding_free=True)), collate(made()[rows])
     seen, evaluated = Totals(), Totals()
-    plan = BackwardPlan(exchange=Averaging(model).complete) if sequence is not None else BackwardPlan()
-    loss = train_step(models, batch, objective, limits=CUTS[cut], plan=plan, totals=seen)
+    backward = Backward(exchange=Averaging(model).complete) if sequence is not None else Backward()
+    loss = train_step(models, batch, objective, limits=CUTS[cut], backward=backward, totals=seen)
     if sequence is not None:
         dist.all_reduce(loss)
         loss /= dist.get_world_size()
@@ -133,16 +136,16 @@ def failing(rank: int, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     model, batch = build(0), RaggedBatch.from_rows(texts())
     split_over(model, SequenceParallel())
-    plan = BackwardPlan(exchange=Averaging(model).complete, finite=True)
+    backward = Backward(exchange=Averaging(model).complete, finite=True)
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
     with pytest.raises(NotFinite):  # on both ranks, wherever the scores are
-        train_step(model, batch, CASES["sft"][0], plan=plan)
+        train_step(model, batch, CASES["sft"][0], backward=backward)
     if rank == 1:
         model.model.layers[1].register_forward_pre_hook(stop)
     said = "out of memory in forward of micro-batch 0 .* lower `tokens_per_microbatch`" if rank else "closed|reset"
     with pytest.raises(OutOfMemory if rank else RuntimeError, match=said):  # and nothing is repeated
-        surviving_step(Models(model), batch, CASES["sft"][0], plan=plan, limits=Limits(), totals=Totals())
+        surviving_step(Models(model), batch, CASES["sft"][0], backward=backward, limits=Limits(), totals=Totals())
 
 
 def stop(*_: object) -> None:

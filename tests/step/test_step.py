@@ -14,9 +14,12 @@ from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.step.evaluate import evaluate_batch
+from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models
-from lowtide.step.train_step import BackwardPlan, Limits, evaluate_batch, train_step
+from lowtide.step.models import Models
+from lowtide.step.train_step import train_step
+from lowtide.step_plan import Limits
 from tests.support.processes import run_ranks
 
 NLL = TokenObjective(LOSSES["nll"])
@@ -104,7 +107,7 @@ def test_padded_and_ragged_give_equal_gradients(padding_free, accumulate):
     _, expected = textbook(model, batch_rows)
     batch = RaggedBatch.from_rows(batch_rows)
     models = Models(model, padding_free=padding_free)
-    train_step(models, batch, NLL, limits=Limits(rows=3), plan=BackwardPlan(accumulate=accumulate))
+    train_step(models, batch, NLL, limits=Limits(rows=3), backward=Backward(accumulate=accumulate))
     assert_equal(gradients(model), expected)
 
 
@@ -157,7 +160,7 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
     found = {}
     for name, (tied, limits) in RANK_CASES.items():
         model = DistributedDataParallel(build(tied))
-        loss = train_step(model, share, NLL, limits=limits, plan=BackwardPlan(no_sync=model.no_sync))
+        loss = train_step(model, share, NLL, limits=limits, backward=Backward(no_sync=model.no_sync))
         torch.distributed.all_reduce(loss)
         found[name] = (loss / ranks, gradients(model.module))
         # A rank that leaves while the other still talks to it can hang in gloo's teardown.

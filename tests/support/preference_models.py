@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide.engine.forward import install
-from lowtide.step.train_step import Limits
+from lowtide.step_plan import Limits
 
 SIZES = {
     "vocab_size": 61,

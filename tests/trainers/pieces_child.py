@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import lowtide
 from lowtide.demo.model import make_tokenizer
 from lowtide.memory.allocators.measure import peak_resident_bytes
-from lowtide.step.pieces import LongRow
+from lowtide.step.cut import Part
 
 
 def main(folder: str, tokens: int) -> None:
@@ -41,13 +41,14 @@ def main(folder: str, tokens: int) -> None:
         train_dataset=data,
         processing_class=make_tokenizer(),
     )
-    cut, of = [], LongRow.of
+    cut, of = [], Part.of
 
-    def noted(row: Any, most: int) -> LongRow:
-        cut.append(row.tokens)
-        return of(row, most)
+    def noted(batch: Any, pieces: Any = ()) -> Part:
+        if pieces:
+            cut.append(batch.tokens)
+        return of(batch, pieces)
 
-    LongRow.of = noted  # type: ignore[method-assign]
+    Part.of = noted  # type: ignore[method-assign]
     made.train()
     found = {"settings": made.planned.settings, "predicted": made.planned.peak_bytes, "cut": cut}
     print(json.dumps(found | {"peak": peak_resident_bytes(), "whole": whole.peak_bytes}))

@@ -11,6 +11,8 @@ from datasets import Dataset
 from transformers import AutoModelForPreTraining, ElectraConfig, ElectraForMaskedLM
 
 from lowtide import ReplacedTokenDetectionConfig, ReplacedTokenDetectionTrainer
+from lowtide.step.cut import split
+from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
 from tests.support.masked_texts import COMMON, SIZES, losses, texts, tokenizer
 from tests.support.replaced_tokens import (
@@ -57,7 +59,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_plain_padded_computation(sh
 def test_a_row_in_which_nothing_is_masked_counts_for_the_discriminator(tmp_path: Path):
     trainer = make(tmp_path, texts(ROWS), mlm_probability=0.05, per_device_train_batch_size=1)
     batch = trainer.drawn(trainer.data_collator([trainer.train_dataset[row] for row in range(9)]), 0)
-    assert min(part.scores for part in batch.split(max_rows=1)) == 0 < batch.scores
+    assert min(part.scores for part in split(batch, Limits(rows=1))) == 0 < batch.scores
     found = trainer.runner.gradients(batch)
     torch.testing.assert_close(found, plain_loss(trainer.model, batch).detach(), rtol=1e-5, atol=1e-6)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -40,6 +40,26 @@ class TokenObjective:
     """Divisor of the logits before they are scored."""
     beta: float = 0.5
     """Of the divergences from a teacher, where `want` asks for these; the run's reference is the teacher then."""
+    over: ClassVar[str] = "score"
+    """What has to be scored before a loss is known; likewise, as of `RowObjective`, what follows."""
+    head: ClassVar[None] = None
+    needs_reference: ClassVar[bool] = False
+    baseline: ClassVar[None] = None
+    running: ClassVar[None] = None
+
+    @property
+    def inner(self) -> TokenObjective:
+        """The method's own objective: itself."""
+        return self
+
+    @property
+    def terms(self) -> tuple[TokenObjective]:
+        return (self,)
+
+    @property
+    def score_loss(self) -> ScoreLoss | None:
+        """The loss of each score, which is formed in forward."""
+        return self.loss
 
     @property
     def taught(self) -> bool:
@@ -88,15 +108,24 @@ class RowObjective:
     """A second loss, which is added to this one. Each goes forward and backward by itself, through the adapter of its
     head, so that no more is held than for one; its counts are this one's."""
 
+    score_loss: ClassVar[None] = None
+    """As of `TokenObjective`, as what follows."""
+    beta: ClassVar[float] = 0.0
+    taught: ClassVar[bool] = False
+
+    @property
+    def inner(self) -> RowObjective:
+        return self
+
+    @property
+    def over(self) -> str:
+        """What has to be scored before a loss is known: a row, or the whole batch of a step."""
+        return "step" if self.whole else "row"
+
     @property
     def terms(self) -> tuple[RowObjective, ...]:
         """The losses whose sum is the loss."""
         return (self,) if self.beside is None else (self, self.beside)
-
-    @property
-    def taught(self) -> bool:
-        """As of `TokenObjective`; never."""
-        return False
 
 
 Objective = TokenObjective | RowObjective

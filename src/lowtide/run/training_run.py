@@ -69,10 +69,10 @@ from lowtide.run.streamed_weights import check_before_loading, declare_base, str
 from lowtide.run.teachers import TeacherMaker
 from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
-from lowtide.step.microbatches import EXPERTS, why_not_pieces
-from lowtide.step.pieces import LEAST
+from lowtide.step.models import EXPERTS, why_not_pieces
 from lowtide.step.runner import StepRunner
 from lowtide.step.stage_updater import PipelineUpdater
+from lowtide.step_plan import LEAST
 
 
 @dataclass

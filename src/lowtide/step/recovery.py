@@ -14,21 +14,23 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lowtide.compat.torch import version_of
 from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
 from lowtide.methods.method import Objective, Scorer
+from lowtide.ops.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.failures import RankFailed, tell, who_stopped
 from lowtide.ranks.shards import LocalShard
-from lowtide.ranks.world import distributed
+from lowtide.ranks.world import distributed, worst_of_ranks
+from lowtide.step.evaluate import score_in_parts
+from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models, OwnLoss
-from lowtide.step.pieces import LEAST, heaviest_tokens
+from lowtide.step.models import Models, OwnLoss
 from lowtide.step.rank_sync import End, OutOfMemory, random_state, set_random_state, worst_rank
-from lowtide.step.train_step import BackwardPlan, Limits, score_in_parts, train_step
+from lowtide.step.train_step import Step
+from lowtide.step_plan import Limits, cut_rows, smaller
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +42,14 @@ def surviving_step(
     *,
     limits: Limits,
     totals: Totals,
-    plan: BackwardPlan = BackwardPlan(),
+    backward: Backward = Backward(),
+    of_one_forward: Callable[[Step, Backward, Totals], Tensor] = Step.run,
 ) -> tuple[Tensor, Limits]:
     """`train_step`, repeated with half the token budget for as long as it runs out of memory.
 
     Args:
         models: their gradients are None, or are dropped with those of a failed attempt.
+        of_one_forward: runs a step that is a single forward and backward, in its own way.
 
     Returns:
         the loss, and the limits that it took, for the steps to come.
@@ -54,24 +58,59 @@ def surviving_step(
         OutOfMemory: a micro-batch of one row does not fit; names the row's length, the phase and what to change. Or
             ranks wait for one another within a forward, so that the step cannot be repeated.
     """
-    before = StepSnapshot(objective, batch.token_ids.device)
+    before, step = StepSnapshot(objective, batch.token_ids.device), None
     while True:
         attempt = Totals()
         try:
-            loss = train_step(models, batch, objective, limits=limits, totals=attempt, plan=plan)
+            if step is None:
+                step = Step.planned(models, batch, objective, limits, backward)
+            run = of_one_forward if step.plan.one_forward else Step.run
+            loss = run(step, backward, attempt)
         except OutOfMemory as error:
             if models.waited_for:
                 raise
             failed = error.with_traceback(None)  # its frames hold the tensors that did not fit
         else:
             totals.take_over(attempt)
-            return loss, limits
-        plan.abandon()
+            return loss, step.plan.limits
+        backward.abandon()
         models.policy.zero_grad()
         free_caches()
         before.put_back()
-        limits = smaller(limits, batch, failed, cuttable=models.why_not_chains(objective) is None)
+        step, limits = _smaller(step, models, batch, objective, limits, failed)
         logger.warning(f"out of memory {failed}; the step is repeated with at most {limits.tokens:,} tokens a forward")
+
+
+def _smaller(
+    step: Step | None,
+    models: Models,
+    batch: RaggedBatch,
+    objective: Objective | OwnLoss,
+    limits: Limits,
+    failed: OutOfMemory,
+) -> tuple[Step | None, Limits]:
+    """The step in smaller micro-batches, if it need not be planned from the beginning, and smaller limits.
+
+    Raises:
+        OutOfMemory: there is nothing left to halve.
+    """
+    cuttable = models.why_not_chains(objective) is None
+    if step is not None:
+        heaviest, longest = step.said.heaviest, step.said.longest
+    else:
+        heaviest, longest = (worst_of_ranks(size, batch.token_ids.device) for size in _sizes(limits, batch))
+    if (budget := smaller(heaviest, longest, cuttable=cuttable)) is not None:
+        limits = replace(limits, tokens=budget)
+        if step is None or objective.baseline is not None:  # what is scored first draws anew too
+            return None, limits
+        return step.within(limits), limits
+    one = f"{heaviest} tokens of one row" if cuttable else "one row"
+    raise OutOfMemory(
+        f"out of memory {failed}. It is a micro-batch of {one} of {longest:,} tokens, which cannot be cut: lower "
+        "`max_length`, keep less (gradient_checkpointing=True, activation_offloading=True, adapters, an optimizer "
+        "with smaller states), or take a larger device",
+        failed.failure,
+    )
 
 
 class StepSnapshot:
@@ -88,41 +127,9 @@ class StepSnapshot:
             vars(self.running).update(self.carried)
 
 
-def smaller(limits: Limits, batch: RaggedBatch, failed: OutOfMemory, *, cuttable: bool = False) -> Limits:
-    """Half the tokens of the heaviest micro-batch of any rank, but room for the longest row where others stood beside
-    it.
-
-    Args:
-        cuttable: a row alone can be run in pieces.
-
-    Raises:
-        OutOfMemory: there is nothing left to halve.
-    """
-    heaviest, longest = _sizes(limits, batch)
-    if distributed():
-        both = torch.tensor([heaviest, longest], device=batch.token_ids.device)
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        heaviest, longest = (int(value) for value in both.tolist())
-    budget = _half(heaviest, longest, cuttable)
-    if budget >= heaviest:
-        one = f"{heaviest} tokens of one row" if cuttable else "one row"
-        raise OutOfMemory(
-            f"out of memory {failed}. It is a micro-batch of {one} of {longest:,} tokens, which cannot be cut: lower "
-            "`max_length`, keep less (gradient_checkpointing=True, activation_offloading=True, adapters, an optimizer "
-            "with smaller states), or take a larger device",
-            failed.failure,
-        )
-    return replace(limits, tokens=budget)
-
-
-def _half(heaviest: int, longest: int, cuttable: bool) -> int:
-    """The next smaller token budget: a row is cut only where nothing else is left to cut."""
-    return max(heaviest // 2, LEAST if cuttable and heaviest <= longest else longest)
-
-
 def _sizes(limits: Limits, batch: RaggedBatch) -> tuple[int, int]:
     """Tokens of the heaviest forward that the limits make of a batch, and of its longest row."""
-    return heaviest_tokens(batch, limits.tokens, limits.rows), max(batch.row_tokens)
+    return max(part.heaviest for part in cut_rows(batch.segments, limits)), max(batch.row_tokens)
 
 
 def surviving_scores(
@@ -132,7 +139,8 @@ def surviving_scores(
     *,
     alone: bool = True,
     together: bool = False,
-    cuttable: bool = False,
+    why_whole_rows: str | None = "",
+    place: Callable[[], KeyPlace] = OnDevice,
 ) -> Tensor:
     """`score_in_parts`, repeated with half the token budget for as long as it runs out of memory.
 
@@ -142,16 +150,18 @@ def surviving_scores(
     Args:
         alone: False where others wait for this rank inside of a forward, so nothing is repeated.
         together: the forwards are of all ranks, which call this equally often.
-        cuttable: a row alone can be run in pieces.
+        why_whole_rows: what keeps rows above the token budget from being run in pieces, as a clause or "".
+        place: makes the place where the keys of a long row wait.
 
     Raises:
         OutOfMemory: one row does not fit.
     """
+    more = {"why_whole_rows": why_whole_rows, "place": place}
     if not alone:
-        return score_in_parts(batch, limits, scorer, together=together, long_rows=cuttable)
+        return score_in_parts(batch, limits, scorer, together=together, **more)
     while True:
         try:
-            return score_in_parts(batch, limits, scorer)
+            return score_in_parts(batch, limits, scorer, **more)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -159,8 +169,8 @@ def surviving_scores(
             drop_frames(error)
         free_caches()
         heaviest, longest = _sizes(limits, batch)
-        budget = _half(heaviest, longest, cuttable)
-        if budget >= heaviest:
+        budget = smaller(heaviest, longest, cuttable=why_whole_rows is None)
+        if budget is None:
             raise OutOfMemory(
                 f"out of memory in scoring one row of {longest:,} tokens, which cannot be cut ({said}): lower "
                 "what limits its length (`max_length`, `max_completion_length`), or take a larger device"

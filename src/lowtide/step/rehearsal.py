@@ -21,10 +21,10 @@ from lowtide.memory.allocators.out_of_memory import free_caches, is_out_of_memor
 from lowtide.memory.optimizers.states import states_of, wants_room
 from lowtide.ragged import RaggedBatch
 from lowtide.step.heaviest import heaviest_rows, rows_in_a_step
-from lowtide.step.pieces import is_one_forward
 from lowtide.step.rank_sync import OutOfMemory, RankSync
 from lowtide.step.recovery import StepSnapshot
 from lowtide.step.runner import StepRunner
+from lowtide.step_plan import Limits, cut_rows
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ def rehearse(
             batch = batch_of(rows)
             step = min(rows_in_a_step(runner.options), together * len(lengths))
             times = min(max(2, runner.stages), -(-step // batch.rows))
-            in_pieces = not is_one_forward(batch, limits.tokens, None)  # a later piece finds an earlier one's gradients
-            runner.rehearsal(batch if in_pieces else batch.times(times))
+            several = sum(part.forwards for part in cut_rows(batch.segments, Limits(tokens=limits.tokens))) > 1
+            runner.rehearsal(batch if several else batch.times(times))  # a later one finds an earlier one's gradients
         if runner.in_backward is not None:
             runner.reserved.clear()  # states are made while activations are there
     before.put_back()

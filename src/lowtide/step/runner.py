@@ -28,15 +28,18 @@ from lowtide.ragged import RaggedBatch
 from lowtide.ranks.shards import is_gathered
 from lowtide.ranks.world import distributed
 from lowtide.step.chains import Chain
+from lowtide.step.cut import parts_of
+from lowtide.step.evaluate import accompany, evaluate_batch
+from lowtide.step.execute import Backward
 from lowtide.step.in_backward import InBackward
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models, OwnLoss
+from lowtide.step.models import Models, OwnLoss
 from lowtide.step.phases import Phases
-from lowtide.step.pieces import LEAST, LongRow, is_one_forward
 from lowtide.step.rank_sync import NotFinite, check_finite
 from lowtide.step.recovery import StepSnapshot, surviving_scores, surviving_step
-from lowtide.step.train_step import BackwardPlan, Limits, accompany, evaluate_batch, parts_of
+from lowtide.step.train_step import Step
 from lowtide.step.updater import REMEDIES, NotFiniteStep, Updater, updater_of
+from lowtide.step_plan import LEAST, Limits
 
 
 @dataclass
@@ -112,7 +115,7 @@ class StepRunner:
     @property
     def method_objective(self) -> Objective:
         """The method's own objective, beneath a loss that is the caller's."""
-        return self.objective.inner if isinstance(self.objective, OwnLoss) else self.objective
+        return self.objective.inner
 
     # -- limits ------------------------------------------------------------------------------------------------------
 
@@ -121,11 +124,11 @@ class StepRunner:
         """The caps on a micro-batch; the token budget is smaller than the option's after an out-of-memory."""
         options = self.options
         budget = self.token_budget or options.tokens_per_microbatch
-        return Limits(options.per_device_train_batch_size, budget, self.place)
+        return Limits(options.per_device_train_batch_size, budget)
 
     @property
     def evaluation_limits(self) -> Limits:
-        return Limits(self.options.per_device_eval_batch_size, self.options.tokens_per_microbatch, self.place)
+        return Limits(self.options.per_device_eval_batch_size, self.options.tokens_per_microbatch)
 
     def limits_of(self, batch: RaggedBatch) -> Limits:
         """The caps for a batch: where rows cannot be run in pieces, a budget that an out-of-memory made smaller still
@@ -199,7 +202,7 @@ class StepRunner:
         self.model.train()  # a loaded model is not yet, and neither checkpoints nor drops anything
         self.updater.train()
         try:
-            loss = self._gradients(batch)
+            loss = self._take(batch, in_backward=self.in_backward is not None)
         except NotFinite as error:
             raise self._nonfinite(batch, str(error), own=error.loss is not None) from None
         if self.updater.scaler is not None and self.updater.grad_scale < 1:
@@ -208,7 +211,7 @@ class StepRunner:
 
     def accumulate(self, batch: RaggedBatch) -> Tensor:
         """The gradients of one of several micro-batches of a step: they are added up, and nothing is stepped."""
-        return self._take(batch, self.totals)
+        return self._take(batch)
 
     def rehearsal(self, batch: RaggedBatch) -> None:
         """A batch forward and backward as a step would run it; gradients are dropped, and the token budget is lowered
@@ -216,9 +219,9 @@ class StepRunner:
         self.model.train()
         freed = {} if self.in_backward is None else {"around_last": self.in_backward.steps.norm_pass}
         with self.updater.rehearsing(self.model) as quietly:
-            plan = replace(self._plan(), finite=False, **freed, **quietly)
-            models, totals = replace(self.models(), together=self.together and not quietly), Totals()
-            _, limits = surviving_step(models, batch, self.objective, limits=self.limits, totals=totals, plan=plan)
+            backward = replace(self._plain_backward(), finite=False, **freed, **quietly)
+            models, limits = replace(self.models(), together=self.together and not quietly), self.limits
+            _, limits = surviving_step(models, batch, self.objective, limits=limits, totals=Totals(), backward=backward)
         if limits != self.limits:
             self.token_budget = limits.tokens
         self.updater.zero_grad(self.model)
@@ -269,7 +272,8 @@ class StepRunner:
             scorer,
             alone=not self.waited_for,
             together=self.together,
-            cuttable=self.cuts_rows,
+            why_whole_rows=self.models().why_not_chains(self.objective),
+            place=self.place,
         )
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -306,9 +310,9 @@ class StepRunner:
         check_finite(loss)
         self._backward(loss)
 
-    def _plan(self, **more: Any) -> BackwardPlan:
+    def _plain_backward(self) -> Backward:
         """How a step goes backward and meets the other ranks."""
-        found = BackwardPlan(
+        found = Backward(
             backward=self._backward,
             grad_scale=self.updater.grad_scale,
             no_sync=self.updater.accumulating,
@@ -316,31 +320,37 @@ class StepRunner:
             abandon=functools.partial(self.updater.abandon, self.model),
         )
         exchange = self.updater.exchange(self.model)
-        if exchange is not None:
-            found = replace(found, exchange=exchange.complete, overlap=exchange.overlap, forgo=exchange.forgo)
-        return replace(found, **more)
+        if exchange is None:
+            return found
+        return replace(found, exchange=exchange.complete, overlap=exchange.overlap, forgo=exchange.forgo)
 
-    def _take(self, batch: RaggedBatch, totals: Totals, **more: Any) -> Tensor:
+    def _take(self, batch: RaggedBatch, *, in_backward: bool = False) -> Tensor:
         requested = self.limits_of(batch)
-        models = self.models(self.updater.policy(self.model))
         loss, limits = surviving_step(
-            models, batch, self.objective, limits=requested, totals=totals, plan=self._plan(**more)
+            self.models(self.updater.policy(self.model)),
+            batch,
+            self.objective,
+            limits=requested,
+            totals=self.totals,
+            backward=self._plain_backward(),
+            **{"of_one_forward": self._stepping} if in_backward else {},
         )
         if limits != requested:
             self.token_budget = limits.tokens
         return loss
 
-    def _gradients(self, batch: RaggedBatch) -> Tensor:
-        in_backward, limits = self.in_backward, self.limits_of(batch)
-        if in_backward is None or not is_one_forward(batch, limits.tokens, limits.rows):
-            return self._take(batch, self.totals)
-        backward: Callable[[Tensor], None] = self._backward_of_finite
-        if in_backward.max_grad_norm:
+    def _stepping(self, step: Step, backward: Backward, totals: Totals) -> Tensor:
+        """A step of one forward, which steps the optimizer in its backward; where gradients are clipped, in a second
+        one, since their norm is known after the first."""
+        found = self.in_backward
+        assert found is not None, "the optimizer steps after backward"
+        backward = replace(backward, backward=self._backward_of_finite)
+        if found.max_grad_norm:
             before = StepSnapshot(self.objective, self.device)
-            self._take(batch, Totals(), around_last=in_backward.steps.norm_pass, backward=backward)
+            step.run(replace(backward, around_last=found.steps.norm_pass), Totals())
             before.put_back()
-            self.updater.check_norm(in_backward.steps.total_norm, {})
-        return self._take(batch, self.totals, around_last=in_backward.stepping, backward=backward)
+            self.updater.check_norm(found.steps.total_norm, {})
+        return step.run(replace(backward, around_last=found.stepping), totals)
 
     def _nonfinite(self, batch: RaggedBatch, what: str, own: bool = True) -> NotFiniteStep:
         """What stops a run: this rank says where it comes from, unless it is another's."""
@@ -353,11 +363,9 @@ class StepRunner:
         return NotFiniteStep(f"{what}. {found}. {REMEDIES}")
 
     def _find_nonfinite(self, batch: RaggedBatch) -> str:
-        limits = self.limits_of(batch)
         find = functools.partial(find_nonfinite, self.model, padding_free=self.padding_free)
         findings = (
-            "; ".join(filter(None, Chain(part).scores(find))) if isinstance(part, LongRow) else find(part)
-            for part in parts_of(batch, limits)
+            "; ".join(filter(None, Chain(part).scores(find))) for part in parts_of(batch, self.limits_of(batch))
         )
         nothing = "a second forward of it is finite" + (", and another rank's may not be" if distributed() else "")
         number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, nothing))

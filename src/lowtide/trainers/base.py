@@ -34,14 +34,15 @@ from lowtide.ranks.world import distributed
 from lowtide.run.edge import TO_DO
 from lowtide.run.options.sharding import engines_hidden
 from lowtide.run.options.training import TrainingConfig
+from lowtide.step.cut import idle_part
 from lowtide.step.heaviest import row_lengths
 from lowtide.step.metrics import Totals
 from lowtide.step.phases import HighWater, Phases
 from lowtide.step.rank_sync import RankSync
 from lowtide.step.rehearsal import rehearse
 from lowtide.step.runner import StepRunner
-from lowtide.step.train_step import Limits
 from lowtide.step.updater import NotFiniteStep
+from lowtide.step_plan import Limits
 from lowtide.trainers.checkpoints.resuming import ResumableRuns
 from lowtide.trainers.checkpoints.stopping import StoppableRuns
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions
@@ -165,7 +166,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
                 batches.append(batch if count == batch.rows else batch.select_rows(range(count)))
         if batch is None:
             return [], None
-        step = RaggedBatch.concat(batches) if batches else replace(batch.idle(), stands_in=True)
+        step = RaggedBatch.concat(batches) if batches else replace(idle_part(batch, None).batch, stands_in=True)
         return [None] * (taken - 1) + [step], None
 
     # -- the step ----------------------------------------------------------------------------------------------------

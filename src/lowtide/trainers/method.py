@@ -34,7 +34,7 @@ from lowtide.run.options.inherited_checks import check_early_stopping
 from lowtide.run.options.training import TrainingConfig
 from lowtide.run.training_run import Inputs, TrainingRun
 from lowtide.run.unwise import unwise
-from lowtide.step.microbatches import OwnLoss
+from lowtide.step.models import OwnLoss
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.attributes import TrainerAttributes
 from lowtide.trainers.base import LowtideTrainer

@@ -18,6 +18,7 @@ from lowtide.engine.reference import ArrivedPolicy, FrozenModel
 from lowtide.methods.completions import completion_segments, in_completion, segment_sums
 from lowtide.run.edge import edge
 from lowtide.run.engine import computed_in
+from lowtide.step.cut import Part
 from lowtide.trainers.method import MethodTrainer
 from lowtide.trainers.references.later import LaterReference
 from lowtide.trainers.references.precompute import Precomputed, precompute
@@ -61,7 +62,7 @@ class ReferenceTrainer(MethodTrainer):
         """[pairs] for the chosen and the rejected completions: the reference's log-probabilities, for a `compute_loss`
         of a subclass that asks for those of its inputs."""
         batch = self._micro_of(inputs).batch
-        referred = self.runner.models(model).referred(batch, self.inner_objective)
+        referred = self.runner.models(model).referred(Part.of(batch), self.inner_objective)
         assert referred is not None
         counted = in_completion(batch, referred)
         sums = segment_sums(referred * counted, batch)

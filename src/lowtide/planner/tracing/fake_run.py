@@ -59,8 +59,8 @@ from lowtide.run.training_run import Inputs, TrainingRun, adapters_of, head_with
 from lowtide.spelling import check_arguments_known
 from lowtide.step.heaviest import heaviest_batch, rows_in_a_step
 from lowtide.step.metrics import Totals
-from lowtide.step.pieces import is_long, plan_pieces
 from lowtide.step.runner import StepRunner
+from lowtide.step_plan import Limits, cut_rows
 
 B = TypeVar("B")
 SAMPLE = 512
@@ -364,7 +364,8 @@ class FakeRun:
         dtype = torch.bfloat16 if self.config.bf16 else torch.float16 if self.config.fp16 else self._dtype
         rows = self.method.head.chunk_rows(self.described, dtype, device.kind)
         most = self.config.tokens_per_microbatch
-        forwards = len(plan_pieces(batch.segments, most)) if most is not None and is_long(batch, most) else 1
+        plan = cut_rows(batch.segments, Limits(tokens=most))
+        forwards = plan[0].forwards if len(plan) == 1 else 1
         return batch if rows is None else batch.thinned(2 * rows * self.sequence_parallel * forwards)
 
     @property

@@ -35,6 +35,7 @@ from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is
 from lowtide.ragged import LastToken, RaggedBatch
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.rollout.rewards.completed import Completed
+from lowtide.step_plan import Limits, cut_rows
 
 limit_templates()
 logger = logging.getLogger(__name__)
@@ -320,8 +321,9 @@ def microbatches(groups: Sequence[Group], cap: int, pad_id: int | None) -> Itera
     """Groups in micro-batches of at most `cap` tokens where that can be, each with the groups that it holds."""
     parts = [part for group in groups for part in _cut(group, cap)]
     batch = lay_groups(parts, pad_id)
-    for rows in batch.plan_split(max(cap, *(group.tokens for group in parts))):
-        yield [parts[row] for row in rows], batch.select_rows(rows)
+    limits = Limits(tokens=max(cap, *(group.tokens for group in parts)))
+    for each in cut_rows(batch.segments, limits, why_whole_rows=""):
+        yield [parts[row] for row in each.rows], batch.select_rows(each.rows)
 
 
 def lay_groups(groups: Sequence[Group], pad_id: int | None) -> RaggedBatch:

@@ -30,10 +30,11 @@ from lowtide.memory.allocators.measure import bytes_text
 from lowtide.methods.method import Objective, TokenObjective
 from lowtide.objectives.outcome import Counts
 from lowtide.ragged import RaggedBatch
+from lowtide.step.cut import Part, split
 from lowtide.step.metrics import Totals
-from lowtide.step.microbatches import Models, OwnLoss, scores_of
+from lowtide.step.models import Models, OwnLoss, scores_of
 from lowtide.step.rank_sync import random_state, set_random_state
-from lowtide.step.train_step import Limits
+from lowtide.step_plan import Limits
 from lowtide.trainers.evaluation import PaddedPredictions
 from lowtide.trainers.losses.micro_batch import MicroBatch
 
@@ -206,7 +207,7 @@ class OwnLosses(Trainer):
     ) -> None:
         """Adds the loss of a batch to `totals`, and its predictions to what is kept of them."""
         totals.count(batch)
-        for part in batch.split(limits.tokens, limits.rows):
+        for part in split(batch, limits):
             micro = self._handed_out(part, self.inner_objective.counts(part))
             mask = micro.inputs["attention_mask"]
             with computing(model), noisy_embeddings(causal_model(model), part, mask), torch.no_grad():
@@ -265,7 +266,7 @@ class OwnLosses(Trainer):
             items = micro.batch.scores if num_items_in_batch is None else num_items_in_batch
             loss = objective.loss(stats).sum() / items
         else:
-            referred = self._models(model).referred(micro.batch, objective)
+            referred = self._models(model).referred(Part.of(micro.batch), objective)
             micro.outcome = outcome = objective.loss(objective.read(micro.batch, stats, referred), micro.counts)
             loss = outcome.loss / micro.share
         micro.output.loss = loss.detach()

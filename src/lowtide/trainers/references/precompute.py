@@ -34,7 +34,7 @@ from lowtide.ranks.shards import is_sharded, local_of
 from lowtide.ranks.world import distributed, worst_of_ranks
 from lowtide.run.edge import TO_DO
 from lowtide.step.rank_sync import RankSync
-from lowtide.step.train_step import Limits
+from lowtide.step_plan import Limits
 from lowtide.terminal import Console
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def with_column(trainer: LowtideTrainer, dataset: Any, name: str, weights: str) 
     rows = args.precompute_ref_batch_size or (
         args.per_device_train_batch_size if training else args.per_device_eval_batch_size
     )
-    limits = Limits(rows, args.tokens_per_microbatch, trainer.runner.place)
+    limits = Limits(rows, args.tokens_per_microbatch)
     order = (args.seed, args.data_seed, args.data_ranks, args.gradient_accumulation_steps, args.train_batch_size)
     precision = (args.bf16, args.fp16, trainer.padding_free, str(args.device), torch.__version__, LAYOUT)
     precision = (*precision, args.sharding.same_rows)

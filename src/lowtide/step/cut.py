@@ -1,0 +1,327 @@
+"""A batch laid out in the order of a plan: its micro-batches are views of it, and a long row's are in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lowtide.compat.torch import FakeTensor
+from lowtide.ops.piece_keys import KeyPlace, PieceKeys
+from lowtide.ragged import RaggedBatch, Segment
+from lowtide.step_plan import LEAST, Limits, MicroBatch, PiecePlan, Span, cut_rows, plan_pieces
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one forward sees."""
+
+    batch: RaggedBatch
+    scores: Int[Tensor, " scores"] | None = None
+    """Their places among those of the micro-batch; None of one that has all of them, in order."""
+    after: int = -1
+    """The piece that it goes on from; -1 for none."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch: one piece, or those of a long row."""
+
+    batch: RaggedBatch
+    """As a whole; where there are several pieces, no forward ever sees it."""
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, batch: RaggedBatch, pieces: Sequence[PiecePlan] = ()) -> Part:
+        """A batch as one micro-batch.
+
+        Args:
+            pieces: those of a batch of one row, where it is run in pieces.
+        """
+        if not pieces:
+            return cls(batch, (Piece(batch),))
+        places = _score_places(batch)
+        return cls(batch, tuple(_piece(batch, places, each) for each in pieces))
+
+    @classmethod
+    def of_row(cls, row: RaggedBatch, most: int) -> Part:
+        """A batch of one row, in pieces of at most so many tokens."""
+        return cls.of(row, plan_pieces(row.segments, range(len(row.segments)), most))
+
+    def keys(self, place: KeyPlace) -> list[PieceKeys | None]:
+        """For each piece what its layers keep, which is nothing yet; None for those that stand alone."""
+        if len(self.pieces) == 1:
+            return [None]
+        made: list[PieceKeys] = []
+        for piece in self.pieces:
+            longest = max(part.length for part in piece.batch.segments)
+            made.append(PieceKeys(longest, made[piece.after] if piece.after >= 0 else None, place=place))
+        for piece in self.pieces:
+            if piece.after >= 0:
+                made[piece.after].keeps = True
+        for keys in reversed(made):
+            keys.way_tokens = max(keys.way_tokens, keys.start + keys.tokens)
+            if keys.before is not None:
+                keys.before.way_tokens = max(keys.before.way_tokens, keys.way_tokens)
+        longest = max(keys.way_tokens for keys in made)
+        for keys in made:
+            keys.row_tokens = longest
+        return [keys if keys.keeps or keys.before is not None else None for keys in made]
+
+    def in_order(self, found: Sequence[Tensor]) -> Tensor:
+        """[scores, ..] of the micro-batch, from those of its pieces."""
+        if len(self.pieces) == 1:
+            return found[0]
+        joined = torch.cat([*found])
+        order = torch.cat([piece.scores for piece in self.pieces if piece.scores is not None])
+        return torch.empty_like(joined).index_copy_(0, order.to(joined.device), joined)
+
+    def joined(self, outputs: Sequence[Any]) -> Any:
+        """The output of the micro-batch from those of its pieces: statistics in the order of its scores, losses added
+        up."""
+        if len(self.pieces) == 1:
+            return outputs[0]
+        values: dict[str, Any] = {}
+        for each in fields(outputs[0]):
+            parts = [getattr(output, each.name) for output in outputs]
+            if parts[0] is None:
+                values[each.name] = None
+            elif each.name == "loss":
+                values[each.name] = torch.stack(parts).sum()
+            else:
+                values[each.name] = self.in_order(parts)
+        return type(outputs[0])(**values)
+
+    def with_values(self, name: str, values: Tensor) -> Part:
+        """With another value of each score."""
+
+        def added(batch: RaggedBatch, own: Tensor) -> RaggedBatch:
+            return replace(batch, score_values={**batch.score_values, name: own})
+
+        pieces = [
+            replace(piece, batch=added(piece.batch, values if piece.scores is None else values[piece.scores]))
+            for piece in self.pieces
+        ]
+        return Part(added(self.batch, values), tuple(pieces))
+
+
+def parts_of(batch: RaggedBatch, limits: Limits) -> list[Part]:
+    """The micro-batches of a batch within the limits, each row above the token budget in pieces."""
+    return cut(batch, cut_rows(batch.segments, limits))
+
+
+def split(batch: RaggedBatch, limits: Limits) -> list[RaggedBatch]:
+    """The micro-batches of a batch within the limits.
+
+    Raises:
+        ValueError: a row is above the token budget; names it.
+    """
+    return [part.batch for part in cut(batch, cut_rows(batch.segments, limits, why_whole_rows=""))]
+
+
+def idle_part(batch: RaggedBatch, most: int | None) -> Part:
+    """An empty micro-batch for a rank that has nothing left to run where others have: the smallest row, unscored, and
+    of a row above the budget its first tokens alone."""
+    tokens = batch.row_tokens
+    idle = batch.select_rows([tokens.index(min(tokens))]).unscored()
+    if most is None or idle.tokens <= most:
+        return Part.of(idle)
+    first = idle.segments[0]
+    few = Span(0, first.start, first.start + min(first.length, LEAST))
+    return Part.of(_piece(idle, _score_places(idle), PiecePlan((few,))).batch)
+
+
+# -- micro-batches as views --------------------------------------------------------------------------------------------
+
+
+def cut(batch: RaggedBatch, plan: Sequence[MicroBatch]) -> list[Part]:
+    """The micro-batches of a plan, which has each row of the batch once."""
+    if not plan:
+        return []
+    batches = [batch] if len(plan) == 1 else _views(batch, [each.rows for each in plan])
+    return [Part.of(part, _moved(batch, each)) for part, each in zip(batches, plan, strict=True)]
+
+
+def _moved(batch: RaggedBatch, planned: MicroBatch) -> list[PiecePlan]:
+    """The pieces of a row by places in the row, of which the segments stand together."""
+    if not planned.pieces:
+        return []
+    first = next(number for number, part in enumerate(batch.segments) if part.row == planned.rows[0])
+    start = batch.segments[first].start
+    return [
+        piece._replace(spans=tuple(Span(n - first, begin - start, end - start) for n, begin, end in piece.spans))
+        for piece in planned.pieces
+    ]
+
+
+def _views(batch: RaggedBatch, groups: Sequence[Sequence[int]]) -> list[RaggedBatch]:
+    """Batches of groups of rows, each a part of what is laid out once."""
+    of_row = batch.row_segments
+    kept = [[number for row in group for number in of_row[row]] for group in groups]
+    order = [number for numbers in kept for number in numbers]
+    segments = [_renumbered(batch.segments, numbers) for numbers in kept]
+    laid = _laid(batch, order, [row for group in groups for row in group], [each for part in segments for each in part])
+    found: list[RaggedBatch] = []
+    token = score = first = row = 0
+    for numbers, own, group in zip(kept, segments, groups, strict=True):
+        tokens, scores = slice(token, token + own[-1].stop), slice(score, score + own[-1].score_stop)
+        within, rows = slice(first, first + len(own)), slice(row, row + len(group))
+        axes = laid.axis_positions
+        found.append(
+            RaggedBatch(
+                token_ids=laid.token_ids[tokens],
+                position_ids=laid.position_ids[tokens],
+                offsets=laid.offsets[len(found) + within.start : len(found) + within.stop + 1],
+                prefix=laid.prefix[within],
+                row=laid.row[within],
+                score_index=laid.score_index[scores],
+                score_target=laid.score_target[scores],
+                score_segment=laid.score_segment[scores],
+                segments=own,
+                row_values={name: value[rows] for name, value in laid.row_values.items()},
+                score_values={name: value[scores] for name, value in laid.score_values.items()},
+                images=tuple(batch.images[number] for number in numbers) if batch.images else (),
+                axis_positions=None if axes is None else axes[:, tokens],
+            )
+        )
+        token, score, first, row = tokens.stop, scores.stop, within.stop, rows.stop
+    return found
+
+
+class _Laid(NamedTuple):
+    """The fields of batches, end to end; places are those within each."""
+
+    token_ids: Tensor
+    position_ids: Tensor
+    axis_positions: Tensor | None
+    offsets: Tensor
+    prefix: Tensor
+    row: Tensor
+    score_index: Tensor
+    score_target: Tensor
+    score_segment: Tensor
+    row_values: dict[str, Tensor]
+    score_values: dict[str, Tensor]
+
+
+def _laid(batch: RaggedBatch, order: Sequence[int], rows: Sequence[int], segments: Sequence[Segment]) -> _Laid:
+    """A batch with its segments in another order.
+
+    Args:
+        rows: in their order.
+        segments: in that order, by their places in the batches to come.
+    """
+    device = batch.token_ids.device
+    old = np.array([part[:6] for part in batch.segments])[order]
+    tokens = _places(old[:, 0], old[:, 1]).to(device)
+    scores = _places(old[:, 4], old[:, 5]).to(device)
+    moved = torch.zeros(len(order), dtype=torch.long)
+    moved[torch.as_tensor(order)] = torch.tensor([part.start for part in segments]) - torch.from_numpy(old[:, 0].copy())
+    index, own = batch.score_index[scores], batch.score_segment[scores]
+    # a segment's first score may be read in its prefix, which moved by another distance
+    source = torch.where(index >= batch.offsets[own], own, batch.prefix[own])
+    starts = [stop for part in segments for stop in ((0, part.stop) if part.start == 0 else (part.stop,))]
+    numbers, count = [], 0
+    for part in segments:
+        count = 0 if part.start == 0 else count + 1
+        numbers.append(count)
+    lengths = torch.from_numpy(old[:, 5] - old[:, 4])
+    chosen = torch.tensor(rows, device=device)
+    return _Laid(
+        token_ids=batch.token_ids[tokens],
+        position_ids=batch.position_ids[tokens],
+        axis_positions=None if batch.axis_positions is None else batch.axis_positions[:, tokens],
+        offsets=torch.tensor(starts, dtype=torch.int32, device=device),
+        prefix=torch.tensor([part.prefix for part in segments], device=device),
+        row=torch.tensor([part.row for part in segments], device=device),
+        score_index=index + moved.to(device)[source],
+        score_target=batch.score_target[scores],
+        score_segment=torch.repeat_interleave(torch.tensor(numbers), lengths, output_size=len(scores)).to(device),
+        row_values={name: value[chosen.to(value.device)] for name, value in batch.row_values.items()},
+        score_values={name: value[scores] for name, value in batch.score_values.items()},
+    )
+
+
+def _places(starts: np.ndarray, stops: np.ndarray) -> Int[Tensor, " places"]:
+    """All places of some spans, one span after the other."""
+    lengths = stops - starts
+    ends = lengths.cumsum()
+    return torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths))
+
+
+def _renumbered(segments: Sequence[Segment], kept: Sequence[int]) -> tuple[Segment, ...]:
+    """Some segments with their prefixes among them, laid end to end; rows by their order, from 0."""
+    place = {old: new for new, old in enumerate(kept)}
+    rows: dict[int, int] = {}
+    found: list[Segment] = []
+    token = score = 0
+    for old in kept:
+        part = segments[old]
+        length, count = part.length, part.score_stop - part.score_start
+        prefix = place[part.prefix] if part.prefix >= 0 else -1
+        row = rows.setdefault(part.row, len(rows))
+        found.append(Segment(token, token + length, prefix, row, score, score + count, part.key))
+        token, score = token + length, score + count
+    return tuple(found)
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _score_places(row: RaggedBatch) -> np.ndarray:
+    """The place of each score; of a row without values, spread evenly over its tokens."""
+    if isinstance(row.score_index, FakeTensor):
+        return np.arange(row.scores) * row.tokens // max(row.scores, 1)
+    return row.score_index.cpu().numpy()
+
+
+def _piece(row: RaggedBatch, places: np.ndarray, planned: PiecePlan) -> Piece:
+    if planned.whole:
+        kept = [each.segment for each in planned.spans]
+        spans = [torch.arange(row.segments[n].score_start, row.segments[n].score_stop) for n in kept]
+        return Piece(row.select_segments(kept), torch.cat(spans))
+    parts: list[Segment] = []
+    scores: list[int] = []
+    index: list[int] = []
+    token = 0
+    for each in planned.spans:
+        own = np.flatnonzero((places >= each.start) & (places < each.stop))
+        length = each.stop - each.start
+        parts.append(Segment(token, token + length, -1, 0, len(scores), len(scores) + len(own)))
+        index += (places[own] - each.start + token).tolist()
+        scores += own.tolist()
+        token += length
+    chosen = torch.tensor(scores, dtype=torch.long)
+    return Piece(_of_spans(row, planned.spans, parts, chosen, index), chosen, planned.after)
+
+
+def _of_spans(
+    row: RaggedBatch, spans: Sequence[Span], parts: Sequence[Segment], scores: Int[Tensor, " scores"], index: list[int]
+) -> RaggedBatch:
+    """The batch of some spans of a row, each a segment."""
+    device = row.token_ids.device
+    chosen = scores.to(device)
+    counts = torch.tensor([part.score_stop - part.score_start for part in parts])
+
+    def taken(values: Tensor) -> Tensor:
+        return torch.cat([values[..., each.start : each.stop] for each in spans], -1)
+
+    return RaggedBatch(
+        token_ids=taken(row.token_ids),
+        position_ids=taken(row.position_ids),
+        offsets=torch.tensor([0, *(part.stop for part in parts)], dtype=torch.int32, device=device),
+        prefix=torch.full((len(parts),), -1, device=device),
+        row=torch.zeros(len(parts), dtype=torch.long, device=device),
+        score_index=torch.tensor(index, dtype=torch.long, device=device),
+        score_target=row.score_target[chosen],
+        score_segment=torch.repeat_interleave(torch.arange(len(parts)), counts, output_size=len(scores)).to(device),
+        segments=tuple(parts),
+        row_values=row.row_values,
+        score_values={name: values[chosen] for name, values in row.score_values.items()},
+        axis_positions=None if row.axis_positions is None else taken(row.axis_positions),
+    )

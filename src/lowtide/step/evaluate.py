@@ -1,0 +1,201 @@
+"""Forwards without gradients: an evaluation's, a reference's, and those of statistics that a loss needs first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.data.batches.values import REFERENCE, TEACHER
+from lowtide.engine.heads.head import ScoreOutput, Scores
+from lowtide.methods.method import Objective, RowObjective, Scorer
+from lowtide.objectives.outcome import Counts, Outcome
+from lowtide.ops.piece_keys import KeyPlace, OnDevice
+from lowtide.ragged import RaggedBatch
+from lowtide.ranks.world import worst_of_ranks
+from lowtide.step.chains import Chain
+from lowtide.step.cut import Part, cut, idle_part
+from lowtide.step.losses import join_rows
+from lowtide.step.metrics import Totals
+from lowtide.step.models import Models, OwnLoss
+from lowtide.step_plan import Limits, MicroBatch, cut_rows
+
+
+@torch.no_grad()
+def evaluate_batch(
+    model: nn.Module | Models,
+    batch: RaggedBatch,
+    objective: Objective,
+    totals: Totals,
+    *,
+    limits: Limits = Limits(),
+) -> list[tuple[RaggedBatch, ScoreOutput]]:
+    """Adds the loss sum and the metrics of a batch to `totals`; no logits, and nothing is kept but what is returned.
+
+    Where forwards are of all ranks together, every rank calls this, or `accompany`, equally often.
+    """
+    models = Models.of(model)
+    totals = totals if models.leads else Totals()
+    batch, known = with_baseline(models, batch, objective, limits)
+    counts = {**objective.counts(batch), **known}
+    why = models.why_whole_rows(objective, batch, limits.tokens)
+    parts = cut(batch, cut_rows(batch.segments, limits, why_whole_rows=why))
+    if models.teaches_ahead(objective, batch, limits.tokens):
+        parts = with_reference(models, parts, batch, objective, limits)
+    turns = _turns(models, parts, batch, limits)
+    results = _outputs(models, turns, objective)[: len(parts)]
+    totals.count(batch)
+    for part, output in results:
+        totals.take_in(output, part)
+        if output.loss is not None:
+            totals.add_mean("loss", output.loss, part.scores)
+    if isinstance(objective, RowObjective):
+        _add_losses(models, objective, turns, results, counts, totals)
+    return results
+
+
+def _add_losses(
+    models: Models,
+    objective: RowObjective,
+    turns: Sequence[Part],
+    results: Sequence[tuple[RaggedBatch, ScoreOutput]],
+    counts: Counts,
+    totals: Totals,
+) -> None:
+    """Adds the losses of rows, from what was scored of them."""
+    outcomes: list[Outcome] = []
+    for term in objective.terms:
+        outputs = results if term is objective else _outputs(models, turns, term)[: len(results)]
+        references = [models.referred(part, term) for part in turns][: len(results)]
+        pairs = zip(outputs, references, strict=True)
+        rows = [term.read(part, output.stats, reference) for (part, output), reference in pairs]
+        outcomes += [term.loss(each, counts) for each in ([join_rows(rows)] if term.whole else rows)]
+    over = sum(part.rows for part, _ in results) if objective.mean_over is None else counts[objective.mean_over]
+    totals.add_mean("loss", torch.stack([each.loss for each in outcomes]).sum() * over, over)
+    for outcome in outcomes:
+        totals.take_outcome(outcome)
+
+
+@torch.no_grad()
+def accompany(models: Models, batch: RaggedBatch, objective: Objective, limits: Limits = Limits()) -> None:
+    """Takes part in the forwards of an evaluation that other ranks run, where forwards are of all together.
+
+    Args:
+        batch: what a row that is not scored is taken from.
+    """
+    if not models.together:
+        return
+    idle = idle_part(batch, limits.tokens).batch
+    with_baseline(models, idle, objective, limits)
+    if models.teaches_ahead(objective, idle, limits.tokens):
+        (part,) = with_reference(models, [Part.of(idle)], idle, objective, limits)
+        idle = part.batch
+    turns = _turns(models, [], idle, limits)
+    for term in objective.terms:
+        _outputs(models, turns, term)
+        for part in turns:
+            models.referred(part, term)
+
+
+def _outputs(models: Models, parts: Sequence[Part], objective: Objective) -> list[tuple[RaggedBatch, ScoreOutput]]:
+    with models.adapter_of(objective):
+        return [(part.batch, models.scored_part(part, objective)) for part in parts]
+
+
+def _turns(models: Models, parts: Sequence[Part], batch: RaggedBatch, limits: Limits) -> list[Part]:
+    """What a pass without gradients runs: the micro-batches and, where forwards are of all ranks together, as many more
+    with nothing scored as another rank has more of them; all ranks ask together."""
+    if not models.together:
+        return [*parts]
+    own = sum(len(part.pieces) for part in parts)
+    missing = worst_of_ranks(own, batch.token_ids.device) - own
+    return [*parts, *[idle_part(batch, limits.tokens)] * missing] if missing else [*parts]
+
+
+# -- what is scored before ---------------------------------------------------------------------------------------------
+
+
+def with_reference(
+    models: Models, parts: Sequence[Part], batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
+) -> list[Part]:
+    """The micro-batches with the reference's log-probabilities, or the teacher's hidden states, where the policy's
+    forwards have no place for those of another model: pieces of a row go on from the policy's keys, and ranks may run
+    forwards by a common order.
+
+    Args:
+        batch: what the micro-batches are of.
+    """
+    name = TEACHER if objective.taught else REFERENCE if objective.needs_reference else None
+    if name is None or name in batch.score_values:
+        return [*parts]
+    scorer = models.placed_states if objective.taught else models.reference
+    assert scorer is not None, "an objective with a reference needs one"
+    found = [score_part(part, scorer, models.place) for part in _turns(models, parts, batch, limits)]
+    return [part.with_values(name, values) for part, values in zip(parts, found, strict=False)]
+
+
+@torch.no_grad()
+def with_baseline(
+    models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
+) -> tuple[RaggedBatch, Counts]:
+    """The batch to train on, and the statistics of the whole batch that the objective computes before."""
+    if objective.baseline is None:
+        return batch, {}
+    why = models.why_whole_rows(objective, batch, limits.tokens)
+
+    def policy(part: RaggedBatch) -> Tensor:
+        temperature = objective.temperature
+        return models.forward(part, Scores(part.score_index, part.score_target, temperature=temperature)).scored
+
+    def reference(part: RaggedBatch) -> Tensor:
+        referred = models.referred(Part.of(part), objective)
+        assert referred is not None or part.scores == 0, "a baseline compares with the reference"
+        return torch.zeros(0, device=part.token_ids.device) if referred is None else referred
+
+    def in_parts(scorer: Scorer) -> Scorer:
+        return lambda whole: score_in_parts(
+            whole, limits, scorer, together=models.together, why_whole_rows=why, place=models.place
+        )
+
+    return objective.baseline(batch, in_parts(policy), in_parts(reference))
+
+
+def score_part(part: Part, scorer: Scorer, place: Callable[[], KeyPlace] = OnDevice) -> Tensor:
+    """[scores, ..] of a micro-batch, in whatever pieces."""
+    return part.in_order(Chain(part, place()).scores(scorer))
+
+
+def score_in_parts(
+    batch: RaggedBatch,
+    limits: Limits,
+    scorer: Scorer,
+    *,
+    together: bool = False,
+    why_whole_rows: str | None = None,
+    place: Callable[[], KeyPlace] = OnDevice,
+) -> Tensor:
+    """[scores, ..] of a batch, from micro-batches within the limits.
+
+    Args:
+        together: the scorer's forwards are of all ranks together, which call this equally often.
+        why_whole_rows: what keeps rows above the token budget from being run in pieces, as a clause or "".
+        place: makes the place where the keys of a long row wait.
+
+    Raises:
+        ValueError: a row is above the token budget, and not run in pieces.
+    """
+    plan = cut_rows(batch.segments, limits, why_whole_rows=why_whole_rows)
+    parts = cut(batch, plan)
+    found = [score_part(part, scorer, place) for part in parts]
+    own = sum(each.forwards for each in plan)
+    for _ in range(worst_of_ranks(own, batch.token_ids.device) - own if together else 0):
+        scorer(idle_part(batch, limits.tokens).batch)
+    return found[0] if len(found) == 1 else _in_order(batch, plan, torch.cat(found))
+
+
+def _in_order(batch: RaggedBatch, plan: Sequence[MicroBatch], values: Tensor) -> Tensor:
+    """[scores, ..] of a batch in their order, from those of its micro-batches."""
+    spans = [(batch.segments[of[0]].score_start, batch.segments[of[-1]].score_stop) for of in batch.row_segments]
+    order = torch.cat([torch.arange(*spans[row]) for each in plan for row in each.rows])
+    return torch.empty_like(values).index_copy_(0, order.to(values.device), values)

@@ -1,0 +1,221 @@
+"""The models of a step, and what is asked of their forwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowtide.data.batches.values import DRAW, REFERENCE, TEACHER
+from lowtide.engine.adapters import adapter_of
+from lowtide.engine.chains import why_not_chains
+from lowtide.engine.forward import causal_model, same_rows_of, score_shared
+from lowtide.engine.heads.head import ScoreOutput, Scores
+from lowtide.engine.reference import ReferenceModel, teaching
+from lowtide.engine.stage import Stage, stage_of
+from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
+from lowtide.objectives.outcome import Counts
+from lowtide.ops.piece_keys import KeyPlace, OnDevice
+from lowtide.ragged import RaggedBatch
+from lowtide.ranks.group import RankGroup
+from lowtide.ranks.world import distributed
+from lowtide.step.chains import Chain
+from lowtide.step.cut import Part
+from lowtide.step.metrics import Totals
+
+EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
+"""What keeps a mixture of experts from running rows in pieces."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a step runs: the policy, and the reference if the objective has one."""
+
+    policy: nn.Module
+    """Prepared by `engine.forward.install`, wrapped or not."""
+    reference: Scorer | None = None
+    """Of a micro-batch; not called where the batch knows the reference's log-probabilities already."""
+    padding_free: bool = True
+    """False runs the padded path."""
+    around: Callable[[], AbstractContextManager] = nullcontext
+    """Entered for each forward of the policy: where a memory technique takes hold of what autograd saves."""
+    together: bool = False
+    """Each forward is one of all ranks, since it gathers weights that are sharded."""
+    place: Callable[[], KeyPlace] = OnDevice
+    """Makes the place where the keys of a long row wait."""
+
+    @classmethod
+    def of(cls, model: nn.Module | Models) -> Models:
+        """A model without a reference as the models of a step."""
+        return model if isinstance(model, Models) else cls(model)
+
+    @property
+    def ranks(self) -> int:
+        """Those with rows of their own; ranks that hold the same rows are one."""
+        return dist.get_world_size() // self.copies if distributed() else 1
+
+    @property
+    def same_rows(self) -> RankGroup | None:
+        """The ranks that hold the same rows and compute them together; None where each rank has rows of its own."""
+        return same_rows_of(self.policy)
+
+    @property
+    def stage(self) -> Stage | None:
+        """What lies on this rank of a pipeline; None where all of the model does."""
+        return stage_of(causal_model(self.policy))
+
+    @property
+    def stages(self) -> int:
+        """Ranks that the layers of the policy are split between."""
+        return 1 if self.stage is None else self.stage.pipeline.size
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same rows."""
+        return 1 if self.same_rows is None else self.same_rows.size
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether other ranks wait for this one within a forward, so that none can repeat one by itself."""
+        return self.together or self.copies > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank adds to the metrics: of those that hold the same rows one does, of a pipeline the last."""
+        if self.stage is not None:
+            return self.stage.pipeline.is_last
+        return self.same_rows is None or self.same_rows.rank == 0
+
+    def why_not_chains(self, objective: Objective | OwnLoss) -> str | None:
+        """What keeps rows above the token budget from being run in pieces, as a clause; None if nothing does."""
+        if objective.inner is not objective:
+            return "the loss is not the method's own"
+        if objective.aux_coefficient:
+            return EXPERTS
+        return why_not_pieces(self.policy, self.teacher.model if objective.taught else None)
+
+    def why_whole_rows(self, objective: Objective | OwnLoss, batch: RaggedBatch, most: int | None) -> str | None:
+        """The same where a row of a batch is above so many tokens; None where none is."""
+        fits = most is None or max(batch.row_tokens) <= most
+        return None if fits else self.why_not_chains(objective)
+
+    def teaches_ahead(self, objective: Objective, batch: RaggedBatch, most: int | None) -> bool:
+        """Whether an evaluation asks the teacher before the student runs: where a row is above so many tokens, or may
+        be on another rank whose forwards are this one's too."""
+        if most is None or not objective.taught:
+            return False
+        long = self.together or max(batch.row_tokens) > most
+        return long and self.why_not_chains(objective) is None
+
+    @property
+    def teacher(self) -> ReferenceModel:
+        """The reference of an objective that compares distributions."""
+        assert isinstance(self.reference, ReferenceModel), "divergences need a teacher"
+        return self.reference
+
+    def placed_states(self, batch: RaggedBatch) -> Tensor:
+        """[scores, hidden]: the teacher's hidden states; where ranks split the tokens, 0 at others' scores."""
+        return self.teacher.states(batch, placed=True)
+
+    def forward(self, batch: RaggedBatch, scores: Scores) -> ScoreOutput:
+        """The policy's forward of one micro-batch; a prompt that several rows share is computed once.
+
+        A teacher goes first, while no activations are held.
+        """
+        if scores.want.divergences:
+            states = batch.score_values.get(TEACHER)
+            states = self.teacher.states(batch) if states is None else states
+            scores = replace(scores, teacher=teaching(self.teacher.model, states))
+        with self.around():
+            return score_shared(self.policy, batch, scores, padding_free=self.padding_free)
+
+    def unscored(self, piece: RaggedBatch) -> ScoreOutput:
+        """The policy's forward of a piece of which nothing is read: its layers keep what later pieces see."""
+        part = replace(piece.unscored(), piece=piece.piece)
+        return self.forward(part, Scores(part.score_index, part.score_target))
+
+    def adapter_of(self, objective: Objective | OwnLoss) -> AbstractContextManager:
+        """Entered for forward and backward of an objective: the adapter that its head is read through is active."""
+        return adapter_of(self.policy, objective.head)
+
+    def scored(self, piece: RaggedBatch, objective: Objective) -> ScoreOutput:
+        """The policy's forward of a micro-batch, or of a piece of one, without gradients."""
+        return self.forward(piece, scores_of(piece, objective, accumulate=False))
+
+    def scored_part(self, part: Part, objective: Objective) -> ScoreOutput:
+        """The same of a micro-batch in however many pieces; the output is in the order of its scores."""
+        return part.joined(Chain(part, self.place()).scores(functools.partial(self.scored, objective=objective)))
+
+    def referred(self, part: Part, objective: Objective) -> Tensor | None:
+        """[scores]: the reference's log-probabilities of a micro-batch, for an objective that wants them."""
+        batch = part.batch
+        needless = batch.scores == 0 and batch.piece is None and not self.together
+        if not objective.needs_reference or needless:
+            return None
+        if REFERENCE in batch.score_values:
+            return batch.score_values[REFERENCE]
+        assert self.reference is not None, "an objective with a reference needs one"
+        return part.in_order(Chain(part, self.place()).scores(self.reference))
+
+
+def why_not_pieces(policy: nn.Module, teacher: nn.Module | None) -> str | None:
+    """What keeps a model, or its teacher, from running rows in pieces, as a clause; None if nothing does."""
+    found = why_not_chains(policy, causal_model(policy))
+    if found is None and teacher is not None:
+        found = why_not_chains(teacher, causal_model(teacher))
+        return found and f"of the teacher, {found}"
+    return found
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """In place of an objective: a loss that its caller computes with forwards of its own."""
+
+    inner: TokenObjective | RowObjective
+    """The method's objective, which the caller may use; rows and scores are counted as it counts them."""
+    compute: Callable[[nn.Module, RaggedBatch, Counts, Totals], ScoreOutput]
+    """From the model, a micro-batch, the counts of the whole step over all ranks, and what takes in metrics, to an
+    output whose `loss` is the micro-batch's part of the loss of the step."""
+    over: ClassVar[str] = "score"
+    """The loss of a micro-batch is known after its forward; likewise, as of `RowObjective`, what follows."""
+    taught: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
+    baseline: ClassVar[None] = None
+    running: ClassVar[None] = None
+    head: ClassVar[None] = None
+
+    @property
+    def aux_coefficient(self) -> float:
+        return self.inner.aux_coefficient
+
+    @property
+    def terms(self) -> tuple[OwnLoss]:
+        return (self,)
+
+    def counts(self, batch: RaggedBatch) -> Counts:
+        return self.inner.counts(batch)
+
+
+def scores_of(
+    part: RaggedBatch, objective: Objective, accumulate: bool, factor: float = 1.0, grad_scale: float = 1.0
+) -> Scores:
+    """What an objective asks of the model's forward."""
+    return Scores(
+        part.score_index,
+        part.score_target,
+        want=objective.want,
+        temperature=objective.temperature,
+        loss=objective.score_loss,
+        factor=factor,
+        grad_scale=grad_scale,
+        accumulate=accumulate,
+        aux_loss=objective.aux_coefficient != 0,
+        head=objective.head,
+        beta=objective.beta,
+        draws=part.score_values.get(DRAW),
+    )

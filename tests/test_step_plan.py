@@ -132,6 +132,13 @@ def test_one_rank_runs_each_piece_once_for_each_loss(over, rows, terms, stages):
         assert {*before[-1].parts} == {number for number, part in enumerate(parts) if part.scores}
 
 
+@pytest.mark.parametrize("terms", [1, 2])
+def test_empty_micro_batches_are_not_the_last_one_together(terms):
+    acts = local_acts(cut_rows(laid([(4, [])]), Limits()), Needs(terms=terms), 3)
+    assert [act.part for act in acts] == [number for number in (0, IDLE, IDLE) for _ in range(terms)]
+    assert StepPlan(Limits(), (), tuple(acts)).last == 2 * terms
+
+
 def test_a_rank_without_rows_runs_an_empty_micro_batch():
     assert local_acts([], Needs("row")) == [Train(IDLE)]
     assert local_acts([], Needs("step")) == [Join(()), Train(IDLE)]

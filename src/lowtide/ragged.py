@@ -410,17 +410,16 @@ class RaggedBatch:
         """The device-side copies of what `segments` says on the host; `seen` are images and positions on axes."""
         device = token_ids.device
         scores = torch.tensor([part.score_stop - part.score_start for part in segments])
+        owner = torch.repeat_interleave(torch.arange(len(segments)), scores, output_size=segments[-1].score_stop)
         return cls(
             token_ids=token_ids,
             position_ids=position_ids,
-            offsets=torch.tensor([0, *(part.stop for part in segments)], dtype=torch.int32, device=device),
-            prefix=torch.tensor([part.prefix for part in segments], device=device),
-            row=torch.tensor([part.row for part in segments], device=device),
+            offsets=sent(torch.tensor([0, *(part.stop for part in segments)], dtype=torch.int32), device),
+            prefix=sent(torch.tensor([part.prefix for part in segments]), device),
+            row=sent(torch.tensor([part.row for part in segments]), device),
             score_index=index,
             score_target=target,
-            score_segment=torch.repeat_interleave(
-                torch.arange(len(segments)), scores, output_size=segments[-1].score_stop
-            ).to(device),
+            score_segment=sent(owner, device),
             segments=tuple(segments),
             row_values=row_values or {},
             score_values=score_values or {},
@@ -537,7 +536,7 @@ class RaggedBatch:
         for part, count in zip(self.segments, counts, strict=True):
             segments.append(part._replace(score_start=score, score_stop=score + count))
             score += count
-        place = place.to(self.score_index.device)
+        place = sent(place, self.score_index.device)
         values = {name: value[place] for name, value in self.score_values.items()}
         places = self.token_ids, self.position_ids, self.score_index[place], self.score_target[place]
         return self._assemble(*places, segments, self.row_values, values, (self.images, self.axis_positions))
@@ -586,7 +585,7 @@ class RaggedBatch:
         return self._assemble(
             take(self.token_ids, token_spans),
             take(self.position_ids, token_spans),
-            index + moved.to(index.device)[source],
+            index + sent(moved, index.device)[source],
             take(self.score_target, score_spans),
             segments,
             {name: value[rows] for name, value in self.row_values.items()},
@@ -617,15 +616,23 @@ class RaggedBatch:
             distance[number] = self.segments[kept].start - self.segments[number].start
         own = self.score_segment
         reads_prefix = self.score_index < self.offsets[own]
-        shift = torch.where(reads_prefix, distance.to(device)[self.prefix[own]], 0)
+        shift = torch.where(reads_prefix, sent(distance, device)[self.prefix[own]], 0)
         segments = tuple(part._replace(prefix=stands_for.get(part.prefix, part.prefix)) for part in self.segments)
         joined = replace(
             self,
             score_index=self.score_index + shift,
-            prefix=torch.tensor([part.prefix for part in segments], device=device),
+            prefix=sent(torch.tensor([part.prefix for part in segments]), device),
             segments=segments,
         )
         return joined.select_segments([n for n in range(len(segments)) if n not in stands_for])
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device, from page-locked memory, so that what runs there is not waited for."""
+    if tensor.device == device:
+        return tensor
+    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def _check_lists(

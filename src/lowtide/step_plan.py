@@ -508,9 +508,10 @@ class StepPlan:
     @functools.cached_property
     def last(self) -> int:
         """Where the acts of the last micro-batch begin, or of its last piece: by then every other gradient is there."""
-        part, piece = self.acts[-1][:2]
-        start = len(self.acts) - 1
-        while start and type(act := self.acts[start - 1]) is Train and act[:2] == (part, piece):
+        final, start = self.acts[-1], len(self.acts) - 1
+        while start and type(before := self.acts[start - 1]) is Train and before[:2] == final[:2]:
+            if before.term >= self.acts[start].term:  # another empty one
+                break
             start -= 1
         return start
 

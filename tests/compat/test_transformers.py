@@ -15,12 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+    masking_utils,
+)
 
 import lowtide
 from lowtide.compat import transformers as inside
 from lowtide.compat.trainer_optimizers import groups_as_on_one_rank
-from lowtide.compat.transformers import HOOKS, USED, Hook
+from lowtide.compat.transformers import HOOKS, USED, Hook, find_packed_rows_where
 from tests.support.vision_models import vision_model
 
 TRAINERS = Path(lowtide.__file__).parent / "trainers"
@@ -211,6 +219,16 @@ def test_a_vision_tower_takes_what_is_worked_out_of_the_sizes_of_images():
     nowhere = torch.zeros_like(grid)  # all that is read of the sizes is given
     found = tower(pixels, grid_thw=nowhere, **layout).pooler_output
     torch.testing.assert_close(found, expected, msg=lambda text: f"the tower reads the sizes in another way: {text}")
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_packed_rows_are_looked_for_only_where_masks_are_wanted(masks, model, monkeypatch):
+    """A forward without a mask asks for this function by its name in the module, and reads what it says."""
+    asked: list[bool] = []
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: asked.append(True))
+    find_packed_rows_where(lambda: masks)
+    model(torch.tensor([[1, 2, 3]]), use_cache=False)
+    assert bool(asked) is masks
 
 
 def test_a_weight_that_is_declared_tied_is_saved_once(model, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.vision_utils import (
@@ -39,6 +40,18 @@ def set_attention(config: Any, name: str) -> None:
     """Sets it for a part of a model. The public `set_attn_implementation` takes every name with "flash" in it for a
     kernel of the hub."""
     config._attn_implementation_internal = name
+
+
+def find_packed_rows_where(wanted: Callable[[], bool]) -> None:
+    """Lets transformers look for packed rows among the positions only where masks are wanted. It does in every forward
+    without a mask, and waits for the device to read what it found, whatever the attention function makes of it."""
+    found = masking_utils.find_packed_sequence_indices
+
+    @functools.wraps(found)
+    def asked(*args: Any, **kwargs: Any) -> Tensor | None:
+        return found(*args, **kwargs) if wanted() else None
+
+    masking_utils.find_packed_sequence_indices = asked
 
 
 def declare_tied(model: nn.Module, tied: dict[str, str]) -> None:

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from lowtide.compat.transformers import find_packed_rows_where
 from lowtide.engine.encoder_decoder import PLAN, PairPlan, running
 from lowtide.engine.rotary import Run, rows_of, runs_of
 from lowtide.engine.split_plan import SplitPlan
@@ -242,6 +243,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs) if _masks_wanted.get() else None
 
 
+find_packed_rows_where(_masks_wanted.get)
 for name in (NAME, PACKED):
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _mask)

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import RaggedBatch, sent
 
 ALPHA = "_lowtide_noise_alpha"
 """The attribute of a transformers model that says how much noise `engine.forward.score` puts on its embeddings."""
@@ -93,4 +93,4 @@ def _of_tokens(batch: RaggedBatch, whole: Sequence[int]) -> Float[Tensor, " toke
     """For each token the number of its segment."""
     parts = torch.tensor([part.length for part in batch.segments])
     lengths = torch.repeat_interleave(torch.tensor(whole, dtype=torch.float32), parts, output_size=batch.tokens)
-    return lengths.to(batch.token_ids.device)
+    return sent(lengths, batch.token_ids.device)

@@ -13,13 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowtide.data.batches.values import OF_PROMPT
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import RaggedBatch, sent
 
 
 def completion_segments(batch: RaggedBatch, count: int) -> list[Int[Tensor, " rows"]]:
     """For each place among a row's last `count` segments, the segments of all rows there."""
-    ends = torch.tensor([numbers[-count:] for numbers in batch.row_segments], device=batch.row.device)
-    return list(ends.unbind(1))
+    ends = torch.tensor([numbers[-count:] for numbers in batch.row_segments])
+    return list(sent(ends, batch.row.device).unbind(1))
 
 
 def in_completion(batch: RaggedBatch, like: Tensor) -> Float[Tensor, " scores"]:

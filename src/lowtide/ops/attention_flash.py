@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lowtide.ops.attention_plan import AttentionPlan, Gather, Places, Rules, gathered
 from lowtide.ops.target import target_of
+from lowtide.ragged import sent
 
 
 class Lengths(NamedTuple):
@@ -49,8 +50,8 @@ def _lengths(plan: AttentionPlan) -> Lengths:
         places.put(part, part.length)
     keys = torch.tensor([0, *(plan.keys(part) for part in plan.segments)]).cumsum(0)
     return Lengths(
-        torch.tensor([0, *(part.stop for part in plan.segments)], dtype=torch.int32, device=plan.device),
-        keys.to(torch.int32).to(plan.device),
+        sent(torch.tensor([0, *(part.stop for part in plan.segments)], dtype=torch.int32), plan.device),
+        sent(keys.to(torch.int32), plan.device),
         max(part.length for part in plan.segments),
         plan.longest,
         places.gather(plan, plan.key_tokens),

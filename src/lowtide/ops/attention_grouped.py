@@ -22,7 +22,7 @@ from lowtide.compat.torch import cpu_flash, cpu_flash_backward
 from lowtide.ops.attention_plan import AttentionPlan, Gather, Places, Rules, Sight, gathered, scattered
 from lowtide.ops.dropout import drops_here, written_attention
 from lowtide.ops.target import target_of
-from lowtide.ragged import Segment
+from lowtide.ragged import Segment, sent
 
 PADDING_TOLERANCE = 1.2
 """Segments join a group while its longest is at most so many times as long as they are."""
@@ -223,7 +223,7 @@ def _mask(plan: AttentionPlan, q: range, k: range, group: Group, rules: Rules) -
         position = torch.arange(group.p + q.start, group.p + q.stop, device=plan.device)[:, None]
         seen = torch.arange(k.start, k.stop, device=plan.device)[None, :]
         if group.leads:
-            lead = torch.tensor(group.leads, device=plan.device)[:, None, None, None]
+            lead = sent(torch.tensor(group.leads), plan.device)[:, None, None, None]
             position, seen = position - lead, seen - lead
         mask = (seen <= position if causal else position >= 0) & (seen >= 0)
         if sight.window is not None:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowtide.ops.piece_keys import PieceKeys
-from lowtide.ragged import RaggedBatch, Segment
+from lowtide.ragged import RaggedBatch, Segment, sent
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ class AttentionPlan:
                 beyond = distance - (token - part.start)
                 inside = before is not None and beyond <= before.length
                 source[token] = before.stop - beyond if before is not None and inside else -1
-        return source.to(self.device)
+        return sent(source, self.device)
 
 
 # -- moving tokens -----------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Places:
         inverse = torch.empty(tokens, dtype=torch.long)
         for place, start, length in self.own:
             inverse[start : start + length] = torch.arange(place, place + length)
-        return Gather(index.to(plan.device), inverse.to(plan.device), tuple(self.shared))
+        return Gather(sent(index, plan.device), sent(inverse, plan.device), tuple(self.shared))
 
 
 def gathered(x: Tensor, gather: Gather | None) -> Tensor:

@@ -50,12 +50,13 @@ def check_same_rows(dataset: Any, lengths_of: Callable[[Any], np.ndarray | None]
         )
 
 
-def check_same_batch(batch: Sequence[Int[Tensor, " _"]], together: RankGroup | None) -> None:
+def check_same_batch(batch: Sequence[Int[Tensor, " _"]], together: RankGroup | None, device: torch.device) -> None:
     """Refuses a batch that is another one on another rank of a group; all ranks of it ask together.
 
     Args:
         batch: its tokens and the like.
         together: the ranks that compute it together; None where each rank has its own.
+        device: of the group's exchanges.
 
     Raises:
         ValueError: with what to look at.
@@ -63,7 +64,7 @@ def check_same_batch(batch: Sequence[Int[Tensor, " _"]], together: RankGroup | N
     if together is None:
         return
     sums = [((torch.arange(len(each), device=each.device) % 8191 + 1) * each).sum() for each in batch]
-    mine = torch.stack([*sums, torch.tensor(sum(map(len, batch)), device=sums[0].device)])
+    mine = torch.stack([*sums, torch.tensor(sum(map(len, batch)), device=sums[0].device)]).to(device)
     most = torch.cat([mine, -mine])
     dist.all_reduce(most, dist.ReduceOp.MAX, group=together.group)
     if not torch.equal(*most.abs().chunk(2)):

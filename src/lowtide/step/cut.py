@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.compat.torch import FakeTensor
 from lowtide.ops.piece_keys import KeyPlace, PieceKeys
-from lowtide.ragged import RaggedBatch, Segment
+from lowtide.ragged import RaggedBatch, Segment, sent
 from lowtide.step_plan import LEAST, Limits, MicroBatch, PiecePlan, Span, cut_rows, plan_pieces
 
 
@@ -37,15 +37,16 @@ class Part:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, batch: RaggedBatch, pieces: Sequence[PiecePlan] = ()) -> Part:
+    def of(cls, batch: RaggedBatch, pieces: Sequence[PiecePlan] = (), places: np.ndarray | None = None) -> Part:
         """A batch as one micro-batch.
 
         Args:
             pieces: those of a batch of one row, where it is run in pieces.
+            places: of the scores of that row; read off the batch if None.
         """
         if not pieces:
             return cls(batch, (Piece(batch),))
-        places = _score_places(batch)
+        places = _score_places(batch) if places is None else places
         return cls(batch, tuple(_piece(batch, places, each) for each in pieces))
 
     @classmethod
@@ -110,62 +111,79 @@ class Part:
         return Part(added(self.batch, values), tuple(pieces))
 
 
-def parts_of(batch: RaggedBatch, limits: Limits) -> list[Part]:
-    """The micro-batches of a batch within the limits, each row above the token budget in pieces."""
-    return cut(batch, cut_rows(batch.segments, limits))
+def parts_of(batch: RaggedBatch, limits: Limits, device: torch.device | None = None) -> list[Part]:
+    """The micro-batches of a batch within the limits, each long row in pieces; `device` as of `cut`."""
+    return cut(batch, cut_rows(batch.segments, limits), device)
 
 
-def split(batch: RaggedBatch, limits: Limits) -> list[RaggedBatch]:
-    """The micro-batches of a batch within the limits.
+def split(batch: RaggedBatch, limits: Limits, device: torch.device | None = None) -> list[RaggedBatch]:
+    """The micro-batches of a batch within the limits; `device` as of `cut`.
 
     Raises:
         ValueError: a row is above the token budget; names it.
     """
-    return [part.batch for part in cut(batch, cut_rows(batch.segments, limits, why_whole_rows=""))]
+    return [part.batch for part in cut(batch, cut_rows(batch.segments, limits, why_whole_rows=""), device)]
 
 
-def idle_part(batch: RaggedBatch, most: int | None) -> Part:
+def idle_part(batch: RaggedBatch, most: int | None, device: torch.device | None = None) -> Part:
     """An empty micro-batch for a rank that has nothing left to run where others have: the smallest row, unscored, and
     of a row above the budget its first tokens alone."""
     tokens = batch.row_tokens
     idle = batch.select_rows([tokens.index(min(tokens))]).unscored()
-    if most is None or idle.tokens <= most:
-        return Part.of(idle)
-    first = idle.segments[0]
-    few = Span(0, first.start, first.start + min(first.length, LEAST))
-    return Part.of(_piece(idle, _score_places(idle), PiecePlan((few,))).batch)
+    if most is not None and idle.tokens > most:
+        first = idle.segments[0]
+        few = Span(0, first.start, first.start + min(first.length, LEAST))
+        idle = _piece(idle, _score_places(idle), PiecePlan((few,))).batch
+    return Part.of(_sent_batch(idle, device or idle.token_ids.device))
 
 
 # -- micro-batches as views --------------------------------------------------------------------------------------------
 
 
-def cut(batch: RaggedBatch, plan: Sequence[MicroBatch]) -> list[Part]:
-    """The micro-batches of a plan, which has each row of the batch once."""
+def cut(batch: RaggedBatch, plan: Sequence[MicroBatch], device: torch.device | None = None) -> list[Part]:
+    """The micro-batches of a plan, which has each row of the batch once.
+
+    Args:
+        device: where they are; a batch in host memory is laid out there, and copied once. By default the batch's own.
+    """
+    device = device or batch.token_ids.device
     if not plan:
         return []
-    batches = [batch] if len(plan) == 1 else _views(batch, [each.rows for each in plan])
-    return [Part.of(part, _moved(batch, each)) for part, each in zip(batches, plan, strict=True)]
+    batches = [_sent_batch(batch, device)] if len(plan) == 1 else _views(batch, [each.rows for each in plan], device)
+    return [_part(batch, part, each) for part, each in zip(batches, plan, strict=True)]
 
 
-def _moved(batch: RaggedBatch, planned: MicroBatch) -> list[PiecePlan]:
-    """The pieces of a row by places in the row, of which the segments stand together."""
+def _part(batch: RaggedBatch, part: RaggedBatch, planned: MicroBatch) -> Part:
+    """A micro-batch, of a row in pieces by their places in the row, of which the segments stand together."""
     if not planned.pieces:
-        return []
-    first = next(number for number, part in enumerate(batch.segments) if part.row == planned.rows[0])
-    start = batch.segments[first].start
-    return [
+        return Part.of(part)
+    numbers = [number for number, each in enumerate(batch.segments) if each.row == planned.rows[0]]
+    first, start = numbers[0], batch.segments[numbers[0]].start
+    scores = slice(batch.segments[first].score_start, batch.segments[numbers[-1]].score_stop)
+    fake = isinstance(batch.score_index, FakeTensor)
+    places = _score_places(part) if fake else batch.score_index[scores].cpu().numpy() - start
+    pieces = [
         piece._replace(spans=tuple(Span(n - first, begin - start, end - start) for n, begin, end in piece.spans))
         for piece in planned.pieces
     ]
+    return Part.of(part, pieces, places)
 
 
-def _views(batch: RaggedBatch, groups: Sequence[Sequence[int]]) -> list[RaggedBatch]:
+def _sent_batch(batch: RaggedBatch, device: torch.device) -> RaggedBatch:
+    """The same of a batch; images stay in host memory, until those of a micro-batch are needed."""
+    if batch.token_ids.device == device:
+        return batch
+    return replace(replace(batch, images=()).map(lambda tensor: sent(tensor, device)), images=batch.images)
+
+
+def _views(batch: RaggedBatch, groups: Sequence[Sequence[int]], device: torch.device) -> list[RaggedBatch]:
     """Batches of groups of rows, each a part of what is laid out once."""
     of_row = batch.row_segments
     kept = [[number for row in group for number in of_row[row]] for group in groups]
     order = [number for numbers in kept for number in numbers]
     segments = [_renumbered(batch.segments, numbers) for numbers in kept]
-    laid = _laid(batch, order, [row for group in groups for row in group], [each for part in segments for each in part])
+    rows_in_order = [row for group in groups for row in group]
+    laid = _laid(batch, order, rows_in_order, [each for part in segments for each in part]).sent(device)
     found: list[RaggedBatch] = []
     token = score = first = row = 0
     for numbers, own, group in zip(kept, segments, groups, strict=True):
@@ -208,6 +226,16 @@ class _Laid(NamedTuple):
     row_values: dict[str, Tensor]
     score_values: dict[str, Tensor]
 
+    def sent(self, device: torch.device) -> _Laid:
+        """The same on a device."""
+
+        def one(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: sent(each, device) for name, each in value.items()}
+            return None if value is None else sent(value, device)
+
+        return _Laid(*map(one, self))
+
 
 def _laid(batch: RaggedBatch, order: Sequence[int], rows: Sequence[int], segments: Sequence[Segment]) -> _Laid:
     """A batch with its segments in another order.
@@ -218,33 +246,34 @@ def _laid(batch: RaggedBatch, order: Sequence[int], rows: Sequence[int], segment
     """
     device = batch.token_ids.device
     old = np.array([part[:6] for part in batch.segments])[order]
-    tokens = _places(old[:, 0], old[:, 1]).to(device)
-    scores = _places(old[:, 4], old[:, 5]).to(device)
-    moved = torch.zeros(len(order), dtype=torch.long)
-    moved[torch.as_tensor(order)] = torch.tensor([part.start for part in segments]) - torch.from_numpy(old[:, 0].copy())
-    index, own = batch.score_index[scores], batch.score_segment[scores]
+    tokens, scores = (sent(_places(old[:, n], old[:, n + 1]), device) for n in (0, 4))
+    moved = np.zeros(len(order), dtype=np.int64)
+    moved[order] = [part.start for part in segments] - old[:, 0]
+    index, own = (each.index_select(0, scores) for each in (batch.score_index, batch.score_segment))
     # a segment's first score may be read in its prefix, which moved by another distance
-    source = torch.where(index >= batch.offsets[own], own, batch.prefix[own])
-    starts = [stop for part in segments for stop in ((0, part.stop) if part.start == 0 else (part.stop,))]
-    numbers, count = [], 0
-    for part in segments:
-        count = 0 if part.start == 0 else count + 1
-        numbers.append(count)
-    lengths = torch.from_numpy(old[:, 5] - old[:, 4])
-    chosen = torch.tensor(rows, device=device)
+    source = torch.where(index >= batch.offsets.index_select(0, own), own, batch.prefix.index_select(0, own))
+    offsets = [stop for part in segments for stop in ((0, part.stop) if part.start == 0 else (part.stop,))]
+    chosen = sent(torch.tensor(rows), device)
     return _Laid(
-        token_ids=batch.token_ids[tokens],
-        position_ids=batch.position_ids[tokens],
-        axis_positions=None if batch.axis_positions is None else batch.axis_positions[:, tokens],
-        offsets=torch.tensor(starts, dtype=torch.int32, device=device),
-        prefix=torch.tensor([part.prefix for part in segments], device=device),
-        row=torch.tensor([part.row for part in segments], device=device),
-        score_index=index + moved.to(device)[source],
-        score_target=batch.score_target[scores],
-        score_segment=torch.repeat_interleave(torch.tensor(numbers), lengths, output_size=len(scores)).to(device),
+        token_ids=batch.token_ids.index_select(0, tokens),
+        position_ids=batch.position_ids.index_select(0, tokens),
+        axis_positions=None if batch.axis_positions is None else batch.axis_positions.index_select(1, tokens),
+        offsets=torch.tensor(offsets, dtype=torch.int32),
+        prefix=torch.tensor([part.prefix for part in segments]),
+        row=torch.tensor([part.row for part in segments]),
+        score_index=index + sent(torch.from_numpy(moved), device).index_select(0, source),
+        score_target=batch.score_target.index_select(0, scores),
+        score_segment=torch.from_numpy(np.repeat(_numbers(segments), old[:, 5] - old[:, 4])),
         row_values={name: value[chosen.to(value.device)] for name, value in batch.row_values.items()},
-        score_values={name: value[scores] for name, value in batch.score_values.items()},
+        score_values={name: value[scores.to(value.device)] for name, value in batch.score_values.items()},
     )
+
+
+def _numbers(segments: Sequence[Segment]) -> np.ndarray:
+    """The number of each segment in its own batch, of those of several that stand end to end."""
+    begins = np.flatnonzero([part.start == 0 for part in segments])
+    lengths = np.diff(np.append(begins, len(segments)))
+    return np.arange(len(segments)) - np.repeat(begins, lengths)
 
 
 def _places(starts: np.ndarray, stops: np.ndarray) -> Int[Tensor, " places"]:
@@ -305,8 +334,8 @@ def _of_spans(
 ) -> RaggedBatch:
     """The batch of some spans of a row, each a segment."""
     device = row.token_ids.device
-    chosen = scores.to(device)
-    counts = torch.tensor([part.score_stop - part.score_start for part in parts])
+    chosen = sent(scores, device)
+    counts = [part.score_stop - part.score_start for part in parts]
 
     def taken(values: Tensor) -> Tensor:
         return torch.cat([values[..., each.start : each.stop] for each in spans], -1)
@@ -314,12 +343,12 @@ def _of_spans(
     return RaggedBatch(
         token_ids=taken(row.token_ids),
         position_ids=taken(row.position_ids),
-        offsets=torch.tensor([0, *(part.stop for part in parts)], dtype=torch.int32, device=device),
+        offsets=sent(torch.tensor([0, *(part.stop for part in parts)], dtype=torch.int32), device),
         prefix=torch.full((len(parts),), -1, device=device),
         row=torch.zeros(len(parts), dtype=torch.long, device=device),
-        score_index=torch.tensor(index, dtype=torch.long, device=device),
+        score_index=sent(torch.tensor(index, dtype=torch.long), device),
         score_target=row.score_target[chosen],
-        score_segment=torch.repeat_interleave(torch.arange(len(parts)), counts, output_size=len(scores)).to(device),
+        score_segment=sent(torch.from_numpy(np.repeat(np.arange(len(parts)), counts)), device),
         segments=tuple(parts),
         row_values=row.row_values,
         score_values={name: values[chosen] for name, values in row.score_values.items()},

@@ -40,10 +40,10 @@ def evaluate_batch(
     batch, known = with_baseline(models, batch, objective, limits)
     counts = {**objective.counts(batch), **known}
     why = models.why_whole_rows(objective, batch, limits.tokens)
-    parts = cut(batch, cut_rows(batch.segments, limits, why_whole_rows=why))
+    parts = cut(batch, cut_rows(batch.segments, limits, why_whole_rows=why), models.device)
     if models.teaches_ahead(objective, batch, limits.tokens):
         parts = with_reference(models, parts, batch, objective, limits)
-    turns = _turns(models, parts, batch, limits)
+    turns = _turns(models, parts, parts[0].batch, limits)  # with the reference's values, if these were asked for ahead
     results = _outputs(models, turns, objective)[: len(parts)]
     totals.count(batch)
     for part, output in results:
@@ -86,7 +86,7 @@ def accompany(models: Models, batch: RaggedBatch, objective: Objective, limits: 
     """
     if not models.together:
         return
-    idle = idle_part(batch, limits.tokens).batch
+    idle = idle_part(batch, limits.tokens, models.device).batch
     with_baseline(models, idle, objective, limits)
     if models.teaches_ahead(objective, idle, limits.tokens):
         (part,) = with_reference(models, [Part.of(idle)], idle, objective, limits)
@@ -109,8 +109,8 @@ def _turns(models: Models, parts: Sequence[Part], batch: RaggedBatch, limits: Li
     if not models.together:
         return [*parts]
     own = sum(len(part.pieces) for part in parts)
-    missing = worst_of_ranks(own, batch.token_ids.device) - own
-    return [*parts, *[idle_part(batch, limits.tokens)] * missing] if missing else [*parts]
+    missing = worst_of_ranks(own, models.device) - own
+    return [*parts, *[idle_part(batch, limits.tokens, models.device)] * missing] if missing else [*parts]
 
 
 # -- what is scored before ---------------------------------------------------------------------------------------------
@@ -155,7 +155,13 @@ def with_baseline(
 
     def in_parts(scorer: Scorer) -> Scorer:
         return lambda whole: score_in_parts(
-            whole, limits, scorer, together=models.together, why_whole_rows=why, place=models.place
+            whole,
+            limits,
+            scorer,
+            together=models.together,
+            why_whole_rows=why,
+            place=models.place,
+            device=models.device,
         )
 
     return objective.baseline(batch, in_parts(policy), in_parts(reference))
@@ -174,6 +180,7 @@ def score_in_parts(
     together: bool = False,
     why_whole_rows: str | None = None,
     place: Callable[[], KeyPlace] = OnDevice,
+    device: torch.device | None = None,
 ) -> Tensor:
     """[scores, ..] of a batch, from micro-batches within the limits.
 
@@ -181,16 +188,18 @@ def score_in_parts(
         together: the scorer's forwards are of all ranks together, which call this equally often.
         why_whole_rows: what keeps rows above the token budget from being run in pieces, as a clause or "".
         place: makes the place where the keys of a long row wait.
+        device: where the scorer runs; by default where the batch is.
 
     Raises:
         ValueError: a row is above the token budget, and not run in pieces.
     """
     plan = cut_rows(batch.segments, limits, why_whole_rows=why_whole_rows)
-    parts = cut(batch, plan)
+    device = device or batch.token_ids.device
+    parts, own = cut(batch, plan, device), sum(each.forwards for each in plan)
+    missing = worst_of_ranks(own, device) - own if together else 0
     found = [score_part(part, scorer, place) for part in parts]
-    own = sum(each.forwards for each in plan)
-    for _ in range(worst_of_ranks(own, batch.token_ids.device) - own if together else 0):
-        scorer(idle_part(batch, limits.tokens).batch)
+    for _ in range(missing):
+        scorer(idle_part(batch, limits.tokens, device).batch)
     return found[0] if len(found) == 1 else _in_order(batch, plan, torch.cat(found))
 
 

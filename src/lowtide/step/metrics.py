@@ -35,8 +35,9 @@ class Totals:
 
     def add_mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Adds a sum of `count` values to a mean."""
-        total, count = _number(total), _number(count)
-        _fold(self.means, name, torch.stack([total, count.to(total.device)]), torch.add)
+        total = _number(total)
+        count = _number(count).to(total.device) if isinstance(count, Tensor) else torch.full_like(total, count)
+        _fold(self.means, name, torch.stack([total, count]), torch.add)
 
     def count(self, batch: RaggedBatch) -> None:
         """Adds the tokens of a whole batch, of which the number does not depend on how the batch is cut and run."""

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -48,6 +49,13 @@ class Models:
     """Each forward is one of all ranks, since it gathers weights that are sharded."""
     place: Callable[[], KeyPlace] = OnDevice
     """Makes the place where the keys of a long row wait."""
+    runs_on: torch.device | None = None
+    """Where micro-batches run; None for where the policy's weights are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where micro-batches run."""
+        return self.runs_on or next(self.policy.parameters()).device
 
     @classmethod
     def of(cls, model: nn.Module | Models) -> Models:

@@ -105,6 +105,8 @@ class RankSync:
     phase: str = "forward"
     micro_batch: int = 0
     part: RaggedBatch | None = None
+    device: torch.device | None = None
+    """Where it runs, if not where that part is."""
     remedy: str = ""
     """What to do where memory runs out and nothing is repeated."""
     failure: Failure | None = field(default=None, init=False)
@@ -130,7 +132,8 @@ class RankSync:
                     raise
                 self.error = error
                 return
-            largest = LargestTensors(torch.device("cpu") if self.part is None else self.part.token_ids.device)
+            device = torch.device("cpu") if self.part is None else self.part.token_ids.device
+            largest = LargestTensors(self.device or device)
             largest.take_in_frames(error.__traceback__)
             phase = self._phase(error.__traceback__)
             drop_frames(error)  # only then is there memory for what follows

@@ -58,7 +58,7 @@ def surviving_step(
         OutOfMemory: a micro-batch of one row does not fit; names the row's length, the phase and what to change. Or
             ranks wait for one another within a forward, so that the step cannot be repeated.
     """
-    before, step = StepSnapshot(objective, batch.token_ids.device), None
+    before, step = StepSnapshot(objective, models.device), None
     while True:
         attempt = Totals()
         try:
@@ -95,15 +95,15 @@ def _smaller(
         OutOfMemory: there is nothing left to halve.
     """
     cuttable = models.why_not_chains(objective) is None
+    if objective.baseline is not None:
+        step = None  # what is scored first draws anew too, from rows that the step no longer has
     if step is not None:
         heaviest, longest = step.said.heaviest, step.said.longest
     else:
-        heaviest, longest = (worst_of_ranks(size, batch.token_ids.device) for size in _sizes(limits, batch))
+        heaviest, longest = (worst_of_ranks(size, models.device) for size in _sizes(limits, batch))
     if (budget := smaller(heaviest, longest, cuttable=cuttable)) is not None:
         limits = replace(limits, tokens=budget)
-        if step is None or objective.baseline is not None:  # what is scored first draws anew too
-            return None, limits
-        return step.within(limits), limits
+        return None if step is None else step.within(limits), limits
     one = f"{heaviest} tokens of one row" if cuttable else "one row"
     raise OutOfMemory(
         f"out of memory {failed}. It is a micro-batch of {one} of {longest:,} tokens, which cannot be cut: lower "
@@ -141,6 +141,7 @@ def surviving_scores(
     together: bool = False,
     why_whole_rows: str | None = "",
     place: Callable[[], KeyPlace] = OnDevice,
+    device: torch.device | None = None,
 ) -> Tensor:
     """`score_in_parts`, repeated with half the token budget for as long as it runs out of memory.
 
@@ -152,11 +153,12 @@ def surviving_scores(
         together: the forwards are of all ranks, which call this equally often.
         why_whole_rows: what keeps rows above the token budget from being run in pieces, as a clause or "".
         place: makes the place where the keys of a long row wait.
+        device: where the scorer runs; by default where the batch is.
 
     Raises:
         OutOfMemory: one row does not fit.
     """
-    more = {"why_whole_rows": why_whole_rows, "place": place}
+    more = {"why_whole_rows": why_whole_rows, "place": place, "device": device}
     if not alone:
         return score_in_parts(batch, limits, scorer, together=together, **more)
     while True:

@@ -103,6 +103,8 @@ class StepRunner:
         self.begun = False
         """Whether what precedes the first step is done."""
         self.in_backward: InBackward | None = None
+        self._unchecked: tuple[Tensor, RaggedBatch] | None = None
+        """The loss of a step of one rank, which nobody has looked at, and its batch."""
         self._around = contextlib.nullcontext if techniques is None else techniques.around()
         self.place = place
         self._undo = contextlib.ExitStack()
@@ -184,7 +186,7 @@ class StepRunner:
     def models(self, model: nn.Module | None = None) -> Models:
         """What a micro-batch runs through; `model` in place of the policy, a wrapper of it say."""
         policy = self.model if model is None else model
-        return Models(policy, self.reference, self.padding_free, self._forward, self.together, self.place)
+        return Models(policy, self.reference, self.padding_free, self._forward, self.together, self.place, self.device)
 
     def gradients(self, batch: RaggedBatch) -> Tensor:
         """The gradients of one optimizer step, or the step itself where it is taken in backward.
@@ -196,7 +198,8 @@ class StepRunner:
             the loss, whose mean over ranks is that of the whole batch.
 
         Raises:
-            NotFiniteStep: a loss or a gradient is no number; says where it comes from.
+            NotFiniteStep: a loss or a gradient of one of several ranks is no number; says where it comes from. On one
+                rank `clip` and `optimizer_step` raise it: the device is not waited for until all of the step runs.
             OutOfMemory: one row alone does not fit.
         """
         self.model.train()  # a loaded model is not yet, and neither checkpoints nor drops anything
@@ -205,13 +208,16 @@ class StepRunner:
             loss = self._take(batch, in_backward=self.in_backward is not None)
         except NotFinite as error:
             raise self._nonfinite(batch, str(error), own=error.loss is not None) from None
+        self._unchecked = None if distributed() else (loss, batch)
         if self.updater.scaler is not None and self.updater.grad_scale < 1:
             raise self._nonfinite(batch, "gradients overflow at a loss scale below 1")
         return loss
 
     def accumulate(self, batch: RaggedBatch) -> Tensor:
         """The gradients of one of several micro-batches of a step: they are added up, and nothing is stepped."""
-        return self._take(batch)
+        loss = self._take(batch)
+        self._unchecked = None if distributed() else (loss, batch)
+        return loss
 
     def rehearsal(self, batch: RaggedBatch) -> None:
         """A batch forward and backward as a step would run it; gradients are dropped, and the token budget is lowered
@@ -228,6 +234,7 @@ class StepRunner:
 
     def optimizer_step(self, *args: Any) -> Any:
         """Steps the optimizer along the gradients that are there."""
+        self._check_loss()
         self.reserved.clear()
         with self.phases.during("optimizer"):
             return self.updater.step(*args)
@@ -237,11 +244,34 @@ class StepRunner:
         if self.in_backward is not None and self.in_backward.norm is not None:
             norm, self.in_backward.norm = self.in_backward.norm, None
             return norm
-        return self.updater.norm(self.model, self.options.max_grad_norm or None)
+        return self._norm(self.options.max_grad_norm or None)
 
     def gradient_norm(self) -> Tensor | None:
         """The norm of the gradients; None where they are gone before they were all there."""
-        return self.updater.norm(self.model) if self.updater.has_gradients(self.model) else None
+        return self._norm() if self.updater.has_gradients(self.model) else None
+
+    def _norm(self, clip_at: float | None = None) -> Tensor:
+        try:
+            norm = self.updater.norm(self.model, clip_at)
+        except NotFiniteStep:
+            self._check_loss()  # whence a gradient that is no number comes as a rule
+            raise
+        self._check_loss()
+        return norm
+
+    def _check_loss(self) -> None:
+        """Looks at the loss of a step, once all of it runs.
+
+        Raises:
+            NotFiniteStep: it is no number.
+        """
+        if self._unchecked is None:
+            return
+        (loss, batch), self._unchecked = self._unchecked, None
+        try:
+            check_finite(loss)
+        except NotFinite as error:
+            raise self._nonfinite(batch, str(error)) from None
 
     # -- other forwards ----------------------------------------------------------------------------------------------
 
@@ -274,6 +304,7 @@ class StepRunner:
             together=self.together,
             why_whole_rows=self.models().why_not_chains(self.objective),
             place=self.place,
+            device=self.device,
         )
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -316,7 +347,7 @@ class StepRunner:
             backward=self._backward,
             grad_scale=self.updater.grad_scale,
             no_sync=self.updater.accumulating,
-            finite=True,
+            finite=distributed(),
             abandon=functools.partial(self.updater.abandon, self.model),
         )
         exchange = self.updater.exchange(self.model)
@@ -364,9 +395,8 @@ class StepRunner:
 
     def _find_nonfinite(self, batch: RaggedBatch) -> str:
         find = functools.partial(find_nonfinite, self.model, padding_free=self.padding_free)
-        findings = (
-            "; ".join(filter(None, Chain(part).scores(find))) for part in parts_of(batch, self.limits_of(batch))
-        )
+        parts = parts_of(batch, self.limits_of(batch), self.device)
+        findings = ("; ".join(filter(None, Chain(part).scores(find))) for part in parts)
         nothing = "a second forward of it is finite" + (", and another rank's may not be" if distributed() else "")
         number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, nothing))
         return f"Micro-batch {number}: {found}"

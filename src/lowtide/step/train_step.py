@@ -115,7 +115,7 @@ class Step:
         own: Counts,
     ) -> Step:
         """The step, once ranks have told one another their counts, and what they need of each other's micro-batches."""
-        parts, sync, device = [], RankSync(part=batch), batch.token_ids.device
+        parts, sync, device = [], RankSync(part=batch), models.device
         with sync.local():
             parts = _own_parts(batch, limits, needs)
         said = agree(own, parts, max(batch.row_tokens), device, models.copies, failed=sync.failed)
@@ -134,7 +134,7 @@ class Step:
         needs: Needs,
         said: Said,
     ) -> Step:
-        parts, over, acts = _acts(batch, parts, limits, needs, said)
+        parts, over, acts = _acts(batch, parts, limits, needs, said, models.device)
         ahead = needs.stages > 1 or said.even(needs) or any(len(part.pieces) > 1 for part in parts)
         plan = StepPlan(limits, tuple(parts), tuple(acts), over, said.counts, said.ranks, reference_ahead=ahead)
         return cls(models, batch, objective, plan, needs, said)
@@ -155,9 +155,9 @@ class Step:
     def run(self, backward: Backward, totals: Totals | None = None) -> Tensor:
         """Adds the gradients; returns and raises as `train_step`."""
         models, plan, batch = self.models, self.plan, self.batch
-        device, acts, loss = batch.token_ids.device, plan.acts, torch.zeros(())
+        device, acts, loss = models.device, plan.acts, torch.zeros(())
         totals = totals if totals is not None and models.leads else Totals()
-        sync, execution = RankSync("reference", part=batch), None
+        sync, execution = RankSync("reference", part=batch, device=device), None
         waited_for = models.waited_for or (backward.exchange is None and plan.ranks > 1)
         with sync.local(waited_for=waited_for):
             given = plan.counts, plan.ranks, backward.accumulate, backward.grad_scale, totals
@@ -182,10 +182,10 @@ class Step:
 
     def _cut(self) -> list[Part]:
         """The micro-batches of the plan, and an empty one after them where it has acts of that."""
-        plan, batch = self.plan, self.batch
-        parts = cut(batch, plan.micro_batches)
+        plan, batch, device = self.plan, self.batch, self.models.device
+        parts = cut(batch, plan.micro_batches, device)
         if plan.idles:
-            parts.append(idle_part(batch, plan.limits.tokens))
+            parts.append(idle_part(batch, plan.limits.tokens, device))
         if plan.reference_ahead:
             with torch.no_grad():
                 parts = with_reference(self.models, parts, batch, self.objective, plan.limits)
@@ -263,14 +263,14 @@ def _own_parts(batch: RaggedBatch, limits: Limits, needs: Needs, least: int = 1)
 
 
 def _acts(
-    batch: RaggedBatch, parts: list[MicroBatch], limits: Limits, needs: Needs, said: Said
+    batch: RaggedBatch, parts: list[MicroBatch], limits: Limits, needs: Needs, said: Said, device: torch.device
 ) -> tuple[list[MicroBatch], str, list[Act]]:
     """The micro-batches of this rank in their order, what its loss is over, and what it runs."""
     if needs.loss_over == "step" and said.ranks == 1 and len(parts) == 1:
         needs = replace(needs, loss_over="row")
     if said.even(needs):
         parts = pieces_first(parts)
-        everyones = _summaries(Summary.of(parts, needs), said.long, batch.token_ids.device)
+        everyones = _summaries(Summary.of(parts, needs), said.long, device)
         return parts, needs.loss_over, even_acts(parts, needs, everyones)
     least = needs.stages if needs.meet == "never" else max(said.parts, 1)
     if len(parts) < least:
@@ -295,10 +295,10 @@ def _synced_baseline(
     if objective.baseline is None:
         return batch, {}
     found: tuple[RaggedBatch, Counts] = (batch, {})
-    sync = RankSync("baseline", part=batch)
+    sync = RankSync("baseline", part=batch, device=models.device)
     with sync.local(waited_for=models.waited_for):
         found = with_baseline(models, batch, objective, limits)
-    sync.meet(batch.token_ids.device)
+    sync.meet(models.device)
     return found
 
 

@@ -144,8 +144,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
 
     def as_ragged(self, inputs: Any) -> RaggedBatch:
         batch = inputs if isinstance(inputs, RaggedBatch) else ragged_from_collated(inputs, self.score_rule)
-        batch = batch.to(self.args.device, non_blocking=True)
-        check_same_batch((batch.token_ids, batch.score_index), same_rows_of(self.model))
+        check_same_batch((batch.token_ids, batch.score_index), same_rows_of(self.model), self.args.device)
         return batch
 
     def drawn(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:

@@ -99,7 +99,7 @@ class DistillationTrainer(ReferenceTrainer):
         totals.add_mean("completions/clipped_ratio", sum(each.finish == "length" for each in found), count)
         completions = [[*itertools.takewhile(lambda token: token < self.common_tokens, c.token_ids)] for c in found]
         shown = None if reader is None else Shown(images, reader.position_rule)
-        return completed(prompts, [each or [self._end] for each in completions], shown).to(self.args.device)
+        return completed(prompts, [each or [self._end] for each in completions], shown)
 
     def _share(self, rows: int) -> slice:
         """Of so many rows those whose completions this rank has written: a share where ranks split sequences."""

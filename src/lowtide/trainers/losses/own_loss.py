@@ -207,7 +207,7 @@ class OwnLosses(Trainer):
     ) -> None:
         """Adds the loss of a batch to `totals`, and its predictions to what is kept of them."""
         totals.count(batch)
-        for part in split(batch, limits):
+        for part in split(batch, limits, self.args.device):
             micro = self._handed_out(part, self.inner_objective.counts(part))
             mask = micro.inputs["attention_mask"]
             with computing(model), noisy_embeddings(causal_model(model), part, mask), torch.no_grad():

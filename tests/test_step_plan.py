@@ -78,6 +78,18 @@ def test_a_prefix_that_rows_repeat_counts_once():
     assert [part.tokens for part in plan] == [40, 40]
 
 
+def test_attention_counts_by_its_pairs():
+    segments = laid([(20, [])] * 3 + [(60, [])] + [(20, [])] * 3)
+    by_tokens, by_cost = (cut_rows(segments, Limits(tokens=120), least=2, pairs=pairs) for pairs in (0, 10))
+    assert [part.tokens for part in by_tokens] == [100, 80]
+    assert [part.rows for part in by_cost] == [(3,), (0, 1, 2, 4, 5, 6)]  # 20 tokens cost 40, and 60 cost 240
+
+
+def test_the_heaviest_micro_batches_come_first():
+    plan = cut_rows(laid([(5, []), (40, []), (9, []), (70, []), (12, [])]), Limits(tokens=20))
+    assert [part.rows for part in plan] == [(3,), (1,), (0, 2), (4,)]
+
+
 def test_rows_above_the_budget_are_refused_where_they_cannot_be_cut():
     segments = laid([(9, []), (40, [3])])
     with pytest.raises(ValueError, match=r"row 1 .* 43 tokens, above the token budget of 20 .*since it is so"):

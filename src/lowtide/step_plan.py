@@ -51,6 +51,8 @@ class Needs:
     "each forward"."""
     stages: int = 1
     """Ranks that the layers are split between."""
+    pairs: int = 0
+    """So many pairs of a query and a key cost what the products of one token do; 0 where only tokens count."""
 
 
 # -- micro-batches and pieces ------------------------------------------------------------------------------------------
@@ -109,10 +111,11 @@ class RowSizes:
 
     Args:
         segments: of the batch, those of a row together.
+        pairs: as of `Needs`.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = segments
+    def __init__(self, segments: Sequence[Segment], pairs: int = 0) -> None:
+        self.segments, self.pairs = segments, pairs
         self.of_row: list[list[int]] = [[] for _ in range(segments[-1].row + 1)]
         """The segments of each row."""
         for number, part in enumerate(segments):
@@ -135,6 +138,15 @@ class RowSizes:
                     total -= key[1]
                 seen.add(key)
         return total
+
+    def cost(self, rows: Iterable[int]) -> int:
+        """What some rows cost together, in tokens: products grow with these, attention with the pairs that attend."""
+        rows = [*rows]
+        attended = 0
+        for part in (self.segments[number] for row in rows for number in self.of_row[row]) if self.pairs else ():
+            before = self.segments[part.prefix].length if part.prefix >= 0 else 0
+            attended += part.length * (before + (part.length + 1) // 2)
+        return self.tokens_of(rows) + (attended // self.pairs if self.pairs else 0)
 
     def micro_batch(self, rows: Sequence[int], pieces: tuple[PiecePlan, ...] = ()) -> MicroBatch:
         return MicroBatch(tuple(rows), self.tokens_of(rows), sum(self.scores[row] for row in rows), pieces)
@@ -162,28 +174,32 @@ class RowSizes:
 
 
 def cut_rows(
-    segments: Sequence[Segment], limits: Limits, *, least: int = 1, why_whole_rows: str | None = None
+    segments: Sequence[Segment], limits: Limits, *, least: int = 1, why_whole_rows: str | None = None, pairs: int = 0
 ) -> list[MicroBatch]:
-    """The rows of a batch in balanced micro-batches within the limits, those in pieces first.
+    """The rows of a batch in balanced micro-batches within the limits: those in pieces first, and of these as of others
+    the heaviest first, so that ranks run what is as heavy beside one another.
 
     Args:
         segments: of the batch.
         least: cut into so many micro-batches at least, as far as there are rows.
         why_whole_rows: what keeps rows above the token budget from being run in pieces, as a clause or "".
+        pairs: as of `Needs`.
 
     Raises:
         ValueError: a row is above the token budget, and cannot be run in pieces; names it, and says why.
     """
-    sizes, most = RowSizes(segments), limits.tokens
+    sizes, most = RowSizes(segments, pairs), limits.tokens
     if why_whole_rows is None and most is not None and most < LEAST:
         why_whole_rows = f"a piece has at least {LEAST} tokens"
     if why_whole_rows is not None:
         sizes.refuse(limits, why_whole_rows)
     rows = range(len(sizes.tokens))
     long = [row for row in rows if most is not None and sizes.tokens[row] > most]
+    long.sort(key=lambda row: -sizes.tokens[row])
     short = [row for row in rows if most is None or sizes.tokens[row] <= most] if long else rows
     found = [sizes.in_pieces(row, most) for row in long if most is not None]
     groups = _grouped(sizes, short, limits, least - len(long)) if short else []
+    groups.sort(key=lambda group: -sizes.cost(group))
     return [*found, *(sizes.micro_batch(group) for group in groups)]
 
 
@@ -248,17 +264,15 @@ def _completions(segments: Sequence[Segment], numbers: Iterable[int], most: int,
 def _grouped(sizes: RowSizes, rows: Sequence[int], limits: Limits, least: int) -> list[list[int]]:
     """Some rows, each within the caps, in balanced groups."""
     families = _families(sizes, rows, limits)
-    costs = [sizes.tokens_of(family) for family in families]
     count = max(least, 1)
     if limits.tokens is not None:
-        count = max(count, -(-sum(costs) // limits.tokens))
+        count = max(count, -(-sum(map(sizes.tokens_of, families)) // limits.tokens))
     if limits.rows is not None:
         count = max(count, -(-len(rows) // limits.rows))
     while len(families) < count and (divided := _halved(families)):
         families = divided
-        costs = [sizes.tokens_of(family) for family in families]
     count = min(count, len(families))
-    while (groups := _balanced(families, costs, count, limits)) is None:
+    while (groups := _balanced(sizes, families, count, limits)) is None:
         count += 1
     return groups
 
@@ -294,25 +308,28 @@ def _halved(families: Sequence[list[int]]) -> list[list[int]]:
     return [*families[:largest], rows[:half], rows[half:], *families[largest + 1 :]]
 
 
-def _balanced(
-    families: Sequence[Sequence[int]], costs: Sequence[int], count: int, limits: Limits
-) -> list[list[int]] | None:
-    """Heaviest family first into the lightest group with room (Graham's LPT), or None if a cap is broken."""
+def _balanced(sizes: RowSizes, families: Sequence[Sequence[int]], count: int, limits: Limits) -> list[list[int]] | None:
+    """Heaviest family first into the lightest group with room (Graham's LPT), or None if there is one without room."""
     groups: list[list[int]] = [[] for _ in range(count)]
-    lightest = [(0, number) for number in range(count)]
+    tokens, lightest = [0] * count, [(0, number) for number in range(count)]
+
+    def has_room(number: int, rows: Sequence[int], more: int) -> bool:
+        full = limits.rows is not None and len(groups[number]) + len(rows) > limits.rows
+        return not full and (limits.tokens is None or tokens[number] + more <= limits.tokens)
+
+    costs = [sizes.cost(family) for family in families]
     for family in sorted(range(len(families)), key=lambda number: (-costs[number], number)):
-        rows, full = families[family], []
-        while lightest and limits.rows is not None and len(groups[lightest[0][1]]) + len(rows) > limits.rows:
-            full.append(heapq.heappop(lightest))
+        rows, more, passed = families[family], sizes.tokens_of(families[family]), []
+        while lightest and not has_room(lightest[0][1], rows, more):
+            passed.append(heapq.heappop(lightest))
         if not lightest:
             return None
         load, number = lightest[0]
-        if limits.tokens is not None and load + costs[family] > limits.tokens:
-            return None
         groups[number] += rows
+        tokens[number] += more
         heapq.heapreplace(lightest, (load + costs[family], number))
-        for each in full:
-            if limits.rows is not None and len(groups[each[1]]) < limits.rows:
+        for each in passed:
+            if limits.rows is None or len(groups[each[1]]) < limits.rows:
                 heapq.heappush(lightest, each)
     return [sorted(group) for group in groups if group]
 

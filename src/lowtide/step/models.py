@@ -83,6 +83,12 @@ class Models:
         return 1 if self.stage is None else self.stage.pipeline.size
 
     @property
+    def pairs(self) -> int:
+        """So many pairs of a query and a key cost what the products of one token do: in a layer of width h two products
+        of h for a pair, and some 12 h^2 weights for a token."""
+        return 6 * getattr(causal_model(self.policy).config.get_text_config(), "hidden_size", 0)
+
+    @property
     def copies(self) -> int:
         """How many ranks hold the same rows."""
         return 1 if self.same_rows is None else self.same_rows.size

@@ -253,12 +253,13 @@ def needs_of(
     elif backward.exchange is None and models.ranks > 1:
         meet = "each backward"
     why_whole_rows = models.why_whole_rows(objective, batch, limits.tokens)
-    return Needs(objective.over, len(objective.terms), why_whole_rows, meet, models.stages)
+    return Needs(objective.over, len(objective.terms), why_whole_rows, meet, models.stages, models.pairs)
 
 
 def _own_parts(batch: RaggedBatch, limits: Limits, needs: Needs, least: int = 1) -> list[MicroBatch]:
     """The micro-batches of this rank; none where its rows stand in."""
-    parts = cut_rows(batch.segments, limits, least=least, why_whole_rows=needs.why_whole_rows)
+    why, pairs = needs.why_whole_rows, needs.pairs
+    parts = cut_rows(batch.segments, limits, least=least, why_whole_rows=why, pairs=pairs)
     return [] if batch.stands_in else parts
 
 

@@ -97,9 +97,10 @@ class Step:
             ValueError: a row is above the token budget and cannot be run in pieces.
             OutOfMemory: a rank ran out of memory in what the objective scores first.
         """
-        if batch.stands_in:
-            batch = replace(idle_part(batch, limits.tokens).batch, stands_in=True)
+        stands_in = batch.stands_in
+        batch = idle_part(batch, limits.tokens).batch if stands_in else batch
         batch, known = _synced_baseline(models, batch, objective, limits)
+        batch = replace(batch, stands_in=stands_in)
         needs = needs_of(models, batch, objective, limits, backward)
         own = {**objective.counts(batch), **known, TOKENS: batch.tokens}
         return cls._agreed(models, batch, objective, limits, needs, dict.fromkeys(own, 0) if batch.stands_in else own)
@@ -267,8 +268,6 @@ def _acts(
     batch: RaggedBatch, parts: list[MicroBatch], limits: Limits, needs: Needs, said: Said, device: torch.device
 ) -> tuple[list[MicroBatch], str, list[Act]]:
     """The micro-batches of this rank in their order, what its loss is over, and what it runs."""
-    if needs.loss_over == "step" and said.ranks == 1 and len(parts) == 1:
-        needs = replace(needs, loss_over="row")
     if said.even(needs):
         parts = pieces_first(parts)
         everyones = _summaries(Summary.of(parts, needs), said.long, device)
@@ -276,7 +275,9 @@ def _acts(
     least = needs.stages if needs.meet == "never" else max(said.parts, 1)
     if len(parts) < least:
         parts = _own_parts(batch, limits, needs, least)
-    return parts, needs.loss_over, local_acts(parts, needs, least)
+    if needs.loss_over == "step" and said.ranks == 1 and len(parts) == 1:  # known after its own forward
+        needs = replace(needs, loss_over="row")
+    return parts, needs.loss_over, local_acts(parts, needs, 1 if needs.meet == "never" else least)
 
 
 def _summaries(own: Summary, long: int, device: torch.device) -> list[Summary]:

@@ -157,7 +157,7 @@ class Execution:
         """What the model gives for what an act trains on, with gradients."""
         loss, part, key = self.losses[act.term], self.parts[act.part], (act.part, act.term)
         self._note(act, "forward")
-        if key not in self._slopes and len(part.pieces) == 1:
+        if self.plan.loss_over != "step" and key not in self._slopes and len(part.pieces) == 1:
             self._referred[key] = loss.referred(part)
         with self._drawing(act):
             return loss.forward(self.batch(act))

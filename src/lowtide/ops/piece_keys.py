@@ -1,6 +1,6 @@
 """What the pieces of a long row keep for later ones, layer by layer, and the gradients that later ones leave there.
 
-A row above the token budget is a tree of pieces (`step.pieces`). Each piece is a batch of its own, whose layers see
+A row above the token budget is a tree of pieces (`step_plan`). Each piece is a batch of its own, whose layers see
 what earlier pieces kept: keys and values of all their tokens, of their last ones where a layer has a sliding window, or
 the last inputs of a short convolution. Earlier tensors are handles here, never tensors that autograd saves. So nothing
 of an earlier piece is a part of the graph of a later one: its gradient is added up here, at least in float32, and the

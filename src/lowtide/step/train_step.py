@@ -185,7 +185,7 @@ class Step:
         """The micro-batches of the plan, and an empty one after them where it has acts of that."""
         plan, batch, device = self.plan, self.batch, self.models.device
         parts = cut(batch, plan.micro_batches, device)
-        if plan.idles:
+        if plan.idles or self.models.stages > 1:  # a schedule has as many as there are stages
             parts.append(idle_part(batch, plan.limits.tokens, device))
         if plan.reference_ahead:
             with torch.no_grad():

@@ -37,6 +37,8 @@ def escape_own_records() -> None:
 
 
 def _escape(record: logging.LogRecord) -> None:
-    record.msg, record.args = shown(record.getMessage()), ()
+    text = record.getMessage()
+    if (escaped := shown(text)) != text:
+        record.msg, record.args = escaped, ()
     if record.exc_info:
         record.exc_text = shown("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))

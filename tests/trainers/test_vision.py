@@ -298,7 +298,7 @@ def test_a_text_model_given_images_says_so(tmp_path: Path) -> None:
 REFUSED: dict[str, Any] = {
     "a tokenizer": (
         {"given": {"processing_class": processor().tokenizer}},
-        "has images, and processing_class is a tokenizer, which reads none: pass the model's processor",
+        "has images, and processing_class is a tokenizer, which reads none: save the model's processor",
     ),
     "packing": ({"packing": True, "max_length": 500}, "packing=True puts rows end to end .*: set packing=False"),
     "cut": ({"max_length": 15}, r"row 0 .* of its \d+ tokens those to \d+ are of images .*: raise max_length"),

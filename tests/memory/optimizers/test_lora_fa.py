@@ -141,7 +141,7 @@ def test_no_layer_keeps_its_input(base):
 
 
 def test_what_it_is_not_for_is_refused():
-    with pytest.raises(ValueError, match=r"LoRA-FA .*this model has none that are trained: pass a peft_config"):
+    with pytest.raises(ValueError, match=r"LoRA-FA .*this model has none that are trained: set use_peft=True"):
         make("SFT", optim="adamw_lora_fa")
     with pytest.raises(ValueError, match=r"more than a product \(Dora.*\): take plain LoRA"):
         make("SFT", optim="adamw_lora_fa", peft_config=lora(use_dora=True))

@@ -397,7 +397,7 @@ REFUSED: dict[str, Any] = {
     "a tokenizer": (
         {"processing_class": lambda: processor().tokenizer},
         {},
-        "has images, and processing_class is a tokenizer, which reads none: pass the model's processor",
+        "has images, and processing_class is a tokenizer, which reads none: save the model's processor",
     ),
     "tools": (
         {"tools": lambda: [add], "processing_class": lambda: calling()},

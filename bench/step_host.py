@@ -1,6 +1,6 @@
 """What the host does in a step beside forwards and backwards, counted and timed.
 
-    python -m bench.step_host [--against COMMIT] [--repeat 20]
+    python -m bench.step_host [--against COMMIT] [--repeat 5]
 
 Counted: the tensor operations of cutting a batch of 256 rows, or pairs, into micro-batches. Timed: a step of
 `StepRunner` whose model does next to nothing, so that what is left is the host's: planning, cutting, counting,
@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.compat.torch import TorchDispatchMode
+
+SUMMARY = "Count and time what the host does in a step beside forwards and backwards."
 BUDGET = 8192
 ROOT = Path(__file__).parent.parent
 
@@ -131,7 +133,7 @@ def measured(source: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m bench.step_host", description=SUMMARY)
     parser.add_argument("--against", help="a commit whose host time is measured beside this one's")
     parser.add_argument("--repeat", type=int, default=5, help="runs of each, in turns")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

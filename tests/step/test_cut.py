@@ -7,8 +7,8 @@ from dataclasses import fields
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.compat.torch import TorchDispatchMode
 from lowtide.ragged import RaggedBatch
 from lowtide.step.cut import cut, idle_part, split
 from lowtide.step_plan import LEAST, Limits, cut_rows

@@ -43,10 +43,10 @@ def main(folder: str, tokens: int) -> None:
     )
     cut, of = [], Part.of
 
-    def noted(batch: Any, pieces: Any = ()) -> Part:
+    def noted(batch: Any, pieces: Any = (), *more: Any) -> Part:
         if pieces:
             cut.append(batch.tokens)
-        return of(batch, pieces)
+        return of(batch, pieces, *more)
 
     Part.of = noted  # type: ignore[method-assign]
     made.train()

@@ -484,9 +484,13 @@ class RaggedBatch:
     # -- change ------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> RaggedBatch:
-        """The same batch on another device; images stay in host memory, until those of a micro-batch are needed."""
-        moved = replace(self, images=()).map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-        return replace(moved, images=self.images)
+        """The same batch on another device; images stay in host memory, until those of a micro-batch are needed.
+
+        Args:
+            non_blocking: as of tensors; copies to a device never wait.
+        """
+        device = torch.device(device)
+        return replace(replace(self, images=()).map(lambda tensor: sent(tensor, device)), images=self.images)
 
     def pin_memory(self) -> RaggedBatch:
         """The same batch in page-locked host memory, from which copies to a GPU overlap with compute."""
@@ -628,11 +632,12 @@ class RaggedBatch:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device, from page-locked memory, so that what runs there is not waited for."""
+    """A tensor on a device, from page-locked memory, so that what runs there is not waited for. What goes to the host is
+    waited for, since it may be read at once."""
     if tensor.device == device:
         return tensor
     pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
-    return pinned.to(device, non_blocking=True)
+    return pinned.to(device, non_blocking=device.type != "cpu")
 
 
 def _check_lists(

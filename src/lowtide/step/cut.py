@@ -134,7 +134,7 @@ def idle_part(batch: RaggedBatch, most: int | None, device: torch.device | None 
         first = idle.segments[0]
         few = Span(0, first.start, first.start + min(first.length, LEAST))
         idle = _piece(idle, _score_places(idle), PiecePlan((few,))).batch
-    return Part.of(_sent_batch(idle, device or idle.token_ids.device))
+    return Part.of(idle.to(device or idle.token_ids.device))
 
 
 # -- micro-batches as views --------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def cut(batch: RaggedBatch, plan: Sequence[MicroBatch], device: torch.device | N
     device = device or batch.token_ids.device
     if not plan:
         return []
-    batches = [_sent_batch(batch, device)] if len(plan) == 1 else _views(batch, [each.rows for each in plan], device)
+    batches = [batch.to(device)] if len(plan) == 1 else _views(batch, [each.rows for each in plan], device)
     return [_part(batch, part, each) for part, each in zip(batches, plan, strict=True)]
 
 
@@ -167,13 +167,6 @@ def _part(batch: RaggedBatch, part: RaggedBatch, planned: MicroBatch) -> Part:
         for piece in planned.pieces
     ]
     return Part.of(part, pieces, places)
-
-
-def _sent_batch(batch: RaggedBatch, device: torch.device) -> RaggedBatch:
-    """The same of a batch; images stay in host memory, until those of a micro-batch are needed."""
-    if batch.token_ids.device == device:
-        return batch
-    return replace(replace(batch, images=()).map(lambda tensor: sent(tensor, device)), images=batch.images)
 
 
 def _views(batch: RaggedBatch, groups: Sequence[Sequence[int]], device: torch.device) -> list[RaggedBatch]:

@@ -632,8 +632,10 @@ class RaggedBatch:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device, from page-locked memory, so that what runs there is not waited for. What goes to the host is
-    waited for, since it may be read at once."""
+    """A tensor on a device, from page-locked memory, so that what runs there is not waited for.
+
+    What goes to the host is waited for, since it may be read at once.
+    """
     if tensor.device == device:
         return tensor
     pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from torch import Tensor
@@ -27,8 +27,23 @@ Scorer = Callable[[RaggedBatch], Tensor]
 """From a batch to its log-probabilities [scores], without gradient."""
 
 
+class FormedInForward:
+    """What is alike of losses that are known once a micro-batch's forward is over; as of `RowObjective`."""
+
+    over: ClassVar[str] = "score"
+    """What has to be scored before a loss is known."""
+    head: ClassVar[None] = None
+    needs_reference: ClassVar[bool] = False
+    baseline: ClassVar[None] = None
+    running: ClassVar[None] = None
+
+    @property
+    def terms(self) -> tuple[Self]:
+        return (self,)
+
+
 @dataclass(frozen=True)
-class TokenObjective:
+class TokenObjective(FormedInForward):
     """A loss that is a sum over scores, divided by their number in the whole batch of an optimizer step."""
 
     loss: ScoreLoss
@@ -40,21 +55,11 @@ class TokenObjective:
     """Divisor of the logits before they are scored."""
     beta: float = 0.5
     """Of the divergences from a teacher, where `want` asks for these; the run's reference is the teacher then."""
-    over: ClassVar[str] = "score"
-    """What has to be scored before a loss is known; likewise, as of `RowObjective`, what follows."""
-    head: ClassVar[None] = None
-    needs_reference: ClassVar[bool] = False
-    baseline: ClassVar[None] = None
-    running: ClassVar[None] = None
 
     @property
     def inner(self) -> TokenObjective:
         """The method's own objective: itself."""
         return self
-
-    @property
-    def terms(self) -> tuple[TokenObjective]:
-        return (self,)
 
     @property
     def score_loss(self) -> ScoreLoss | None:

@@ -19,7 +19,7 @@ from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.reference import ReferenceModel, teaching
 from lowtide.engine.stage import Stage, stage_of
-from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
+from lowtide.methods.method import FormedInForward, Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts
 from lowtide.ops.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
@@ -187,7 +187,7 @@ def why_not_pieces(policy: nn.Module, teacher: nn.Module | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class OwnLoss:
+class OwnLoss(FormedInForward):
     """In place of an objective: a loss that its caller computes with forwards of its own."""
 
     inner: TokenObjective | RowObjective
@@ -195,21 +195,11 @@ class OwnLoss:
     compute: Callable[[nn.Module, RaggedBatch, Counts, Totals], ScoreOutput]
     """From the model, a micro-batch, the counts of the whole step over all ranks, and what takes in metrics, to an
     output whose `loss` is the micro-batch's part of the loss of the step."""
-    over: ClassVar[str] = "score"
-    """The loss of a micro-batch is known after its forward; likewise, as of `RowObjective`, what follows."""
     taught: ClassVar[bool] = False
-    needs_reference: ClassVar[bool] = False
-    baseline: ClassVar[None] = None
-    running: ClassVar[None] = None
-    head: ClassVar[None] = None
 
     @property
     def aux_coefficient(self) -> float:
         return self.inner.aux_coefficient
-
-    @property
-    def terms(self) -> tuple[OwnLoss]:
-        return (self,)
 
     def counts(self, batch: RaggedBatch) -> Counts:
         return self.inner.counts(batch)

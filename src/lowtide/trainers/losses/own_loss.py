@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -31,6 +31,7 @@ from lowtide.methods.method import Objective, TokenObjective
 from lowtide.objectives.outcome import Counts
 from lowtide.ragged import RaggedBatch
 from lowtide.step.cut import Part, split
+from lowtide.step.execute import detached
 from lowtide.step.metrics import Totals
 from lowtide.step.models import Models, OwnLoss, scores_of
 from lowtide.step.rank_sync import random_state, set_random_state
@@ -309,9 +310,3 @@ class OwnLosses(Trainer):
 
     def _models(self, model: nn.Module) -> Models:
         return self.runner.models(model)  # type: ignore[attr-defined]
-
-
-def detached(stats: Any) -> Any:
-    """Statistics of scores, a dataclass of tensors, without gradients."""
-    given = {each.name: getattr(stats, each.name) for each in fields(stats)}
-    return replace(stats, **{name: value.detach() for name, value in given.items() if value is not None})

@@ -5,7 +5,11 @@
     python -m bench.vocabulary     the peak of a DPO step at vocabularies of 32,000 and 256,000
     python -m bench.docs           write docs/benchmarks.md from bench/results/
 
-A new training method is one entry in `methods.py`, a new kind of data one in `cases.py`, a new rival or set of
-flags one in `contestants.py`, a new model one in `shapes.py`, a combination of memory techniques one in
-`memory_cases.py`.
+A command is one file, or a folder where it has parts: `__main__.py`; `child.py`, which runs in a process of its own;
+`cases.py`, what is run; `tables.py`, what the docs show of it. `inputs/` has the models and rows, `measuring/` the
+processes, peaks and records of all of them.
+
+A new training method is one entry in `compare/methods.py`, a new kind of data one in `inputs/rows.py`, a new rival or
+set of flags one in `compare/contestants.py`, a new model one in `inputs/shapes.py`, a combination of memory techniques
+one in `memory/cases.py`.
 """

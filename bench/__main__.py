@@ -2,6 +2,6 @@
 
 import sys
 
-from bench.compare import main
+from bench.compare.__main__ import main
 
 sys.exit(main())

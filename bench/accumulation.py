@@ -15,10 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.measure import GIGABYTE, hardware
-from bench.results import ACCUMULATION, versions, write
-from bench.shapes import SHAPES, build_model, parameter_counts
-from bench.vocabulary_child import most_allocated
+from bench.inputs.shapes import SHAPES, build_model, parameter_counts
+from bench.measuring.measure import GIGABYTE, hardware
+from bench.measuring.results import ACCUMULATION, versions, write
+from bench.vocabulary.child import most_allocated
 
 LENGTH = 256
 CASES = {

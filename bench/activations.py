@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bench.shapes import SHAPES
+from bench.inputs.shapes import SHAPES
 from lowtide.compat.torch import TorchDispatchMode, tree_leaves
 
 LAYERS = (2, 4)

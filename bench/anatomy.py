@@ -15,10 +15,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import AutoConfig
 
-from bench.arguments import no_options
-from bench.docs import write_between
-from bench.processes import ROOT
-from bench.shapes import QWEN_05B
+from bench.docs.writing import write_between
+from bench.inputs.shapes import QWEN_05B
+from bench.measuring.arguments import no_options
+from bench.measuring.processes import ROOT
 from lowtide import SFTConfig
 from lowtide.planner.answers.row_lengths import rows_of
 from lowtide.planner.devices import device_named

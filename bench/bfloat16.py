@@ -17,11 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.cases import CASES
-from bench.measure import GIGABYTE, hardware, matmul_rate
-from bench.processes import ChildFailed, run_child
-from bench.results import BFLOAT16, FLOPS_PER_PARAMETER, FORWARD_FLOPS, over_earlier, versions, write
-from bench.tokenizer import tokenizer_for
+from bench.inputs.rows import CASES
+from bench.inputs.tokenizer import tokenizer_for
+from bench.measuring.measure import GIGABYTE, hardware, matmul_rate
+from bench.measuring.processes import ChildFailed, run_child
+from bench.measuring.results import BFLOAT16, FLOPS_PER_PARAMETER, FORWARD_FLOPS, over_earlier, versions, write
 
 NAME = "bfloat16"
 ROWS = "gsm8k"

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import BatchSampler
 
-from bench.cases import CASES
-from bench.tokenizer import load_tokenizer, tokenizer_for
+from bench.inputs.rows import CASES
+from bench.inputs.tokenizer import load_tokenizer, tokenizer_for
 from lowtide.trainers.order import DealtEvenly
 
 RANKS, ROWS_EACH = (2, 4, 8), (2, 4, 16)

@@ -9,9 +9,9 @@ import sys
 
 from rich.console import Console
 
-from bench.measure import hardware
-from bench.results import EXCHANGE, versions, write
-from bench.sharded import Case, parser_of_ranks, run_case, summary
+from bench.measuring.measure import hardware
+from bench.measuring.results import EXCHANGE, versions, write
+from bench.sharded.ranks import Case, parser_of_ranks, run_case, summary
 
 GIGABITS = 1.0
 LEAST_SPEED = 1.3

@@ -9,7 +9,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from bench.processes import ROOT
+from bench.measuring.processes import ROOT
 
 if TYPE_CHECKING:
     from lowtide.planner.answers.shared_run import SharedRun

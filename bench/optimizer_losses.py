@@ -22,11 +22,11 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.cases import GSM8K_FILE, Row, gsm8k_rows
-from bench.measure import hardware
-from bench.results import LOSSES, merged, versions, write
-from bench.shapes import SHAPES, build_model
-from bench.tokenizer import load_tokenizer, tokenizer_for
+from bench.inputs.rows import GSM8K_FILE, Row, gsm8k_rows
+from bench.inputs.shapes import SHAPES, build_model
+from bench.inputs.tokenizer import load_tokenizer, tokenizer_for
+from bench.measuring.measure import hardware
+from bench.measuring.results import LOSSES, merged, versions, write
 
 PLAIN = "adamw_torch_fused"
 OTHER_ORDER = f"{PLAIN}, another order"

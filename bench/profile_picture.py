@@ -12,11 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.chart_docs import FOLDER
-from bench.planning_time import pairs
-from bench.processes import OFFLINE, ROOT
-from bench.shapes import SHAPES, build_model
-from bench.tokenizer import load_tokenizer, tokenizer_for
+from bench.docs.chart_docs import FOLDER
+from bench.inputs.shapes import SHAPES, build_model
+from bench.inputs.tokenizer import load_tokenizer, tokenizer_for
+from bench.measuring.processes import OFFLINE, ROOT
+from bench.planning_time.rows import pairs
 
 PICTURE = FOLDER / "profile.png"
 ROWS = 64

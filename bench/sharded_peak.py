@@ -22,13 +22,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.cases import CASES as METHOD_CASES
-from bench.measure import hardware
-from bench.processes import ChildFailed
-from bench.results import SHARDED_PEAK, over_earlier, versions, write
-from bench.shapes import OVER_RANKS
-from bench.sharded import Case, parser_of_ranks, results_of_ranks
-from bench.tokenizer import load_tokenizer, tokenizer_for
+from bench.inputs.rows import CASES as METHOD_CASES
+from bench.inputs.shapes import OVER_RANKS
+from bench.inputs.tokenizer import load_tokenizer, tokenizer_for
+from bench.measuring.measure import hardware
+from bench.measuring.processes import ChildFailed
+from bench.measuring.results import SHARDED_PEAK, over_earlier, versions, write
+from bench.sharded.ranks import Case, parser_of_ranks, results_of_ranks
 
 NAME = "sharded-peak"
 MOST = 1.1

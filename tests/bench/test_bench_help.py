@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(
-    f"bench.{path.stem}"
-    for path in (ROOT / "bench").glob("*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "bench").rglob("*.py")
     if path.stem == "__main__" or '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 )
 

@@ -4,12 +4,13 @@ import importlib
 
 import pytest
 
-from bench import results
-from bench.memory import LENGTHS, cells, parse
-from bench.memory_cases import CASES, flags
-from bench.memory_child import common
-from bench.memory_docs import costs_table, memory_section
-from bench.shapes import QWEN_05B
+from bench.docs.memory_docs import costs_table, memory_section
+from bench.inputs.shapes import QWEN_05B
+from bench.measuring import results
+from bench.memory.__main__ import LENGTHS, parse
+from bench.memory.cases import CASES, flags
+from bench.memory.child import common
+from bench.memory.tables import cells
 from lowtide.memory.table import TECHNIQUES
 
 HARDWARE = {"cpu": "A CPU", "threads": 2, "memory_gb": 8.0, "system": "Linux"}

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.cases import CASES, Row
-from bench.child import reference_for, teacher_for
-from bench.compare import Run, parse
-from bench.generated import LONGEST
-from bench.methods import METHODS, tokens_of_completion, tokens_of_pair
-from bench.shapes import SHAPES, Shape, build_model, build_reward_model, parameter_counts
-from bench.tables import vocabulary_verdict
-from bench.vocabulary_child import most_allocated
+from bench.compare.__main__ import Run, parse
+from bench.compare.child import reference_for, teacher_for
+from bench.compare.methods import METHODS, tokens_of_completion, tokens_of_pair
+from bench.compare.tables import vocabulary_verdict
+from bench.inputs.generated import LONGEST
+from bench.inputs.rows import CASES, Row
+from bench.inputs.shapes import SHAPES, Shape, build_model, build_reward_model, parameter_counts
+from bench.vocabulary.child import most_allocated
 
 PREFERENCES = ("dpo", "kto", "reward")
 TINY = Shape(

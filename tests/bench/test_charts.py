@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.charts import DARK, KINDS, LIGHT, Bar, Group, bar_chart, grid_chart
-from bench.matrix_charts import PAGES, matrix_chart, picture_of
+from bench.docs.charts import DARK, KINDS, LIGHT, Bar, Group, bar_chart, grid_chart
+from bench.docs.matrix_charts import PAGES, matrix_chart, picture_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from bench import devices
-from bench.docs import MEMORY_PAGE, TECHNIQUES_END, TECHNIQUES_MARK
-from bench.memory_docs import techniques_table
-from bench.results import DEVICES, recorded
+from bench.devices import tables as devices
+from bench.devices.cases import WEIGHTS
+from bench.docs.__main__ import MEMORY_PAGE, TECHNIQUES_END, TECHNIQUES_MARK
+from bench.docs.memory_docs import techniques_table
+from bench.measuring.results import DEVICES, recorded
 
 
 def test_the_table_of_memory_techniques_is_that_of_the_code():
@@ -25,7 +26,7 @@ def test_the_tables_of_many_devices_are_those_of_what_was_recorded(part, lines):
 def test_the_long_row_is_predicted_below_what_trl_reports():
     (result,) = (each for each in recorded() if each.get("kind") == DEVICES)
     rows = [run for run in result["runs"] if "weights" in run]
-    assert {run["weights"] for run in rows} == set(devices.WEIGHTS)
+    assert {run["weights"] for run in rows} == set(WEIGHTS)
     assert all(run["peak_bytes"] <= 56e9 and run["host_bytes"] > 0 and run["seconds"] > 0 for run in rows)
 
 

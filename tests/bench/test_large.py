@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from bench import large_child
-from bench.large import CASES, line, parse
+from bench.large import child as large_child
+from bench.large.__main__ import line, parse
+from bench.large.cases import CASES
 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALLER = {**SMALL, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 4000}

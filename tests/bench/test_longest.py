@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from bench import longest_child
-from bench.longest import CASES, STEP, LongCase, cells, flags, longest, parse, predicted_fits
-from bench.shapes import LLAMA_8B
+from bench.inputs.shapes import LLAMA_8B
+from bench.longest import child as longest_child
+from bench.longest.__main__ import STEP, longest, parse, predicted_fits
+from bench.longest.cases import CASES, LongCase, flags
+from bench.longest.tables import cells
 from lowtide import SFTConfig
 from lowtide.step.rank_sync import OutOfMemory
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.page_grid import traced
+from bench.page_grid.tracing import traced
 from lowtide.planner.answers.page import grid
 
 

@@ -6,8 +6,10 @@ import re
 import pytest
 import yaml
 
-from bench.recipes import FOLDER, PAGE, RECIPES_BY_FILE, predicted, read_recipe
-from bench.results import path_of
+from bench.measuring.results import path_of
+from bench.recipes.__main__ import FOLDER, predicted, read_recipe
+from bench.recipes.cases import RECIPES_BY_FILE
+from bench.recipes.tables import PAGE
 from lowtide.cli.main import main
 from lowtide.cli.train import config_of
 from lowtide.demo.data import make_questions, write_rows

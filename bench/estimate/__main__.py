@@ -1,0 +1,7 @@
+"""`python -m bench.estimate`: see `comparison`."""
+
+import sys
+
+from bench.estimate.comparison import main
+
+sys.exit(main())

@@ -12,8 +12,8 @@ from typing import Any
 
 import lowtide
 from docs_site.docstrings import markdown_of
-from lowtide.cli.layout import LAYOUT
 from lowtide.methods import METHODS
+from lowtide.option import Group
 from lowtide.option_values import Option, options_of
 
 
@@ -149,14 +149,12 @@ def common_options() -> tuple[Option, ...]:
 
 def options_page() -> Page:
     """Returns the page of the options that all configs have, in the groups of `--help`."""
-    left = {each.name: each for each in common_options()}
     parts = ["# Options of all trainers", opening()]
-    for title, names in LAYOUT.items():
-        listed = [left.pop(name) for name in names if name in left]
+    for group in (*Group, None):
+        listed = [each for each in common_options() if each.group is group]
+        title = "others" if group is None else group.value
         if listed:
             parts += [f"## {title[0].upper()}{title[1:]}", options_table(listed)]
-    if left:
-        parts += ["## Others", options_table(left.values())]
     return Page("Options of all trainers", "reference/options.md", "\n\n".join(parts) + "\n")
 
 

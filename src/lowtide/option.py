@@ -1,4 +1,5 @@
-"""An option is a dataclass field with the sentence that documents it and, if it is a number, its range.
+"""An option is a dataclass field with the sentence that documents it, its group in `--help` and, if it is a number,
+its range.
 
 The command line, the check at construction and the docs read these (`lowtide.option_values`).
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import Field, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 
@@ -51,30 +53,48 @@ SHARE = Range(least=0, most=1)
 FINITE = Range()
 
 
-class RangedField(Field):
-    """A dataclass field with a range.
+class Group(StrEnum):
+    """The groups of `--help`, in its order. A class says by `group` which one its options are in, an option by `group=`
+    that it is in another one. Options without a group are in that of the method, which stands after the first."""
 
-    It is not in the metadata, since `transformers.HfArgumentParser`, which scripts read configs with, hands all of that
-    to argparse.
+    DATA = "model and data"
+    TRAINING = "training"
+    REFERENCE = "reference"
+    MEMORY = "memory and precision"
+    DEVICES = "several devices"
+    ADAPTERS = "LoRA and quantization"
+    SAVING = "evaluation, logging and saving"
+
+
+class OptionField(Field):
+    """A dataclass field with a range and a group.
+
+    They are not in the metadata, since `transformers.HfArgumentParser`, which scripts read configs with, hands all of
+    that to argparse.
     """
 
-    __slots__ = ("range",)
+    __slots__ = ("group", "range")
 
     @classmethod
-    def of(cls, plain: Any, range: Range | None) -> RangedField:
-        """A field like another one, with a range."""
+    def of(cls, plain: Any, range: Range | None, group: Group | None) -> OptionField:
+        """A field like another one, with a range and a group."""
         made = cls.__new__(cls)
         for name in Field.__slots__:
             setattr(made, name, getattr(plain, name))
-        made.range = range
+        made.range, made.group = range, group
         return made
 
 
-def option(default: Any, help: str, range: Range | None = None, **metadata: Any) -> Any:
-    """A field of an options class: its default, the one sentence that documents it and, for a number, its range."""
+def option(default: Any, help: str, range: Range | None = None, *, group: Group | None = None, **metadata: Any) -> Any:
+    """A field of an options class: its default, the one sentence that documents it and, for a number, its range.
+
+    Args:
+        group: where `--help` lists it, if not in the group of its class.
+        metadata: `choices`, and `aliases`, which are other names.
+    """
     metadata = {"help": help, **metadata}
     if isinstance(default, dict | list):
         made: Any = field(default_factory=lambda: copy.copy(default), metadata=metadata)
     else:
         made = field(default=default, metadata=metadata)
-    return RangedField.of(made, range)
+    return OptionField.of(made, range, group)

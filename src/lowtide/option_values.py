@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lowtide.option import Range
+from lowtide.option import Group, Range
 from lowtide.parsing import parse_json, parse_yaml
 from lowtide.spelling import nearest
 
@@ -40,6 +40,8 @@ class Option:
     """Other names of it."""
     range: Range | None = None
     """Of a number, or of the numbers of a list."""
+    group: Group | None = None
+    """Where `--help` lists it. None: with the method's own options, or not at all."""
     items: frozenset[type] = frozenset({str})
     """The kinds of a list's items."""
     literals: tuple[Any, ...] = ()
@@ -149,10 +151,11 @@ def options_of(config: type) -> Mapping[str, Option]:
 
     The range of a field is that of its declaration, or of the first class above that declares one; else that of the
     class's `inherited_ranges`, a table for fields whose declarations are another library's; `inherited_literals` has
-    values that those take beside what they declare.
+    values that those take beside what they declare, `inherited_groups` their groups. Else the group is what the
+    declaration says, or the `group` of the class that declared the field first.
     """
     hints, table = _hints(config), getattr(config, "inherited_ranges", {})
-    literals = getattr(config, "inherited_literals", {})
+    literals, groups = getattr(config, "inherited_literals", {}), getattr(config, "inherited_groups", {})
     options = {}
     for field in dataclasses.fields(config):
         if field.init:
@@ -160,8 +163,18 @@ def options_of(config: type) -> Mapping[str, Option]:
             ranges = (getattr(each, "range", None) for each in declared)
             found = next((each for each in ranges if each is not None), table.get(field.name))
             made = Option.of(field, hints.get(field.name), found)
-            options[field.name] = dataclasses.replace(made, literals=made.literals + literals.get(field.name, ()))
+            options[field.name] = dataclasses.replace(
+                made,
+                literals=made.literals + literals.get(field.name, ()),
+                group=groups.get(field.name) or getattr(field, "group", None) or _group_of_class(config, field.name),
+            )
     return {name: option for name, option in options.items() if option.kinds - {NoneType}}
+
+
+def _group_of_class(config: type, name: str) -> Group | None:
+    """The group of the class that declared a field first."""
+    *_, first = (base for base in config.__mro__ if name in vars(base).get("__dataclass_fields__", {}))
+    return vars(first).get("group")
 
 
 def take_values(config: Any, *, leave: Iterable[str] = ()) -> None:

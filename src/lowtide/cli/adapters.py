@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from lowtide.cli.endings import UsageError
-from lowtide.option import COUNT, Range, option
+from lowtide.option import COUNT, Group, Range, option
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True)
 class AdapterOptions:
     """What is trained in place of the whole model, and how the rest of it is stored."""
+
+    group: ClassVar[Group] = Group.ADAPTERS
 
     use_peft: bool = option(False, "Train a LoRA adapter in place of the whole model.")
     lora_r: int = option(16, "Rank of the adapter.", COUNT)

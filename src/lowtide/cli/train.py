@@ -9,25 +9,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from lowtide.cli.adapters import AdapterOptions
 from lowtide.cli.commands import commands
 from lowtide.cli.endings import UsageError
 from lowtide.cli.launch import CHOSEN, OF_PROCESSES
-from lowtide.cli.layout import LAYOUT
 from lowtide.cli.options import add_options, read_options
 from lowtide.cli.run_file import read_run_file, write_run_file
 from lowtide.compat.argparse import ArgumentGroup, Subparsers
 from lowtide.methods import METHODS
 from lowtide.methods.options import ReferenceOptions
-from lowtide.option import option
+from lowtide.option import Group, option
 from lowtide.option_values import Option, options_of
 
 if TYPE_CHECKING:
@@ -46,16 +46,10 @@ ROWS = {"lowtide gpus": "", **dict.fromkeys(("lowtide plan", "lowtide estimate")
 class RunOptions:
     """What is trained, and on what. The aliases are TRL's names."""
 
+    group: ClassVar[Group] = Group.DATA
+
     model: str | None = option(
         None, "The model to train: a folder, or a name on the hub.", aliases=["model_name_or_path"]
-    )
-    model_revision: str | None = option(None, "Branch, tag or commit of a model on the hub.")
-    dtype: str | None = option(
-        None, "What weights are stored in; float32 if left out.", choices=["float32", "bfloat16", "float16", "auto"]
-    )
-    model_init_kwargs: dict | None = option(None, "Further arguments of `from_pretrained`.")
-    attn_implementation: str | None = option(
-        None, "Attention of the padded path (padding_free=false); without padding the report names what is used."
     )
     dataset: str | None = option(
         None, "The rows: a JSONL, JSON, CSV or Parquet file, a folder, or a hub name.", aliases=["dataset_name"]
@@ -71,19 +65,35 @@ class RunOptions:
     output_dir: str | None = option(
         None, "Folder for the model, its checkpoints and run.yaml. None: named after the model."
     )
-    resume_from_checkpoint: str | None = option(
-        None, "A checkpoint's folder, or 'latest': the last whole one of `output_dir`, if there is one."
-    )
     dataset_config: str | None = option(None, "Configuration of a dataset on the hub.")
     dataset_split: str = option("train", "Split to train on.", aliases=["dataset_train_split"])
     dataset_streaming: bool = option(
         False, "Read rows while training, in place of preparing them first.", aliases=["streaming"]
     )
-    eval_dataset: str | None = option(None, "Rows to evaluate on, like `dataset`.")
+    model_revision: str | None = option(None, "Branch, tag or commit of a model on the hub.")
+    model_init_kwargs: dict | None = option(None, "Further arguments of `from_pretrained`.")
+    dtype: str | None = option(
+        None,
+        "What weights are stored in; float32 if left out.",
+        group=Group.MEMORY,
+        choices=["float32", "bfloat16", "float16", "auto"],
+    )
+    attn_implementation: str | None = option(
+        None,
+        "Attention of the padded path (padding_free=false); without padding the report names what is used.",
+        group=Group.MEMORY,
+    )
+    eval_dataset: str | None = option(None, "Rows to evaluate on, like `dataset`.", group=Group.SAVING)
     eval_split: str | None = option(
         None,
         "Split to evaluate on. None: 'train' of `eval_dataset`, or without one 'test' of `dataset`.",
+        group=Group.SAVING,
         aliases=["dataset_test_split"],
+    )
+    resume_from_checkpoint: str | None = option(
+        None,
+        "A checkpoint's folder, or 'latest': the last whole one of `output_dir`, if there is one.",
+        group=Group.SAVING,
     )
 
     def check(self, *, begins_at_random: bool = False, has_rows: bool | None = None) -> None:
@@ -158,6 +168,8 @@ class RunOptions:
 @dataclasses.dataclass(kw_only=True)
 class ReferenceModel:
     """Which reference a policy is compared with."""
+
+    group: ClassVar[Group] = Group.REFERENCE
 
     ref_model: str | None = option(
         None, "The reference: a folder, or a name on the hub. None: the model as it is before training."
@@ -246,18 +258,27 @@ def add_parser(subparsers: Subparsers, method: str, *, command: str = "lowtide")
         processes = parser.add_argument_group("processes")
         for name, (metavar, help) in OF_PROCESSES.items():
             processes.add_argument(f"--{name}", metavar=metavar, help=help)
-    unlisted = {*config.refused, *config.without_effect}
-    left = {name: each for name, each in options.items() if name not in unlisted}
-    for title, names in LAYOUT.items():
-        add_options(parser.add_argument_group(title), [left.pop(name) for name in names if name in left])
-    declared = METHODS[method]
-    own = [left.pop(each.name) for each in dataclasses.fields(declared.options) if each.name in left]
-    if own:
-        add_options(parser.add_argument_group(declared.title), own)
-    add_options(parser, [each for name, each in options.items() if name in left or name in unlisted], shown=False)
+    without_help = {*config.refused, *config.without_effect}
+    left = {name: each for name, each in options.items() if name not in without_help}
+    for title, listed in _groups(method, left).items():
+        add_options(parser.add_argument_group(title), [left.pop(each.name) for each in listed])
+    add_options(parser, [each for name, each in options.items() if name in left or name in without_help], shown=False)
     parser.epilog = "Also accepted, as transformers.TrainingArguments documents them: " + ", ".join(left)
     parser.set_defaults(run=run, method=method, options=options)
     return parser
+
+
+def _groups(method: str, options: Mapping[str, Option]) -> dict[str, list[Option]]:
+    """The options that `--help` lists, by the titles of its groups. The method's own are the second group, those of its
+    own class first."""
+    config: Any = config_of(method)
+    own = [name for kind in trainer_options(config) for name in options_of(kind)]
+    own += [name for kind in METHODS[method].options.__mro__ for name in inspect.get_annotations(kind)]
+    order = dict.fromkeys([*options_of(RunOptions), *config.inherited_groups, *own, *options])
+    listed = [options[name] for name in order if name in options]
+    first, *rest = [(group.value, [each for each in listed if each.group is group]) for group in Group]
+    of_method = METHODS[method].title, [each for each in listed if each.group is None and each.name in own]
+    return {title: listed for title, listed in (first, of_method, *rest) if listed}
 
 
 @dataclasses.dataclass(frozen=True)

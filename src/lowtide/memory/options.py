@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lowtide.memory.activations.chain_storage import DEVICE, HOST
 from lowtide.memory.activations.checkpointing import POLICIES
-from lowtide.option import COUNT, Range, option
+from lowtide.option import COUNT, Group, Range, option
 
 TWO_PASS = "two_pass"
 """The value of `optimizer_in_backward` that clips exactly."""
@@ -21,6 +21,16 @@ OF_TORCH = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug",
 class MemoryOptions:
     """When and where bytes live; none of these changes a number, unless its help says so."""
 
+    group: ClassVar[Group] = Group.MEMORY
+
+    memory_budget: str | None = option(
+        None, "Choose exact settings that fit so much memory ('24GiB', or 'auto' for what is free); yours stay as set."
+    )
+    tokens_per_microbatch: int | None = option(
+        None,
+        "Token budget: the most tokens that one forward sees. The batch of a step is cut to fit; same numbers.",
+        COUNT,
+    )
     checkpointing_policy: str = option(
         "full", "What a checkpointed layer keeps: nothing, attention outputs, or matrix products too.",
         choices=[*POLICIES],

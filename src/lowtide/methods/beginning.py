@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lowtide.data.byte_pairs import LEAST
-from lowtide.option import Range, option
+from lowtide.option import Group, Range, option
 
 
 @dataclass(kw_only=True)
 class BeginningOptions:
     """What a model that begins with random weights is made from."""
+
+    group: ClassVar[Group] = Group.DATA
 
     config_name: str | None = option(
         None, "Config of a model that begins with random weights: a file, a folder, or a name on the hub."

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
-from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, option
+from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, Group, option
 
 
 @dataclass(kw_only=True)
@@ -79,6 +79,8 @@ class VisionOptions:
 class StoredReference:
     """Of the methods that may have a reference: how it is stored."""
 
+    group: ClassVar[Group] = Group.REFERENCE
+
     ref_model_storage: str = option(
         "same",
         "What a frozen reference takes: the policy's dtype, 8 or 4 bits (not exact), or host memory (slower).",
@@ -100,6 +102,8 @@ class StoredReference:
 class FollowedReference(StoredReference):
     """Of the methods whose reference may move."""
 
+    group: ClassVar[Group] = Group.REFERENCE
+
     sync_ref_model: bool = option(False, "Move the reference towards the policy as training goes on (TR-DPO).")
     ref_model_mixup_alpha: float = option(
         0.6, "How far it moves: 1 makes it the policy, and 0 leaves it (arXiv 2404.09656).", SHARE
@@ -115,6 +119,8 @@ class FollowedReference(StoredReference):
 class TeacherOptions(StoredReference):
     """Of the methods whose reference is a teacher, under TRL's names."""
 
+    group: ClassVar[Group] = Group.REFERENCE
+
     teacher_model_name_or_path: str | None = option(
         None,
         "The teacher: a folder, or a name on the hub. None: the trainer's `teacher_model`, else the model without its "
@@ -128,6 +134,8 @@ class TeacherOptions(StoredReference):
 @dataclass(kw_only=True)
 class ReferenceOptions(FollowedReference):
     """Of the methods that compare the policy with a reference on rows that are known before training."""
+
+    group: ClassVar[Group] = Group.REFERENCE
 
     precompute_ref_log_probs: bool = option(
         False, "Compute the reference's log-probabilities before training, and keep no reference."

@@ -20,7 +20,7 @@ from lowtide.compat.transformers import dict_fields
 from lowtide.engine.attention import NAME
 from lowtide.memory.options import MemoryOptions
 from lowtide.methods import METHODS
-from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
+from lowtide.option import COUNT, NOT_NEGATIVE, Group, Range, option
 from lowtide.option_values import take_values
 from lowtide.ranks.failures import meeting
 from lowtide.ranks.sharding import Sharding
@@ -29,6 +29,7 @@ from lowtide.renamed import is_off, replaced
 from lowtide.run.optimizers import NAMES, check_optimizer_name
 from lowtide.run.options.deepspeed import asked_bf16, checked_config
 from lowtide.run.options.inherited_checks import check_inherited
+from lowtide.run.options.inherited_groups import INHERITED_GROUPS
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
 from lowtide.run.options.secrets import without_secrets
 from lowtide.run.options.sharding import OF_ENGINES, engines_hidden, sharding_of
@@ -67,6 +68,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
     refused: ClassVar[dict[str, str]] = REFUSED
     """Options that this config has from `TrainingArguments` and refuses, and why."""
     inherited_ranges: ClassVar[dict[str, Range]] = INHERITED_RANGES
+    inherited_groups: ClassVar[dict[str, Group]] = INHERITED_GROUPS
     inherited_literals: ClassVar[dict[str, tuple[bool, ...]]] = {"fsdp": (True, False)}
     without_effect: ClassVar[dict[str, str]] = WITHOUT_EFFECT
     """Options that are accepted and change nothing, and why."""
@@ -74,38 +76,40 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
     model_init_kwargs: dict | str | None = option(
         None, "Arguments of `from_pretrained`, where the model is given by name; `dtype` is float32 if left out."
     )
-    trust_remote_code: bool = option(False, "Run Python code that comes with a model or tokenizer.")
-    padding_free: bool = option(True, "Run batches without padding. False runs the padded path, with equal numbers.")
-    tokens_per_microbatch: int | None = option(
-        None,
-        "Token budget: the most tokens that one forward sees. The batch of a step is cut to fit; same numbers.",
-        COUNT,
-    )
-    memory_budget: str | None = option(
-        None, "Choose exact settings that fit so much memory ('24GiB', or 'auto' for what is free); yours stay as set."
+    trust_remote_code: bool = option(False, "Run Python code that comes with a model or tokenizer.", group=Group.DATA)
+    padding_free: bool = option(
+        True, "Run batches without padding. False runs the padded path, with equal numbers.", group=Group.MEMORY
     )
     fsdp_split_vocabulary: bool = option(
         False,
         "With fsdp, never gather head and embedding: each rank keeps its rows, and hidden states travel in their "
         "place. Saves a whole head and its gradient, for more traffic where scores are many; same numbers.",
+        group=Group.DEVICES,
     )
     resume_without_states: bool = option(
         False,
         "Resume from a checkpoint without optimizer, scheduler or random states, or with another optimizer's: these "
         "start anew.",
+        group=Group.SAVING,
     )
     stop_grace: float = option(
         30.0,
         "Seconds that a run has after SIGTERM to finish its step and write a checkpoint; 0: SIGTERM ends it at once.",
         NOT_NEGATIVE,
+        group=Group.SAVING,
     )
-    memory_report: str | None = option(None, "JSON file to write peak, states, speed and ledger to after training.")
+    memory_report: str | None = option(
+        None, "JSON file to write peak, states, speed and ledger to after training.", group=Group.MEMORY
+    )
 
     parallelism_config: dict | None = option(
         None, "accelerate's ParallelismConfig, or its sizes: dp_replicate_size, dp_shard_size, sp_size or cp_size."
     )
     pipeline_parallel_size: int = option(
-        1, "Ranks that the layers of the model are split between; each holds its own part of weights and states.", COUNT
+        1,
+        "Ranks that the layers of the model are split between; each holds its own part of weights and states.",
+        COUNT,
+        group=Group.DEVICES,
     )
 
     # other defaults than TrainingArguments'

@@ -99,7 +99,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             subparsers.add_parser(name, help=summary)
         elif name in METHODS:
             expand_segments()  # before torch is imported
-            own.append(import_module("lowtide.cli.train").add_parser(subparsers, name))
+            defer_imports()
+            with without_collection():
+                own.append(import_module("lowtide.cli.train").add_parser(subparsers, name))
         elif name in OF_A_METHOD:
             expand_segments()
             if name in PREDICT:

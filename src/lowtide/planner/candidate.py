@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
+from lowtide.memory.optimizers.states import optimizer_name, predict_states
 from lowtide.methods.method import Method
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import estimate_run
 from lowtide.planner.search import Measured, Refused, Sizes
 from lowtide.planner.tracing.fake_run import FakeRun
+from lowtide.planner.tracing.following import stack_of
 from lowtide.planner.tracing.positions import beyond, made_for, positions_of
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards
 from lowtide.planner.tracing.teachers import DescribedTeacher
-from lowtide.run.optimizers import LORA_FA
+from lowtide.run.optimizers import LORA_FA, streams_trained
 from lowtide.run.options.configs import config_class
 from lowtide.run.training_run import TrainingRun
 from lowtide.step.heaviest import check_positions, heaviest_rows, longest_row
@@ -132,6 +134,24 @@ def prepared_rows(run: PlannedRun, rows: Dataset) -> tuple[Dataset, Sizes, tuple
     assembled = fake.assembled(run.device)
     of_positions = _check_positions(run, fake.dataset, assembled)
     return fake.dataset, _sizes_of(run, assembled, fake.dataset), (*fake.notes, *of_positions)
+
+
+class CountedWeights(NamedTuple):
+    """Bytes of the parameters of a model."""
+
+    whole: int
+    layer: int
+    """Of the smallest layer, which streamed weights hold at least; 0 where layers are not known."""
+
+
+def counted_weights(run: PlannedRun, rows: Dataset) -> CountedWeights | None:
+    """The weights of a run, without a trace; None where it was asked that they be streamed."""
+    fake = run.faked(rows, {})
+    if fake.config.base_weights == "stream" or streams_trained(fake.config):
+        return None
+    model, optimizer = fake.model.on_meta(fake.model.layers), optimizer_name(fake.config)
+    layers = [predict_states(layer, optimizer).weights for layer in stack_of(model, fake.model.layers) or ()]
+    return CountedWeights(predict_states(model, optimizer).weights, min(layers, default=0))
 
 
 def _of_adapters(run: PlannedRun) -> dict[str, Any]:

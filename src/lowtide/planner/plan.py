@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from datasets import Dataset
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.answers.assumptions import assumptions_of, files_dtype, in_bfloat16, stored_dtype, with_it
 from lowtide.planner.answers.ways_out import is_taken, ways_out
-from lowtide.planner.candidate import PlannedRun, measured, prepared_rows
+from lowtide.planner.candidate import PlannedRun, counted_weights, measured, prepared_rows
 from lowtide.planner.choices import Setting, axes
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.estimate import BANDS
@@ -246,6 +246,7 @@ def make_plan(
         PlanError: nothing fits; says what takes most, and what would be needed.
         ValueError: the run cannot be planned, with the reason.
     """
+    check_weights(run, rows, room, exact=exact, streamed=streamed)
     prepared, sizes, of_rows = prepared_rows(run, rows)
     setting = setting_of(run, exact=exact, streamed=streamed)
 
@@ -254,7 +255,7 @@ def make_plan(
         return Search(measure, axes(setting, sizes), sizes, room / (1 + BANDS[run.device.kind]), processes_at_once())
 
     searches = Searches(search_of, sizes, None if run.whole_rows else sizes_in_pieces(sizes))
-    _check_weights(searches.whole, room, run, exact=exact, streamed=streamed)
+    _refuse_below(*_traced_weights(searches.whole), run, room, exact=exact, streamed=streamed)
     found = searches.best(RUNNERS_UP if explain else 0)
     if not found:
         raise _nothing_fits(searches, room, run, exact, streamed)
@@ -373,12 +374,29 @@ COMPUTING = ("forward", "backward")
 """The phases in which layers are computed, and hold at least a layer of streamed weights."""
 
 
-def _check_weights(search: Search, room: int, run: PlannedRun, *, exact: bool, streamed: bool) -> None:
-    """Refuses a budget below the fewest bytes that weights take, without a look at all settings: only those that stream
-    weights keep fewer resident, and only those that are not exact store them in fewer bits."""
-    weights = _weights(search.traced(search.plain, None))
+def check_weights(run: PlannedRun, rows: Dataset, room: int, *, exact: bool = True, streamed: bool = False) -> None:
+    """Refuses a budget below the weights as they are counted, before rows are prepared and anything is traced.
+
+    Args:
+        run: what is planned.
+        rows: as the trainer takes them.
+        room: the budget, in bytes.
+        exact, streamed: as `make_plan` takes them.
+
+    Raises:
+        BelowWeights: it is below the weights, and below a layer of them where they can be streamed.
+    """
+    if (counted := counted_weights(run, rows)) is not None:
+        _refuse_below(counted.whole, [counted.layer], run, room, exact=exact, streamed=streamed)
+
+
+def _refuse_below(
+    weights: int, streaming: Iterable[int], run: PlannedRun, room: int, *, exact: bool, streamed: bool
+) -> None:
+    """Refuses a budget below the fewest bytes that weights take: only those that are streamed take fewer, and only
+    settings that are not exact store them in fewer bits."""
     most = room if exact else room * NARROWEST
-    if weights > most and all(_weights(each) > most for each in search.alone_with(STREAMS)):
+    if weights > most and all(each > most for each in streaming):
         raise BelowWeights(
             f"the budget of {bytes_text(room)} is below the weights, which take {bytes_text(weights)} by themselves"
             f"{'' if exact else f', and in 4 bits {bytes_text(weights // NARROWEST)}'}.",
@@ -387,6 +405,11 @@ def _check_weights(search: Search, room: int, run: PlannedRun, *, exact: bool, s
             ways_out(run, exact=exact, streamed=streamed),
             room,
         )
+
+
+def _traced_weights(search: Search) -> tuple[int, Iterator[int]]:
+    """Bytes of weights as traces find them: of the settings as they are, and of each choice that streams weights."""
+    return _weights(search.traced(search.plain, None)), map(_weights, search.alone_with(STREAMS))
 
 
 def _weights(measured: Measured) -> int:

@@ -14,7 +14,7 @@ from lowtide.escaping import shown
 from lowtide.methods.method import Method
 from lowtide.planner.budget import read_budget
 from lowtide.planner.candidate import first_rows
-from lowtide.planner.plan import BelowWeights, PlanError, make_plan, settings_text
+from lowtide.planner.plan import BelowWeights, PlanError, check_weights, make_plan, settings_text
 from lowtide.planner.tracing.fake_run import RunInputs
 from lowtide.planner.tracing_process import in_tracing_process
 from lowtide.run.options.training import TrainingConfig
@@ -64,8 +64,10 @@ def fit_budget(
     rows, notes = first_rows(dataset)
     run = replace(run_of(method, args, model, requested=args.requested, **inputs), whole_rows=whole_rows)
     room, of_budget = read_budget(args.memory_budget, run.device)
+    streamed = rows is not dataset
+    check_weights(run, rows, room, streamed=streamed)
     try:
-        plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=rows is not dataset)
+        plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=streamed)
     except BelowWeights:
         raise
     except PlanError as error:

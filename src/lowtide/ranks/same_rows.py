@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowtide.ranks.group import RankGroup
-from lowtide.ranks.world import distributed
+from lowtide.ranks.world import distributed, objects_of_all_ranks
 
 
 def check_same_rows(dataset: Any, lengths_of: Callable[[Any], np.ndarray | None], title: str) -> None:
@@ -38,8 +38,7 @@ def check_same_rows(dataset: Any, lengths_of: Callable[[Any], np.ndarray | None]
     mine, lengths = None, lengths_of(dataset)
     if isinstance(dataset, Dataset) and lengths is not None:
         mine = len(dataset), int(lengths.sum()), _digest(dataset, lengths)
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    everyones = objects_of_all_ranks(mine)
     first = everyones[0]
     other = next((rank for rank, each in enumerate(everyones) if each != first), None)
     if other is not None:

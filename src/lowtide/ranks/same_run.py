@@ -13,9 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
-from lowtide.ranks.world import distributed
+from lowtide.ranks.world import distributed, objects_of_all_ranks
 
 LIBRARIES = ("lowtide", "torch", "transformers", "accelerate", "peft")
 OF_A_RANK = re.compile(
@@ -39,9 +37,9 @@ def check_same_run(options: Mapping[str, Any]) -> None:
     mine = {f"the version of {name}": _version(name) for name in LIBRARIES}
     mine |= {name: _text(value) for name, value in options.items() if not OF_A_RANK.fullmatch(name)}
     digest = hashlib.blake2b(json.dumps(mine, sort_keys=True).encode(), digest_size=16).hexdigest()
-    if len(set(_gathered(digest))) == 1:
+    if len(set(objects_of_all_ranks(digest))) == 1:
         return
-    everyones: list[dict[str, str]] = _gathered(mine)
+    everyones = objects_of_all_ranks(mine)
     for name in sorted({*mine}.union(*everyones)):
         values = [each.get(name, "not there") for each in everyones]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
@@ -50,12 +48,6 @@ def check_same_run(options: Mapping[str, Any]) -> None:
                 f"ranks differ: {name} is {values[0]} on rank 0, and {values[other]} on rank {other}. Start all ranks "
                 "with the same versions and options"
             )
-
-
-def _gathered(mine: Any) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return everyones
 
 
 def _version(name: str) -> str:

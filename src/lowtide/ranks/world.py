@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def distributed() -> bool:
@@ -40,6 +43,19 @@ def gathered(values: Tensor, copies: int = 1) -> Tensor:
     everyones = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, values.contiguous())
     return torch.cat(everyones[::copies])
+
+
+def objects_of_all_ranks(own: T, copies: int = 1) -> list[T]:
+    """What each rank has, in the order of ranks, pickled on the way: that of this one alone where there are no others.
+
+    Args:
+        copies: so many neighbouring ranks have the same, which counts once.
+    """
+    if not distributed():
+        return [own]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    return everyones[::copies]
 
 
 def worst_of_ranks(number: int, device: torch.device) -> int:

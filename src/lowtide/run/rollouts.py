@@ -30,7 +30,7 @@ from lowtide.objectives.advantages import deviation, summed_up, weighted
 from lowtide.objectives.correction import Correction, correction, sampling_metrics
 from lowtide.ops.float64 import exchange_device
 from lowtide.ranks.group import RankGroup
-from lowtide.ranks.world import gathered
+from lowtide.ranks.world import gathered, objects_of_all_ranks
 from lowtide.rollout.conversations import Conversations, ToolUse
 from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
 from lowtide.rollout.images import PromptImages
@@ -107,6 +107,8 @@ class Made:
     """Of all ranks."""
     extra: dict[str, list] = field(default_factory=dict)
     """Further columns of the table of completions, which reward functions logged."""
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    """Further numbers that they logged on this rank."""
 
     def column(self, name: str) -> list:
         """A further column, with None for completions that it has no value of."""
@@ -236,10 +238,9 @@ class RolloutMaker:
                 completed,
                 trainer_state=state,
                 log_extra=lambda name, values: extra.setdefault(name, []).extend(values),
-                log_metric=lambda name, value: logged.setdefault(name, []).append(value),
+                log_metric=lambda name, value: logged.setdefault(name, []).append(float(value)),
             )
-        metrics = {name: sum(values) / len(values) for name, values in logged.items()}
-        return Made(rollout, completed.prompts, completed.completions, metrics, extra=extra), conversations
+        return Made(rollout, completed.prompts, completed.completions, extra=extra, logged=logged), conversations
 
     def _written(
         self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int
@@ -425,7 +426,7 @@ class RolloutMaker:
         rollout.score_values |= found.score_values
         lengths = rewarded.of_all_ranks(torch.tensor(rollout.lengths, dtype=torch.float32))
         made.figures = Figures(made.rewards, lengths, rewarded.ended)
-        made.metrics |= found.metrics
+        made.metrics |= found.metrics | _means_of_calls(made.logged)
 
 
 def _as_given(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -447,6 +448,15 @@ def _of_group(made: Made, rows: int, together: RankGroup) -> Made:
         completions=[one for each in everyones for one in each.completions],
         extra={name: [value for each in everyones for value in each.column(name)] for name in names},
     )
+
+
+def _means_of_calls(logged: Mapping[str, list[float]]) -> dict[str, float]:
+    """Of each name the mean over its calls on all ranks, which need not have logged the same names."""
+    calls: dict[str, list[float]] = {}
+    for each in objects_of_all_ranks(logged):
+        for name, values in each.items():
+            calls.setdefault(name, []).extend(values)
+    return {name: sum(values) / len(values) for name, values in calls.items()}
 
 
 def _tool_metrics(conversations: Conversations, device: torch.device) -> dict[str, float]:

@@ -21,7 +21,7 @@ from lowtide.methods.method import Objective
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.group import RankGroup
-from lowtide.ranks.world import distributed
+from lowtide.ranks.world import distributed, objects_of_all_ranks
 from lowtide.step.cut import Part
 from lowtide.step.metrics import Totals
 from lowtide.step.models import Models, OwnLoss, scores_of
@@ -200,8 +200,7 @@ def gathered_rows(rows: Any, device: torch.device, same: RankGroup | None = None
     if not distributed():
         return [rows]
     leader = dist.get_rank() if same is None else same.leader
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, (leader, _with_tensors(rows, lambda value: value.detach().cpu())))
+    everyones = objects_of_all_ranks((leader, _with_tensors(rows, lambda value: value.detach().cpu())))
     others = {
         rank: _with_tensors(each, lambda value: value.to(device))
         for rank, (first, each) in enumerate(everyones)

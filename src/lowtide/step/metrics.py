@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.objectives.outcome import Outcome
 from lowtide.ops.float64 import float64_device, to_float64
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.world import distributed
+from lowtide.ranks.world import objects_of_all_ranks
 
 
 @dataclass
@@ -77,7 +75,7 @@ class Totals:
     def read(self, device: torch.device) -> dict[str, float]:
         """Sums, means, smallest and largest values over all ranks, by name; those of nothing are left out."""
         joined = Totals()
-        for each in _of_all_ranks(self._on_host(device)):
+        for each in objects_of_all_ranks(self._on_host(device)):  # which need not have added to the same names
             joined.take_over(each)
         found = {name: value.item() for name, value in joined.sums.items()}
         ends = {name: value.item() for name, value in (joined.lows | joined.highs).items()}
@@ -107,12 +105,3 @@ def _moved(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]
     names = sorted(values)
     stacked = torch.stack([values[name].to(device) for name in names])
     return dict(zip(names, stacked.cpu().unbind(), strict=True))
-
-
-def _of_all_ranks(mine: Totals) -> list[Totals]:
-    """One each; ranks need not have added to the same names, as one that had no row to evaluate has to none."""
-    if not distributed():
-        return [mine]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return everyones

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from lowtide.data.formats.images import in_words
 from lowtide.own_files import writing
+from lowtide.ranks.world import objects_of_all_ranks
 from lowtide.rollout.readable import readable
 from lowtide.run.rollouts import Made
 from lowtide.terminal import Console
@@ -25,30 +26,28 @@ SHOWN = 400
 
 
 class CompletionsLog:
-    """The completions that were written last, of this rank."""
+    """The completions that were written last, of all ranks."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
         self.rows: deque[dict[str, Any]] = deque(maxlen=args.written_at_a_time)
 
     def take_in(self, made: Made, names: Sequence[str]) -> None:
-        """The completions of a rollout."""
+        """The completions of a rollout; a further column is None where a rank did not log it."""
         if not self.args.log_completions:
             return
-        start, columns = self.args.data_rank * len(made.rollout), {name: made.column(name) for name in made.extra}
-        for number in range(len(made.rollout)):
-            rewards = made.rewards[start + number].tolist()
-            extra = {name: values[number] for name, values in columns.items()}
+        copies = self.args.world_size // self.args.data_ranks
+        everyones = objects_of_all_ranks(_readable(made), copies)
+        further = dict.fromkeys(name for _, extra in everyones for name in extra)
+        rows = [(said, extra, number) for said, extra in everyones for number, said in enumerate(said)]
+        for (said, extra, number), rewards, advantage in zip(rows, made.rewards, made.advantages, strict=True):
             self.rows.append(
-                readable(
-                    {
-                        "prompt": as_text(made.prompts[number]),
-                        "completion": as_text(made.completions[number]),
-                        **dict(zip(names, rewards, strict=True)),
-                        **extra,
-                        "advantage": made.advantages[start + number].item(),
-                    }
-                )
+                {
+                    **said,
+                    **dict(zip(names, rewards.tolist(), strict=True)),
+                    **{name: extra[name][number] if name in extra else None for name in further},
+                    "advantage": advantage.item(),
+                }
             )
 
     def write(self, step: int) -> None:
@@ -75,6 +74,13 @@ class CompletionsLog:
         api, name = HfApi(token=self.args.hub_token), self.args.log_completions_hub_repo
         repo = api.create_repo(name, repo_type="dataset", private=self.args.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=repo.repo_id, repo_type="dataset", folder_path=str(folder))
+
+
+def _readable(made: Made) -> tuple[list[dict[str, str]], dict[str, list]]:
+    """The prompts and completions of this rank, and its further columns."""
+    said = zip(made.prompts, made.completions, strict=True)
+    columns = {readable(name): [readable(value) for value in made.column(name)] for name in made.extra}
+    return [readable({"prompt": as_text(p), "completion": as_text(c)}) for p, c in said], columns
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> pa.Table:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lowtide.data.batches.values import KEPT
@@ -14,7 +13,7 @@ from lowtide.engine.forward import score_shared
 from lowtide.engine.heads.head import Scores
 from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.world import distributed
+from lowtide.ranks.world import objects_of_all_ranks
 from lowtide.step.rank_sync import RankSync
 from lowtide.step.runner import StepRunner
 
@@ -53,8 +52,4 @@ def _entropies(runner: StepRunner, batch: RaggedBatch, temperature: float) -> Te
 
 def of_all_ranks(values: Tensor, copies: int = 1) -> Tensor:
     """Values of all ranks, which need not have as many; `copies` neighbouring ones have the same, which count once."""
-    if not distributed():
-        return values
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, values)
-    return torch.cat(everyones[::copies])
+    return torch.cat(objects_of_all_ranks(values, copies))

@@ -8,6 +8,8 @@ import json
 import pickle
 import subprocess
 import sys
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,23 @@ def test_a_budget_below_the_process_says_what_is_most_and_refuses_nothing(tmp_pa
         made = trainer(config(tmp_path, memory_budget=str(process_bytes()), **CHECKPOINTED))
     assert made.planned.text.startswith("nothing fits by the estimate")
     assert made.planned.peak_bytes > process_bytes()
+
+
+def test_what_is_doubtful_is_said_once(tmp_path, caplog):
+    with caplog.at_level("WARNING", logger="lowtide"), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        args = config(tmp_path, memory_budget="64GiB", **CHECKPOINTED)
+        made = lowtide.SFTTrainer(
+            make_model(make_tokenizer(), seed=0),
+            args,
+            train_dataset=Dataset.from_list([{"prompt": "1 + 1 =", "completion": text} for text in ("", " 2")]),
+            processing_class=make_tokenizer(),
+        )
+    assert made.planned.text
+    said = Counter(record.getMessage() for record in caplog.records) + Counter(str(each.message) for each in warned)
+    about_rows = [message for message in said if "completion" in message and "is empty" in message]
+    assert len(about_rows) == 1
+    assert {message: count for message, count in said.items() if count > 1} == {}
 
 
 def test_a_budget_that_is_none_is_refused(tmp_path):

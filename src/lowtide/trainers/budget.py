@@ -5,8 +5,10 @@ Only exact settings are chosen, and none that was set by hand.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, Unpack
 
@@ -62,12 +64,13 @@ def fit_budget(
     if dataset is None:
         raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
     rows, notes = first_rows(dataset)
+    streamed = rows is not dataset
     run = replace(run_of(method, args, model, requested=args.requested, **inputs), whole_rows=whole_rows)
     room, of_budget = read_budget(args.memory_budget, run.device)
-    streamed = rows is not dataset
-    check_weights(run, rows, room, streamed=streamed)
     try:
-        plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=streamed)
+        with _what_the_run_says_itself():
+            check_weights(run, rows, room, streamed=streamed)
+            plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=streamed)
     except BelowWeights:
         raise
     except PlanError as error:
@@ -82,10 +85,25 @@ def fit_budget(
     return Fitted(dict(plan.settings), "; ".join([plan.summary(), *of_budget, *plan.notes, *notes]), peak)
 
 
+@contextlib.contextmanager
+def _what_the_run_says_itself() -> Iterator[None]:
+    """While it lasts nothing is warned of: options and rows are those of the run, which warns of them as it begins."""
+    ours = logging.getLogger("lowtide")
+    level = ours.level
+    ours.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        ours.setLevel(level)
+
+
 def _set(args: TrainingConfig, settings: Mapping[str, Any]) -> None:
     """Sets options in a config with all that follows from them at construction, and leaves the others as they are."""
     kind = type(args)
-    before, after = kind(**args.requested), kind(**{**args.requested, **settings})
+    with _what_the_run_says_itself():
+        before, after = kind(**args.requested), kind(**{**args.requested, **settings})
     for each in fields(args):
         value = getattr(after, each.name)
         if value != getattr(before, each.name):

@@ -339,6 +339,20 @@ def test_stochastic_rounding_does_not_depend_on_the_order_of_the_parameters_step
     assert all(same_bits(left.data, right.data) for left, right in zip(together, alone, strict=True))
 
 
+def test_each_step_rounds_by_other_random_numbers():
+    """Two steps from the same weight with the same gradient: those that are rounded up are a half of it, and others."""
+    weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = CompressedAdamW([weight], lr=2.0**-9, weight_decay=0.0, remainder="stochastic")
+    moved = []
+    for _ in range(3):
+        weight.data.fill_(1.0)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        moved.append(weight.data != 1.0)
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        assert (moved[one] != moved[other]).double().mean() == pytest.approx(0.5, abs=0.05)
+
+
 def seeded(trained: list[nn.Parameter], seed: int = 5) -> CompressedAdamW:
     optimizer = CompressedAdamW(trained, **OPTIONS, remainder="stochastic", seed=seed)
     optimizer.compress_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -267,6 +268,24 @@ def test_whole_losses_repeat_the_dropout_of_their_first_pass():
     options = DPOOptions(loss_type="aot")
     train_step(Models(model, reference), batch, DPO.objective(options), limits=Limits(rows=4), totals=totals)
     assert totals.read(torch.device("cpu"))["logps/chosen"] == pytest.approx(once, rel=1e-9)
+
+
+@pytest.mark.parametrize("limits", [Limits(rows=3), Limits(tokens=40)], ids=str)
+def test_gradients_of_two_passes_are_of_the_dropout_of_the_first(limits, monkeypatch):
+    """A loss that is a sum over pairs, once in one pass, and once as if it needed the whole batch."""
+    found = []
+    for whole in (False, True):
+        monkeypatch.setitem(preference.LOSSES, "sigmoid", replace(preference.LOSSES["sigmoid"], whole=whole))
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, attention_dropout=0.3)).double().train()
+        install(model)
+        models = Models(model, FrozenModel(policy_and_reference()[1], padding_free=True))
+        batch = CompletionCollator(("chosen_ids", "rejected_ids"))(pair_rows())
+        torch.manual_seed(7)
+        loss = train_step(models, batch, DPO.objective(DPOOptions(beta=0.5)), limits=limits)
+        found.append((loss.item(), gradients(model)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
+    assert_equal(found[1][1], found[0][1], tolerance=1e-8)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "aot"])

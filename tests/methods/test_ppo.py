@@ -132,6 +132,25 @@ def learned(what: Written, old: Any, reference: Any, args: Any) -> tuple[list[Te
     return list(whiten(torch.cat(advantages)).split(sizes)), returns
 
 
+def rollout_metrics(what: Written, old: Any, reference: Any, args: Any) -> dict[str, float]:
+    """Means over completions of what their tokens sum up to; those that nothing rewarded have no score."""
+    nats, surprises, scores = [], [], []
+    for (logprobs, _), (other, _), reward, ended in zip(old, reference, what.rewards, what.ended, strict=True):
+        ahead = logprobs - other if args.kl_coef else torch.zeros_like(logprobs)
+        nats.append((ahead if args.kl_estimator == "k1" else torch.exp(-ahead) - 1 + ahead).sum().item())
+        surprises.append(-logprobs.sum().item())
+        scores.append(reward.item() - (0 if ended else args.missing_eos_penalty or 0))
+    kl, known = sum(nats) / len(nats), [each for each in scores if each == each]
+    return {
+        "objective/kl": kl,
+        "objective/entropy": sum(surprises) / len(surprises),
+        "objective/non_score_reward": -args.kl_coef * kl,
+        "objective/rlhf_reward": -args.kl_coef * kl + sum(known) / len(known),
+        "objective/scores": sum(known) / len(known),
+        "val/num_eos_tokens": sum(what.ended),
+    }
+
+
 def loss_of(new: Any, old: Any, advantages: Any, returns: Any, args: Any) -> Tensor:
     """The mean over the tokens of a mini-batch."""
     policy, value = [], []
@@ -185,6 +204,7 @@ def test_advantages_losses_and_gradients_are_those_of_the_dense_computation(name
     rewarded.rollout.score_values |= found.score_values
     torch.testing.assert_close(found.score_values[TOKEN_ADVANTAGE], torch.cat(advantages), rtol=0, atol=1e-8)
     torch.testing.assert_close(found.score_values[RETURN], torch.cat(returns), rtol=0, atol=1e-8)
+    assert found.metrics == pytest.approx(rollout_metrics(what, old, reference, args), rel=1e-6)
     install(policy)
     for sharing, limits in (
         (True, Limits()),
@@ -223,6 +243,8 @@ def test_completions_that_nothing_rewarded_teach_nothing():
     what.rewards[0] = torch.nan
     found = ByToken().learn(rewarded_rollout(what, old, old), args)
     size = len(what.completions[0])
+    assert found.metrics == pytest.approx(rollout_metrics(what, old, old, args), rel=1e-6)
+    assert found.values[0] == 0
     assert found.score_values[KEPT].tolist() == [False] * size + [True] * (len(found.score_values[KEPT]) - size)
     actual = found.score_values[TOKEN_ADVANTAGE]
     assert not actual[:size].any()

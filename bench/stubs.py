@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
 
 from lowtide.methods import METHODS
@@ -31,8 +32,12 @@ TYPES = {
     "optimizer_cls_and_kwargs": "tuple | None",
     "preprocess_logits_for_metrics": "Callable | None",
     "formatting_func": "Callable | None",
+    "tokenizer": "PreTrainedTokenizerBase | None",
+    "model_init": "Callable | None",
 }
 """By argument; the others are of any type."""
+OF_ALL = {"tokenizer", "model_init"}
+"""What all trainers take and no signature names."""
 
 
 def stub() -> str:
@@ -40,7 +45,8 @@ def stub() -> str:
     methods = [METHODS[name] for name in METHODS]
     parts = ["# Written by `python -m bench.stubs` from the table of methods.\n\n"]
     parts += ["import os\nfrom collections.abc import Callable, Mapping\nfrom dataclasses import dataclass\n"]
-    parts += ["from typing import Any\n\nfrom datasets import Dataset, IterableDataset\nfrom torch import nn\n"]
+    parts += ["from typing import Any, TypedDict, Unpack\n\n"]
+    parts += ["from datasets import Dataset, IterableDataset\nfrom torch import nn\n"]
     parts += ["from transformers import PreTrainedTokenizerBase, TrainingArguments\n\n"]
     options = sorted({(each.options.__module__, each.options.__name__) for each in methods})
     imports = [
@@ -52,25 +58,53 @@ def stub() -> str:
     ]
     parts += sorted(imports, key=lambda line: line.split()[1])
     parts += ["\ndef trainer_class(method: Method) -> type[MethodTrainer]: ...\n"]
-    parts += [_classes(method) for method in methods]
+    named = [named_alone(method) for method in methods]
+    of_all = frozenset[str].intersection(*named)
+    parts += [_dictionary("Arguments", "TypedDict", of_all | OF_ALL)]
+    dictionaries: dict[frozenset[str], str] = {}
+    for method, names in zip(methods, named, strict=True):
+        if names not in dictionaries:
+            dictionaries[names] = f"{public_name(method)}Arguments"
+            parts += [_dictionary(dictionaries[names], "Arguments", names - of_all)]
+    parts += [_classes(method, dictionaries[names]) for method, names in zip(methods, named, strict=True)]
     return "".join(parts)
 
 
-def _classes(method: Method) -> str:
+def positional(method: Method) -> list[str]:
+    """The arguments that scripts give by position: `args`, and those before it."""
+    names = [*signature_of(method).parameters]
+    return names[: names.index("args") + 1]
+
+
+def named_alone(method: Method) -> frozenset[str]:
+    """The other arguments, without `older`: editors should not offer those."""
+    return frozenset(signature_of(method).parameters) - {*positional(method), "older"}
+
+
+def _dictionary(name: str, base: str, names: Iterable[str]) -> str:
+    return "\n".join(
+        [
+            f"\nclass {name}({base}, total=False):",
+            *(f"    {each}: {TYPES.get(each, 'Any')}" for each in sorted(names)),
+            "",
+        ]
+    )
+
+
+def _classes(method: Method, arguments: str) -> str:
+    kind = "ReferenceTrainer" if method.compares else "MethodTrainer"
     lines = [
         "\n@dataclass",
         f"class {public_name(method)}Config({method.options.__name__}, TrainingConfig): ...\n",
-        f"class {public_name(method)}Trainer({'ReferenceTrainer' if method.compares else 'MethodTrainer'}):",
+        f"class {public_name(method)}Trainer({kind}):",
         "    def __init__(",
         "        self,",
     ]
-    for name, each in signature_of(method).parameters.items():
-        if each.kind is inspect.Parameter.VAR_KEYWORD:
-            lines.append(f"        **{name}: Any,")
-            continue
-        default = "" if each.default is inspect.Parameter.empty else " = ..."
+    parameters = signature_of(method).parameters
+    for name in positional(method):
+        default = "" if parameters[name].default is inspect.Parameter.empty else " = ..."
         lines.append(f"        {name}: {TYPES.get(name, 'Any')}{default},")
-    return "\n".join([*lines, "    ) -> None: ...", ""])
+    return "\n".join([*lines, f"        **named: Unpack[{arguments}],", "    ) -> None: ...", ""])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -34,6 +34,57 @@ from lowtide.trainers.reference import ReferenceTrainer
 
 def trainer_class(method: Method) -> type[MethodTrainer]: ...
 
+class Arguments(TypedDict, total=False):
+    callbacks: list | None
+    eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None
+    model_init: Callable | None
+    optimizer_cls_and_kwargs: tuple | None
+    optimizers: tuple
+    peft_config: Any
+    processing_class: PreTrainedTokenizerBase | None
+    quantization_config: Any
+    tokenizer: PreTrainedTokenizerBase | None
+    train_dataset: Dataset | IterableDataset | None
+
+class SFTArguments(Arguments, total=False):
+    compute_loss_func: Callable | None
+    compute_metrics: Callable | None
+    data_collator: Callable | None
+    formatting_func: Callable | None
+    preprocess_logits_for_metrics: Callable | None
+
+class PretrainArguments(Arguments, total=False):
+    compute_metrics: Callable | None
+    data_collator: Callable | None
+
+class GKDArguments(Arguments, total=False):
+    compute_metrics: Callable | None
+    data_collator: Callable | None
+    formatting_func: Callable | None
+
+class GRPOArguments(Arguments, total=False):
+    environment_factory: Any
+    reward_processing_classes: Any
+    rollout_func: Any
+    tools: Any
+
+class OnlineDPOArguments(Arguments, total=False):
+    compute_metrics: Callable | None
+    data_collator: Callable | None
+    environment_factory: Any
+    judge: Any
+    reward_processing_classes: Any
+    rollout_func: Any
+    tools: Any
+
+class PPOArguments(Arguments, total=False):
+    data_collator: Callable | None
+    environment_factory: Any
+    reward_processing_classes: Any
+    rollout_func: Any
+    tools: Any
+    value_model: Any
+
 @dataclass
 class SFTConfig(SFTOptions, TrainingConfig): ...
 
@@ -42,20 +93,7 @@ class SFTTrainer(MethodTrainer):
         self,
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_loss_func: Callable | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        preprocess_logits_for_metrics: Callable | None = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        formatting_func: Callable | None = ...,
-        **older: Any,
+        **named: Unpack[SFTArguments],
     ) -> None: ...
 
 @dataclass
@@ -66,17 +104,7 @@ class PretrainTrainer(MethodTrainer):
         self,
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -88,17 +116,7 @@ class DPOTrainer(ReferenceTrainer):
         model: str | os.PathLike | nn.Module,
         ref_model: str | os.PathLike | nn.Module | None = ...,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -110,17 +128,7 @@ class KTOTrainer(ReferenceTrainer):
         model: str | os.PathLike | nn.Module,
         ref_model: str | os.PathLike | nn.Module | None = ...,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -131,17 +139,7 @@ class RewardTrainer(MethodTrainer):
         self,
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -152,17 +150,7 @@ class TokenClassificationTrainer(MethodTrainer):
         self,
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -173,17 +161,7 @@ class SequenceClassificationTrainer(MethodTrainer):
         self,
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -194,17 +172,7 @@ class ORPOTrainer(MethodTrainer):
         self,
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -215,17 +183,7 @@ class CPOTrainer(MethodTrainer):
         self,
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -237,17 +195,7 @@ class BCOTrainer(ReferenceTrainer):
         model: str | os.PathLike | nn.Module,
         ref_model: str | os.PathLike | nn.Module | None = ...,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -259,18 +207,7 @@ class GKDTrainer(ReferenceTrainer):
         model: str | os.PathLike | nn.Module,
         teacher_model: str | os.PathLike | nn.Module | None = ...,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        peft_config: Any = ...,
-        formatting_func: Callable | None = ...,
-        quantization_config: Any = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        **older: Any,
+        **named: Unpack[GKDArguments],
     ) -> None: ...
 
 @dataclass
@@ -282,19 +219,7 @@ class GRPOTrainer(ReferenceTrainer):
         model: str | os.PathLike | nn.Module,
         reward_funcs: Any = ...,
         args: TrainingArguments | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        reward_processing_classes: Any = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        tools: Any = ...,
-        rollout_func: Any = ...,
-        environment_factory: Any = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        **older: Any,
+        **named: Unpack[GRPOArguments],
     ) -> None: ...
 
 @dataclass
@@ -306,19 +231,7 @@ class RLOOTrainer(ReferenceTrainer):
         model: str | os.PathLike | nn.Module,
         reward_funcs: Any = ...,
         args: TrainingArguments | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        reward_processing_classes: Any = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        tools: Any = ...,
-        rollout_func: Any = ...,
-        environment_factory: Any = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        **older: Any,
+        **named: Unpack[GRPOArguments],
     ) -> None: ...
 
 @dataclass
@@ -331,22 +244,7 @@ class OnlineDPOTrainer(ReferenceTrainer):
         ref_model: str | os.PathLike | nn.Module | None = ...,
         reward_funcs: Any = ...,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        reward_processing_classes: Any = ...,
-        peft_config: Any = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        judge: Any = ...,
-        quantization_config: Any = ...,
-        tools: Any = ...,
-        rollout_func: Any = ...,
-        environment_factory: Any = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        **older: Any,
+        **named: Unpack[OnlineDPOArguments],
     ) -> None: ...
 
 @dataclass
@@ -359,21 +257,7 @@ class PPOTrainer(ReferenceTrainer):
         ref_model: str | os.PathLike | nn.Module | None = ...,
         reward_funcs: Any = ...,
         args: TrainingArguments | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        reward_processing_classes: Any = ...,
-        value_model: Any = ...,
-        data_collator: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        tools: Any = ...,
-        rollout_func: Any = ...,
-        environment_factory: Any = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        **older: Any,
+        **named: Unpack[PPOArguments],
     ) -> None: ...
 
 @dataclass
@@ -384,17 +268,7 @@ class Seq2SeqTrainer(MethodTrainer):
         self,
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -405,17 +279,7 @@ class MaskedLMTrainer(MethodTrainer):
         self,
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...
 
 @dataclass
@@ -426,15 +290,5 @@ class ReplacedTokenDetectionTrainer(MethodTrainer):
         self,
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
-        data_collator: Callable | None = ...,
-        train_dataset: Dataset | IterableDataset | None = ...,
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None = ...,
-        processing_class: PreTrainedTokenizerBase | None = ...,
-        compute_metrics: Callable | None = ...,
-        callbacks: list | None = ...,
-        optimizers: tuple = ...,
-        optimizer_cls_and_kwargs: tuple | None = ...,
-        quantization_config: Any = ...,
-        peft_config: Any = ...,
-        **older: Any,
+        **named: Unpack[PretrainArguments],
     ) -> None: ...

@@ -12,10 +12,11 @@ tokens with `prefix = [-1, 0, 0]`; padded it would be 2 x 9 = 18.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -562,73 +563,164 @@ class RaggedBatch:
 
     def select_segments(self, kept: Sequence[int]) -> RaggedBatch:
         """The batch of some segments alone, ascending, with their prefixes among them; rows renumbered from 0."""
-        place = {old: new for new, old in enumerate(kept)}
-        rows = sorted({self.segments[old].row for old in kept})
-        renumbered = {row: number for number, row in enumerate(rows)}
-        segments: list[Segment] = []
-        moved = torch.zeros(len(self.segments), dtype=torch.long)
-        token = score = 0
-        for old in kept:
-            part = self.segments[old]
-            count = part.score_stop - part.score_start
-            moved[old] = token - part.start
-            prefix = place[part.prefix] if part.prefix >= 0 else -1
-            segments.append(
-                Segment(token, token + part.length, prefix, renumbered[part.row], score, score + count, part.key)
-            )
-            token, score = token + part.length, score + count
-
-        def take(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-            return torch.cat([values[start:stop] for start, stop in spans])
-
-        token_spans = [(self.segments[old].start, self.segments[old].stop) for old in kept]
-        score_spans = [(self.segments[old].score_start, self.segments[old].score_stop) for old in kept]
-        index, own = take(self.score_index, score_spans), take(self.score_segment, score_spans)
-        # A segment's first score may be read in its prefix, which moved by another distance.
-        source = torch.where(index >= self.offsets[own], own, self.prefix[own])
-        return self._assemble(
-            take(self.token_ids, token_spans),
-            take(self.position_ids, token_spans),
-            index + sent(moved, index.device)[source],
-            take(self.score_target, score_spans),
-            segments,
-            {name: value[rows] for name, value in self.row_values.items()},
-            {name: take(value, score_spans) for name, value in self.score_values.items()},
-            (
-                tuple(self.images[old] for old in kept) if self.images else (),
-                None if self.axis_positions is None else take(self.axis_positions.T, token_spans).T,
-            ),
-        )
+        return arranged(self, [kept])[0]
 
     def share_prefixes(self) -> RaggedBatch:
         """The same scores with each prefix that several rows repeat computed once, for the first of them.
 
         The last thing to do with a batch: its rows can't be told apart again. A prefix with scores of its own stays.
         """
+        numbers = range(len(self.segments))
+        stands_for = self.repeated_prefixes(numbers)
+        if not stands_for:
+            return self
+        return arranged(self, [[n for n in numbers if n not in stands_for]], stands_for=stands_for)[0]
+
+    def repeated_prefixes(self, among: Iterable[int]) -> dict[int, int]:
+        """Which earlier one a prefix among some segments repeats; one with scores of its own repeats none."""
         first: dict[tuple[int, int], int] = {}
-        stands_for: dict[int, int] = {}
-        for number, part in enumerate(self.segments):
+        found: dict[int, int] = {}
+        for number in among:
+            part = self.segments[number]
             if part.key and part.score_start == part.score_stop:
                 kept = first.setdefault((part.key, part.length), number)
                 if kept != number:
-                    stands_for[number] = kept
-        if not stands_for:
-            return self
-        device = self.prefix.device
-        distance = torch.zeros(len(self.segments), dtype=torch.long)
-        for number, kept in stands_for.items():
-            distance[number] = self.segments[kept].start - self.segments[number].start
-        own = self.score_segment
-        reads_prefix = self.score_index < self.offsets[own]
-        shift = torch.where(reads_prefix, sent(distance, device)[self.prefix[own]], 0)
-        segments = tuple(part._replace(prefix=stands_for.get(part.prefix, part.prefix)) for part in self.segments)
-        joined = replace(
-            self,
-            score_index=self.score_index + shift,
-            prefix=sent(torch.tensor([part.prefix for part in segments]), device),
-            segments=segments,
+                    found[number] = kept
+        return found
+
+
+def arranged(
+    batch: RaggedBatch,
+    groups: Sequence[Sequence[int]],
+    *,
+    stands_for: Mapping[int, int] | None = None,
+    device: torch.device | None = None,
+) -> list[RaggedBatch]:
+    """Batches of some segments of a batch each: views of one copy, in which they are laid end to end.
+
+    Args:
+        groups: the segments of each, ascending, with their prefixes among them; rows are renumbered from 0.
+        stands_for: which segment of the same group a prefix that is left out is the same as.
+        device: where they are; a batch in host memory is laid out there, and copied once. By default the batch's own.
+    """
+    return _Arrangement(batch, groups, stands_for or {}, device or batch.token_ids.device).batches()
+
+
+class _Arrangement:
+    """The segments of a batch in a new order, in groups; arguments as of `arranged`.
+
+    Each method gives for each group its part of what all of them have end to end.
+    """
+
+    def __init__(
+        self,
+        batch: RaggedBatch,
+        groups: Sequence[Sequence[int]],
+        stands_for: Mapping[int, int],
+        device: torch.device,
+    ) -> None:
+        self.batch, self.groups, self.stands_for, self.device = batch, groups, stands_for, device
+        self.order = [number for kept in groups for number in kept]
+        self.old = [batch.segments[number] for number in self.order]
+        self.segments = [_renumbered(batch.segments, kept, stands_for) for kept in groups]
+        self.new = [part for own in self.segments for part in own]
+
+    def batches(self) -> list[RaggedBatch]:
+        batch, groups = self.batch, self.groups
+        axes = batch.axis_positions
+        columns = zip(
+            self.of_tokens(batch.token_ids),
+            self.of_tokens(batch.position_ids),
+            self.offsets(),
+            self.of_segments([part.prefix for part in self.new]),
+            self.of_segments([part.row for part in self.new]),
+            self.score_index(),
+            self.of_scores(batch.score_target),
+            self.score_segment(),
+            self.segments,
+            self.of_each(self.of_rows, batch.row_values),
+            self.of_each(self.of_scores, batch.score_values),
+            [tuple(batch.images[number] for number in kept) if batch.images else () for kept in groups],
+            [None] * len(groups) if axes is None else self.of_tokens(axes),
+            strict=True,
         )
-        return joined.select_segments([n for n in range(len(segments)) if n not in stands_for])
+        return [RaggedBatch(*column) for column in columns]
+
+    def of_tokens(self, values: Tensor) -> Sequence[Tensor]:
+        parts = values.split([part.length for part in self.batch.segments], -1)
+        laid = torch.cat([parts[number] for number in self.order], -1)
+        return sent(laid, self.device).split([own[-1].stop for own in self.segments], -1)
+
+    def of_scores(self, values: Tensor) -> Sequence[Tensor]:
+        return self._by_scores(self._scores(values))
+
+    def of_segments(self, values: Sequence[int]) -> Sequence[Tensor]:
+        return sent(torch.tensor(values), self.device).split([*map(len, self.groups)])
+
+    def of_rows(self, values: Tensor) -> Sequence[Tensor]:
+        rows = [dict.fromkeys(self.batch.segments[number].row for number in kept) for kept in self.groups]
+        chosen = sent(torch.tensor([row for own in rows for row in own]), values.device)
+        return sent(values.index_select(0, chosen), self.device).split([*map(len, rows)])
+
+    def of_each(
+        self, of: Callable[[Tensor], Sequence[Tensor]], values: Mapping[str, Tensor]
+    ) -> list[dict[str, Tensor]]:
+        """The same of several, by name."""
+        found = {name: of(value) for name, value in values.items()}
+        return [{name: each[number] for name, each in found.items()} for number in range(len(self.groups))]
+
+    def offsets(self) -> Sequence[Tensor]:
+        ends = [end for own in self.segments for end in (0, *(part.stop for part in own))]
+        laid = sent(torch.tensor(ends, dtype=torch.int32), self.device)
+        return laid.split([len(own) + 1 for own in self.segments])
+
+    def score_segment(self) -> Sequence[Tensor]:
+        numbers = [number for own in self.segments for number in range(len(own))]
+        return self._by_scores(self._repeated(numbers))
+
+    def score_index(self) -> Sequence[Tensor]:
+        """A score moves with its segment; the first of a segment may be read in its prefix, and moves with that."""
+        found, here = self._scores(self.batch.score_index), self.batch.score_index.device
+        moved = {n: new.start - old.start for n, new, old in zip(self.order, self.new, self.old, strict=True)}
+        for left_out, kept in self.stands_for.items():
+            between = self.batch.segments[kept].start - self.batch.segments[left_out].start
+            moved[left_out] = moved[kept] + between
+        firsts, place = [], 0
+        for number, part in zip(self.order, self.old, strict=True):
+            if part.prefix >= 0 and part.score_stop > part.score_start:
+                firsts.append((place, part.start, moved[part.prefix] - moved[number]))
+            place += part.score_stop - part.score_start
+        laid = found + sent(self._repeated([moved[number] for number in self.order]), here)
+        if firsts:
+            places, starts, more = (sent(torch.tensor(each), here) for each in zip(*firsts, strict=True))
+            laid.index_add_(0, places, torch.where(found.index_select(0, places) < starts, more, 0))
+        return self._by_scores(laid)
+
+    def _scores(self, values: Tensor) -> Tensor:
+        parts = values.split([part.score_stop - part.score_start for part in self.batch.segments])
+        return torch.cat([parts[number] for number in self.order])
+
+    def _by_scores(self, laid: Tensor) -> Sequence[Tensor]:
+        return sent(laid, self.device).split([own[-1].score_stop for own in self.segments])
+
+    def _repeated(self, values: Sequence[int]) -> Tensor:
+        """[scores] in host memory: what is said of each segment."""
+        return torch.from_numpy(np.repeat(values, [part.score_stop - part.score_start for part in self.new]))
+
+
+def _renumbered(segments: Sequence[Segment], kept: Sequence[int], stands_for: Mapping[int, int]) -> tuple[Segment, ...]:
+    """Some segments, laid end to end; rows by their order, from 0."""
+    place = {old: new for new, old in enumerate(kept)}
+    rows: dict[int, int] = {}
+    found: list[Segment] = []
+    token = score = 0
+    for old in kept:
+        start, stop, before, of_row, first, last, key = segments[old]
+        before = place[stands_for.get(before, before)] if before >= 0 else -1
+        token_stop, score_stop = token + stop - start, score + last - first
+        found.append(Segment(token, token_stop, before, rows.setdefault(of_row, len(rows)), score, score_stop, key))
+        token, score = token_stop, score_stop
+    return tuple(found)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.compat.torch import FakeTensor
 from lowtide.ops.piece_keys import KeyPlace, PieceKeys
-from lowtide.ragged import RaggedBatch, Segment, sent
+from lowtide.ragged import RaggedBatch, Segment, arranged, sent
 from lowtide.step_plan import LEAST, Limits, MicroBatch, PiecePlan, Span, cut_rows, plan_pieces
 
 
@@ -22,6 +22,7 @@ class Piece:
     """What one forward sees."""
 
     batch: RaggedBatch
+    """Of a micro-batch in one piece, with each prompt that several rows repeat once: its rows can't be told apart."""
     scores: Int[Tensor, " scores"] | None = None
     """Their places among those of the micro-batch; None of one that has all of them, in order."""
     after: int = -1
@@ -53,6 +54,10 @@ class Part:
     def of_row(cls, row: RaggedBatch, most: int) -> Part:
         """A batch of one row, in pieces of at most so many tokens."""
         return cls.of(row, plan_pieces(row.segments, range(len(row.segments)), most))
+
+    def read(self, number: int) -> RaggedBatch:
+        """What the loss of a piece is read from, whose scores are those that its forward sees."""
+        return self.batch if len(self.pieces) == 1 else self.pieces[number].batch
 
     def keys(self, place: KeyPlace) -> list[PieceKeys | None]:
         """For each piece what its layers keep, which is nothing yet; None for those that stand alone."""
@@ -122,7 +127,8 @@ def split(batch: RaggedBatch, limits: Limits, device: torch.device | None = None
     Raises:
         ValueError: a row is above the token budget; names it.
     """
-    return [part.batch for part in cut(batch, cut_rows(batch.segments, limits, why_whole_rows=""), device)]
+    plan = cut_rows(batch.segments, limits, why_whole_rows="")
+    return [part.batch for part in cut(batch, plan, device, share=False)]
 
 
 def idle_part(batch: RaggedBatch, most: int | None, device: torch.device | None = None) -> Part:
@@ -140,23 +146,38 @@ def idle_part(batch: RaggedBatch, most: int | None, device: torch.device | None 
 # -- micro-batches as views --------------------------------------------------------------------------------------------
 
 
-def cut(batch: RaggedBatch, plan: Sequence[MicroBatch], device: torch.device | None = None) -> list[Part]:
+def cut(
+    batch: RaggedBatch, plan: Sequence[MicroBatch], device: torch.device | None = None, *, share: bool = True
+) -> list[Part]:
     """The micro-batches of a plan, which has each row of the batch once.
 
     Args:
         device: where they are; a batch in host memory is laid out there, and copied once. By default the batch's own.
+        share: whether a forward computes a prompt that several rows repeat once.
     """
-    device = device or batch.token_ids.device
     if not plan:
         return []
-    batches = [batch.to(device)] if len(plan) == 1 else _views(batch, [each.rows for each in plan], device)
-    return [_part(batch, part, each) for part, each in zip(batches, plan, strict=True)]
+    of_row = batch.row_segments
+    groups = [[number for row in each.rows for number in of_row[row]] for each in plan]
+    whole = [batch.to(device or batch.token_ids.device)] if len(plan) == 1 else arranged(batch, groups, device=device)
+    repeated: dict[int, int] = {}
+    for each, group in zip(plan, groups, strict=True):
+        repeated |= {} if each.pieces or not share else batch.repeated_prefixes(group)
+    seen = whole
+    if repeated:
+        kept = [[number for number in group if number not in repeated] for group in groups]
+        seen = arranged(batch, kept, stands_for=repeated, device=device)
+    return [_part(batch, *each) for each in zip(whole, seen, plan, strict=True)]
 
 
-def _part(batch: RaggedBatch, part: RaggedBatch, planned: MicroBatch) -> Part:
-    """A micro-batch, of a row in pieces by their places in the row, of which the segments stand together."""
+def _part(batch: RaggedBatch, part: RaggedBatch, seen: RaggedBatch, planned: MicroBatch) -> Part:
+    """A micro-batch, of a row in pieces by their places in the row, of which the segments stand together.
+
+    Args:
+        seen: what its forward sees, where it has one.
+    """
     if not planned.pieces:
-        return Part.of(part)
+        return Part(part, (Piece(seen),))
     numbers = [number for number, each in enumerate(batch.segments) if each.row == planned.rows[0]]
     first, start = numbers[0], batch.segments[numbers[0]].start
     scores = slice(batch.segments[first].score_start, batch.segments[numbers[-1]].score_stop)
@@ -167,129 +188,6 @@ def _part(batch: RaggedBatch, part: RaggedBatch, planned: MicroBatch) -> Part:
         for piece in planned.pieces
     ]
     return Part.of(part, pieces, places)
-
-
-def _views(batch: RaggedBatch, groups: Sequence[Sequence[int]], device: torch.device) -> list[RaggedBatch]:
-    """Batches of groups of rows, each a part of what is laid out once."""
-    of_row = batch.row_segments
-    kept = [[number for row in group for number in of_row[row]] for group in groups]
-    order = [number for numbers in kept for number in numbers]
-    segments = [_renumbered(batch.segments, numbers) for numbers in kept]
-    rows_in_order = [row for group in groups for row in group]
-    laid = _laid(batch, order, rows_in_order, [each for part in segments for each in part]).sent(device)
-    found: list[RaggedBatch] = []
-    token = score = first = row = 0
-    for numbers, own, group in zip(kept, segments, groups, strict=True):
-        tokens, scores = slice(token, token + own[-1].stop), slice(score, score + own[-1].score_stop)
-        within, rows = slice(first, first + len(own)), slice(row, row + len(group))
-        axes = laid.axis_positions
-        found.append(
-            RaggedBatch(
-                token_ids=laid.token_ids[tokens],
-                position_ids=laid.position_ids[tokens],
-                offsets=laid.offsets[len(found) + within.start : len(found) + within.stop + 1],
-                prefix=laid.prefix[within],
-                row=laid.row[within],
-                score_index=laid.score_index[scores],
-                score_target=laid.score_target[scores],
-                score_segment=laid.score_segment[scores],
-                segments=own,
-                row_values={name: value[rows] for name, value in laid.row_values.items()},
-                score_values={name: value[scores] for name, value in laid.score_values.items()},
-                images=tuple(batch.images[number] for number in numbers) if batch.images else (),
-                axis_positions=None if axes is None else axes[:, tokens],
-            )
-        )
-        token, score, first, row = tokens.stop, scores.stop, within.stop, rows.stop
-    return found
-
-
-class _Laid(NamedTuple):
-    """The fields of batches, end to end; places are those within each."""
-
-    token_ids: Tensor
-    position_ids: Tensor
-    axis_positions: Tensor | None
-    offsets: Tensor
-    prefix: Tensor
-    row: Tensor
-    score_index: Tensor
-    score_target: Tensor
-    score_segment: Tensor
-    row_values: dict[str, Tensor]
-    score_values: dict[str, Tensor]
-
-    def sent(self, device: torch.device) -> _Laid:
-        """The same on a device."""
-
-        def one(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: sent(each, device) for name, each in value.items()}
-            return None if value is None else sent(value, device)
-
-        return _Laid(*map(one, self))
-
-
-def _laid(batch: RaggedBatch, order: Sequence[int], rows: Sequence[int], segments: Sequence[Segment]) -> _Laid:
-    """A batch with its segments in another order.
-
-    Args:
-        rows: in their order.
-        segments: in that order, by their places in the batches to come.
-    """
-    device = batch.token_ids.device
-    old = np.array([part[:6] for part in batch.segments])[order]
-    tokens, scores = (sent(_places(old[:, n], old[:, n + 1]), device) for n in (0, 4))
-    moved = np.zeros(len(order), dtype=np.int64)
-    moved[order] = [part.start for part in segments] - old[:, 0]
-    index, own = (each.index_select(0, scores) for each in (batch.score_index, batch.score_segment))
-    # a segment's first score may be read in its prefix, which moved by another distance
-    source = torch.where(index >= batch.offsets.index_select(0, own), own, batch.prefix.index_select(0, own))
-    offsets = [stop for part in segments for stop in ((0, part.stop) if part.start == 0 else (part.stop,))]
-    chosen = sent(torch.tensor(rows), device)
-    return _Laid(
-        token_ids=batch.token_ids.index_select(0, tokens),
-        position_ids=batch.position_ids.index_select(0, tokens),
-        axis_positions=None if batch.axis_positions is None else batch.axis_positions.index_select(1, tokens),
-        offsets=torch.tensor(offsets, dtype=torch.int32),
-        prefix=torch.tensor([part.prefix for part in segments]),
-        row=torch.tensor([part.row for part in segments]),
-        score_index=index + sent(torch.from_numpy(moved), device).index_select(0, source),
-        score_target=batch.score_target.index_select(0, scores),
-        score_segment=torch.from_numpy(np.repeat(_numbers(segments), old[:, 5] - old[:, 4])),
-        row_values={name: value[chosen.to(value.device)] for name, value in batch.row_values.items()},
-        score_values={name: value[scores.to(value.device)] for name, value in batch.score_values.items()},
-    )
-
-
-def _numbers(segments: Sequence[Segment]) -> np.ndarray:
-    """The number of each segment in its own batch, of those of several that stand end to end."""
-    begins = np.flatnonzero([part.start == 0 for part in segments])
-    lengths = np.diff(np.append(begins, len(segments)))
-    return np.arange(len(segments)) - np.repeat(begins, lengths)
-
-
-def _places(starts: np.ndarray, stops: np.ndarray) -> Int[Tensor, " places"]:
-    """All places of some spans, one span after the other."""
-    lengths = stops - starts
-    ends = lengths.cumsum()
-    return torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths))
-
-
-def _renumbered(segments: Sequence[Segment], kept: Sequence[int]) -> tuple[Segment, ...]:
-    """Some segments with their prefixes among them, laid end to end; rows by their order, from 0."""
-    place = {old: new for new, old in enumerate(kept)}
-    rows: dict[int, int] = {}
-    found: list[Segment] = []
-    token = score = 0
-    for old in kept:
-        part = segments[old]
-        length, count = part.length, part.score_stop - part.score_start
-        prefix = place[part.prefix] if part.prefix >= 0 else -1
-        row = rows.setdefault(part.row, len(rows))
-        found.append(Segment(token, token + length, prefix, row, score, score + count, part.key))
-        token, score = token + length, score + count
-    return tuple(found)
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------

@@ -165,15 +165,15 @@ class Execution:
     def loss_of(self, act: Train, output: ScoreOutput) -> Tensor:
         """What goes backward of it."""
         loss, part, key = self.losses[act.term], self.parts[act.part], (act.part, act.term)
-        piece, referred = part.pieces[act.piece], self._referred.pop(key, None)
+        referred = self._referred.pop(key, None)
         if act.part == IDLE:
             return output.nothing if output.loss is None else output.loss
         if key in self._slopes:
-            found = self._slopes[key].product(output, piece.scores)
+            found = self._slopes[key].product(output, part.pieces[act.piece].scores)
         elif self.plan.loss_over == "step":
             found = output.nothing * 0.0
         else:
-            found = loss.of_output(piece.batch, output, referred)
+            found = loss.of_output(part.read(act.piece), output, referred)
         if output.aux_loss is not None:
             share = part.batch.tokens * loss.ranks / loss.counts[TOKENS]
             found = found + loss.objective.aux_coefficient * output.aux_loss * share
@@ -228,8 +228,7 @@ class Execution:
 
     def _note(self, act: Score | Train, phase: str) -> None:
         number = act.part if act.part != IDLE else len(self.plan.micro_batches)
-        piece = self.parts[act.part].pieces[act.piece]
-        self.sync.micro_batch, self.sync.part, self.sync.phase = number, piece.batch, phase
+        self.sync.micro_batch, self.sync.part, self.sync.phase = number, self.parts[act.part].read(act.piece), phase
 
     @contextlib.contextmanager
     def _drawing(self, act: Score | Train) -> Iterator[None]:

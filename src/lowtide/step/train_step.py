@@ -184,7 +184,8 @@ class Step:
     def _cut(self) -> list[Part]:
         """The micro-batches of the plan, and an empty one after them where it has acts of that."""
         plan, batch, device = self.plan, self.batch, self.models.device
-        parts = cut(batch, plan.micro_batches, device)
+        own = self.objective.inner is not self.objective  # its caller tells rows apart
+        parts = cut(batch, plan.micro_batches, device, share=not own)
         if plan.idles or self.models.stages > 1:  # a schedule has as many as there are stages
             parts.append(idle_part(batch, plan.limits.tokens, device))
         if plan.reference_ahead:

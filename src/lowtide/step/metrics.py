@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.engine.heads.head import ScoreOutput
-from lowtide.objectives.outcome import Outcome
+from lowtide.objectives.outcome import Mean, Outcome
 from lowtide.ops.float64 import float64_device, to_float64
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import objects_of_all_ranks
@@ -21,8 +21,7 @@ class Totals:
     """What has been added up since the last reading; on the device until somebody reads it."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
-    means: dict[str, Tensor] = field(default_factory=dict)
-    """[2] each: a sum and a count."""
+    means: dict[str, Mean] = field(default_factory=dict)
     lows: dict[str, Tensor] = field(default_factory=dict)
     highs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -33,9 +32,13 @@ class Totals:
 
     def add_mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Adds a sum of `count` values to a mean."""
-        total = _number(total)
-        count = _number(count).to(total.device) if isinstance(count, Tensor) else torch.full_like(total, count)
-        _fold(self.means, name, torch.stack([total, count]), torch.add)
+        total, before = _number(total), self.means.get(name)
+        count = _number(count).to(total.device) if isinstance(count, Tensor) else count
+        if before is not None:
+            device = before.total.device
+            count = before.count + (count.to(device) if isinstance(count, Tensor) else count)
+            total = before.total + total.to(device)
+        self.means[name] = Mean(total, count)
 
     def count(self, batch: RaggedBatch) -> None:
         """Adds the tokens of a whole batch, of which the number does not depend on how the batch is cut and run."""
@@ -65,12 +68,13 @@ class Totals:
         """What was added up elsewhere."""
         for mine, theirs, join in (
             (self.sums, other.sums, torch.add),
-            (self.means, other.means, torch.add),
             (self.lows, other.lows, torch.minimum),
             (self.highs, other.highs, torch.maximum),
         ):
             for name, value in theirs.items():
                 _fold(mine, name, value, join)
+        for name, mean in other.means.items():
+            self.add_mean(name, *mean)
 
     def read(self, device: torch.device) -> dict[str, float]:
         """Sums, means, smallest and largest values over all ranks, by name; those of nothing are left out."""
@@ -80,12 +84,16 @@ class Totals:
         found = {name: value.item() for name, value in joined.sums.items()}
         ends = {name: value.item() for name, value in (joined.lows | joined.highs).items()}
         found |= {name: value for name, value in ends.items() if not math.isinf(value)}
-        pairs = {name: mean.tolist() for name, mean in joined.means.items()}
+        pairs = {name: (float(mean.total), float(mean.count)) for name, mean in joined.means.items()}
         return found | {name: total / count for name, (total, count) in pairs.items() if count}
 
     def _on_host(self, device: torch.device) -> Totals:
         device = float64_device(device)
-        return Totals(*(_moved(held, device) for held in (self.sums, self.means, self.lows, self.highs)))
+        totals = _moved({name: mean.total for name, mean in self.means.items()}, device)
+        counts: dict[str, Any] = {name: mean.count for name, mean in self.means.items()}
+        counts |= _moved({name: each for name, each in counts.items() if isinstance(each, Tensor)}, device)
+        means = {name: Mean(total, counts[name]) for name, total in totals.items()}
+        return Totals(_moved(self.sums, device), means, _moved(self.lows, device), _moved(self.highs, device))
 
 
 def _number(value: Tensor | float) -> Tensor:

@@ -11,8 +11,9 @@ exchanges heads for tokens around the same function (`engine.split_plan`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -87,11 +88,12 @@ def planned_inputs(
         _masks_wanted.reset(token)
 
 
-def _runs(plan: Plan) -> list[Run] | None:
+def _runs(plan: Plan) -> Callable[[], list[Run]] | None:
     """The rows of a plan's tokens; None while lowtide generates, which no model does whose tables depend on them."""
     if isinstance(plan, CachedPlan):
         return None
-    return runs_of(plan.whole, plan.runs) if isinstance(plan, SplitPlan) else runs_of(plan)
+    split = isinstance(plan, SplitPlan)
+    return functools.partial(runs_of, plan.whole, plan.runs) if split else functools.partial(runs_of, plan)
 
 
 @contextlib.contextmanager

@@ -51,6 +51,8 @@ FIRST_POSITION = "_lowtide_first_position"
 """The attribute of a model that says which number it gives to the first position of a row."""
 READS_MEANS = "_lowtide_reads_means"
 """The attribute of a model that says whether its head reads the mean of a segment's hidden states."""
+TELLS_TEXTS_APART = "_lowtide_tells_texts_apart"
+"""The attribute of a model that says whether it embeds which text of a pair a token is of."""
 SPLIT_OVER = "_lowtide_split_over"
 """The attribute of a model that says which ranks `score` splits the tokens of a batch over."""
 TENSOR_PARALLEL = "_lowtide_tensor_parallel"
@@ -118,6 +120,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     if inner.config.is_encoder_decoder:
         share_embedding(inner)
     vars(inner)[READS_MEANS] = head_of(inner).means(inner)
+    vars(inner)[TELLS_TEXTS_APART] = getattr(inner.config.get_text_config(), "type_vocab_size", 0) > 1
     install_embedding(inner)
     install_dropout(inner)
     install_linear(inner)
@@ -218,7 +221,7 @@ def score(
         )
     if vars(inner).get(READS_MEANS):
         scores = replace(scores, lengths=batch.offsets.diff()[batch.score_segment])
-    types = batch.token_types if _tells_texts_apart(inner) else None
+    types = batch.token_types if vars(inner).get(TELLS_TEXTS_APART) else None
     with computing(model):
         if not padding_free:
             pairs = inner.config.is_encoder_decoder
@@ -228,7 +231,7 @@ def score(
             index = index + virtual * (index // inputs["input_ids"].shape[1] + 1) if virtual else index
             if types is None:
                 inputs.pop("token_type_ids", None)
-            with noisy_embeddings(inner, batch, inputs["attention_mask"]), rows_of(_padded_runs(model, batch)):
+            with noisy_embeddings(inner, batch, inputs["attention_mask"]), rows_of(lambda: _padded_runs(model, batch)):
                 return model(**inputs, **images, scores=replace(scores, index=index))
         sequence = sequence_of(model)
         if inner.config.is_encoder_decoder:
@@ -255,11 +258,6 @@ def _padded_runs(model: nn.Module, batch: RaggedBatch) -> list[Run]:
     states, virtual = leading_states(model), 0 if prompt is None else prompt.num_virtual_tokens
     lengths = [sum(batch.segments[number].length for number in line) for line in padded_lines(batch)]
     return [Run(states + max(lengths), (virtual + length,)) for length in lengths]
-
-
-def _tells_texts_apart(model: PreTrainedModel) -> bool:
-    """Whether a model embeds which text of a pair a token is of."""
-    return getattr(model.config.get_text_config(), "type_vocab_size", 0) > 1
 
 
 def _own_random(group: RankGroup | None, model: nn.Module, device: torch.device) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,13 +131,19 @@ def kinds_of_tokens(
 ) -> dict[str, Tensor]:
     """The arguments of a model's forward that say which tokens are of images; none where it takes none."""
     inner: Any = body(model)
-    name = next((each for each in TYPES if each in inspect.signature(type(inner).forward).parameters), None)
+    name = _told_kinds_as(type(inner).forward)
     if name is None or not hasattr(inner, "get_image_features"):
         return {}
     kinds = torch.zeros_like(token_ids)
     for token in {token for image in images for token in image.marked}:
         kinds.masked_fill_(token_ids == token, 1)
     return {name: kinds}
+
+
+@functools.lru_cache
+def _told_kinds_as(forward: Callable[..., Any]) -> str | None:
+    """The argument of a forward that says which tokens are of images."""
+    return next((each for each in TYPES if each in inspect.signature(forward).parameters), None)
 
 
 def blank_image(model: Any, device: torch.device) -> dict[str, ShownImages]:

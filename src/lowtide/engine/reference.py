@@ -221,9 +221,11 @@ def teaching(model: nn.Module, states: Tensor) -> TeacherStates | None:
 
 @contextlib.contextmanager
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    training = model.training
+    if not model.training:  # either way looks at every module
+        yield
+        return
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        model.train()

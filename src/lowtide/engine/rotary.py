@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -42,15 +42,16 @@ class Run(NamedTuple):
     """Of the row; of several rows, where they share the tokens."""
 
 
-_running: ContextVar[Sequence[Run] | None] = ContextVar("running", default=None)
+_running: ContextVar[Callable[[], Sequence[Run]] | None] = ContextVar("running", default=None)
 
 
 @contextlib.contextmanager
-def rows_of(runs: Sequence[Run] | None) -> Iterator[None]:
+def rows_of(runs: Callable[[], Sequence[Run]] | None) -> Iterator[None]:
     """Around a forward of rows of known lengths.
 
     Args:
-        runs: all tokens of the forward, padding included, row after row; None for a forward of rows that are not known.
+        runs: gives all tokens of the forward, padding included, row after row, where a module asks for them; None for a
+            forward of rows that are not known.
     """
     token = _running.set(runs)
     try:
@@ -112,10 +113,11 @@ def rows_alike(model: nn.Module) -> int | None:
 
 def _forward(self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
     """What a class's forward makes, each row's by its own length. Positions are [.., rows, tokens]."""
-    runs = _running.get()
+    known = _running.get()
     given = () if layer_type is None else (layer_type,)
-    if runs is None or layer_type not in rotary_kinds(self):
+    if known is None or layer_type not in rotary_kinds(self):
         return type(self).forward(self, x, position_ids, *given)
+    runs = known()
     tokens = position_ids.shape[-1]
     rows, rest = divmod(sum(run.tokens for run in runs), tokens)
     assert not rest, f"positions of {tokens} tokens a row do not make those of the batch"

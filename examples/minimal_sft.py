@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lowtide.engine.forward import install, score
 from lowtide.engine.probe import probe
 from lowtide.objectives.sft import nll
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import IGNORE
 from lowtide.step.cut import split
 from lowtide.step_plan import Limits
 

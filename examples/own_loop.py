@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lowtide.engine.forward import install
 from lowtide.methods import METHODS
 from lowtide.methods.sft import SFTOptions
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import IGNORE
 from lowtide.step.runner import StepOptions, StepRunner
 from lowtide.step.updater import Updater
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.ragged import IGNORE, LastToken, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import IGNORE, LastToken
 
 
 def preference_pair() -> RaggedBatch:

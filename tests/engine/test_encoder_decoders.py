@@ -16,7 +16,8 @@ from lowtide.engine.forward import install, score
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
 from lowtide.engine.probe import probe
-from lowtide.ragged import RaggedBatch, ShiftedRight
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import ShiftedRight
 from tests.support.marks import slow_but
 from tests.support.pairs_of_texts import END, FAMILIES, OF_BART, PAD, build, tokenized, tokenizer
 

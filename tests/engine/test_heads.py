@@ -17,7 +17,8 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
 from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
 from lowtide.engine.heads.value import Value
-from lowtide.ragged import LastToken, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import LastToken
 from tests.support.processes import run_ranks
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]]

@@ -15,9 +15,10 @@ from lowtide.engine.image_proof import BOTH_WAYS, ImageProof, ShownRow
 from lowtide.engine.images import blank_image, running_tower
 from lowtide.engine.probe import probe
 from lowtide.engine.vision import encodes_images, position_rule, tower_parameters
-from lowtide.ragged import IGNORE, RaggedBatch, Shown
+from lowtide.ragged import RaggedBatch, Shown
 from lowtide.run.engine import check_causal
 from lowtide.run.inputs.images import check_takes_images
+from lowtide.score_rules import IGNORE
 from tests.support.marks import slow_but
 from tests.support.vision_families import (
     FAMILIES,

@@ -10,7 +10,8 @@ from torch import Tensor
 from lowtide.data.batches.images import ImageReader
 from lowtide.engine.forward import install, score
 from lowtide.ops.image_positions import GridPositions
-from lowtide.ragged import IGNORE, RaggedBatch, Shown
+from lowtide.ragged import RaggedBatch, Shown
+from lowtide.score_rules import IGNORE
 from tests.support.vision_models import (
     FAMILIES,
     padded,

@@ -19,9 +19,10 @@ from lowtide.engine.noise import set_noise
 from lowtide.engine.splitting import split_over
 from lowtide.engine.weights.fully_shard import shard_model
 from lowtide.ops.linear_logprobs import Want
-from lowtide.ragged import IGNORE, LastToken, RaggedBatch
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.sharding import Sharding
+from lowtide.score_rules import IGNORE, LastToken
 from tests.support import architectures, preference_models
 from tests.support.live_bytes import LivingBytes
 from tests.support.processes import run_ranks

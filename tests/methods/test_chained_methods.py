@@ -27,7 +27,8 @@ from lowtide.methods.orpo import METHOD as ORPO
 from lowtide.methods.orpo import ORPOOptions
 from lowtide.methods.reward import METHOD as REWARD
 from lowtide.methods.reward import RewardOptions
-from lowtide.ragged import LastToken, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import LastToken
 from lowtide.step.evaluate import evaluate_batch
 from lowtide.step.metrics import Totals
 from lowtide.step.models import Models

@@ -16,7 +16,7 @@ from lowtide.methods.kto import METHOD as KTO
 from lowtide.methods.kto import KTOOptions
 from lowtide.methods.reward import METHOD as REWARD
 from lowtide.methods.reward import RewardOptions
-from lowtide.ragged import LastToken
+from lowtide.score_rules import LastToken
 from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
 from lowtide.step.models import Models

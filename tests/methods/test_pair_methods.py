@@ -23,7 +23,7 @@ from lowtide.methods.reward import METHOD as REWARD
 from lowtide.methods.reward import RewardOptions
 from lowtide.objectives import preference
 from lowtide.objectives.preference import Pairs
-from lowtide.ragged import LastToken
+from lowtide.score_rules import LastToken
 from lowtide.step.evaluate import evaluate_batch
 from lowtide.step.metrics import Totals
 from lowtide.step.models import Models

@@ -15,7 +15,8 @@ from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops import chained_attention
 from lowtide.ops.linear_logprobs import Want
 from lowtide.ops.piece_keys import OnDevice
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import IGNORE
 from lowtide.step.cut import Part
 from lowtide.step.evaluate import evaluate_batch, score_in_parts
 from lowtide.step.execute import Backward

@@ -22,9 +22,10 @@ from lowtide.methods.reward import METHOD as REWARD
 from lowtide.methods.reward import RewardOptions
 from lowtide.objectives.sft import LOSSES
 from lowtide.ops.linear_logprobs import Want
-from lowtide.ragged import LastToken, RaggedBatch
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.replicas import Averaging
 from lowtide.ranks.sequence import SequenceParallel
+from lowtide.score_rules import LastToken
 from lowtide.step.evaluate import evaluate_batch
 from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals

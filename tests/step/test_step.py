@@ -13,7 +13,8 @@ from lowtide.engine.forward import install
 from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES, smoothed_nll
 from lowtide.ops.linear_logprobs import Want
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import IGNORE
 from lowtide.step.evaluate import evaluate_batch
 from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals

@@ -10,7 +10,8 @@ from lowtide.data.batches.values import ADVANTAGE, OLD, WINDOW_TOKENS
 from lowtide.engine.forward import install
 from lowtide.engine.reference import FrozenModel
 from lowtide.methods import METHODS
-from lowtide.ragged import LastToken, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import LastToken
 from lowtide.step.runner import StepOptions, StepRunner
 from lowtide.step.updater import Updater
 from tests.support.preference_models import build, pair_rows, unpaired_rows

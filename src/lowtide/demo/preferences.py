@@ -23,7 +23,7 @@ from lowtide.engine.forward import install, score
 from lowtide.engine.heads.head import Head
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.methods.completions import completion_segments, segment_sums
-from lowtide.ragged import NEXT_TOKEN
+from lowtide.score_rules import NEXT_TOKEN
 
 SIDES = ("chosen_ids", "rejected_ids")
 Row = dict[str, Any]

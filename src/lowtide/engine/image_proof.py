@@ -23,7 +23,8 @@ from lowtide.engine.images import TYPES
 from lowtide.engine.probe import TOLERANCE, inference
 from lowtide.engine.vision import position_rule
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
-from lowtide.ragged import IGNORE, RaggedBatch, SegmentImage, Shown
+from lowtide.ragged import RaggedBatch, SegmentImage, Shown
+from lowtide.score_rules import IGNORE
 
 SCORED = 6
 """Tokens at the end of a row that are compared, all of them after its images."""

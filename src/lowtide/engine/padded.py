@@ -10,7 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowtide.engine.forward import pad
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import IGNORE
 
 
 def padded_inputs(

@@ -38,8 +38,9 @@ from lowtide.engine.split_plan import SharedHeads, SplitPlan
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
 from lowtide.ops.varlen_attention import BACKENDS, observed_backends
-from lowtide.ragged import NEXT_TOKEN, RaggedBatch, ScoreRule, ShiftedRight
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
+from lowtide.score_rules import NEXT_TOKEN, ScoreRule, ShiftedRight
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Largest mean difference of log-probs (nats) that rounding explains, by the dtype of the weights."""

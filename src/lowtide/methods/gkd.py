@@ -27,7 +27,7 @@ from lowtide.methods.sft import TextOptions
 from lowtide.objectives.distillation import divergence
 from lowtide.ops.linear_logprobs import Want
 from lowtide.option import COUNT, POSITIVE, SHARE, option
-from lowtide.ragged import ScoreRule
+from lowtide.score_rules import ScoreRule
 
 WITH_PROMPTS = ("messages", "conversations", "prompt", "instruction", "labels", "completion_mask")
 """Columns of rows that have a prompt."""

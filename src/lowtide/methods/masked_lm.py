@@ -23,7 +23,7 @@ from lowtide.methods.paper import Paper
 from lowtide.methods.perplexity import with_perplexity
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, option
-from lowtide.ragged import ScoreRule
+from lowtide.score_rules import ScoreRule
 
 logger = logging.getLogger(__name__)
 DRAWN = ("mlm_probability", "mask_replace_prob", "random_replace_prob", "whole_word_mask", "masking")

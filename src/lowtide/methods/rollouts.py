@@ -15,11 +15,12 @@ from lowtide.methods.learning import Learning
 from lowtide.methods.options import FollowedReference, zeros
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, option
-from lowtide.ragged import RaggedBatch, ScoreRule
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import launched
 from lowtide.rollout.generators.generator import Completion, Sampling
 from lowtide.rollout.images import PromptImages
 from lowtide.rollout.rollout import Rollout
+from lowtide.score_rules import ScoreRule
 
 NEEDLESS = "lowtide's own generator keeps the keys and values of what is being written, and nothing else"
 BACKENDS = ("auto", "lowtide", "transformers")

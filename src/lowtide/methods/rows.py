@@ -18,7 +18,8 @@ from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_un
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.tags import TagOptions, labels_of, prepare_tags
-from lowtide.ragged import SECOND_TEXT, RaggedBatch, ScoreRule
+from lowtide.ragged import SECOND_TEXT, RaggedBatch
+from lowtide.score_rules import ScoreRule
 
 Drawing = Callable[[RaggedBatch, int], RaggedBatch]
 """From a batch, and the epoch, to the batch with what is drawn of it; the epoch of evaluation is -1."""

@@ -17,7 +17,7 @@ from lowtide.methods.options import TransformersDefaults
 from lowtide.methods.paper import Paper
 from lowtide.methods.rows import Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, option
-from lowtide.ragged import ScoreRule, ShiftedRight
+from lowtide.score_rules import ScoreRule, ShiftedRight
 
 OF_GENERATION = ("generation_max_length", "generation_num_beams", "generation_config")
 

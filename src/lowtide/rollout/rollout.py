@@ -22,9 +22,10 @@ from torch import Tensor
 from lowtide.data.batches.images import ImageReader
 from lowtide.own_files import share_file
 from lowtide.parsing import parse_json
-from lowtide.ragged import IGNORE, RaggedBatch, Shown
+from lowtide.ragged import RaggedBatch, Shown
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.images import PromptImages
+from lowtide.score_rules import IGNORE
 
 FINISHES = ("stop", "length")
 

@@ -41,7 +41,7 @@ from lowtide.memory.technique import Site
 from lowtide.methods.method import Labels, Method, Objective, Scorer
 from lowtide.methods.rows import Preparation, Prepared
 from lowtide.ops.piece_keys import KeyPlace
-from lowtide.ragged import LastToken, RaggedBatch, ScoreRule
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_rows import check_same_rows
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import (
@@ -67,6 +67,7 @@ from lowtide.run.optimizers import check_package
 from lowtide.run.references import ReferenceMaker
 from lowtide.run.streamed_weights import check_before_loading, declare_base, stream_frozen, stream_trained, wants_stream
 from lowtide.run.teachers import TeacherMaker
+from lowtide.score_rules import LastToken, ScoreRule
 from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
 from lowtide.step.models import EXPERTS, why_not_pieces

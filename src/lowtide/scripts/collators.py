@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.jinja import limit_templates
 from lowtide.data.batches.collate import CompletionCollator
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import IGNORE
 
 limit_templates()
 Row = Mapping[str, Any]

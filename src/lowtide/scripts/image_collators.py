@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from lowtide.data.formats.images import in_parts, take_images
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import IGNORE
 from lowtide.scripts.collators import Collator, Row, columns_of, padded
 from lowtide.scripts.rows import maybe_apply_chat_template
 

@@ -27,13 +27,14 @@ from lowtide.data.batches.masking import EVALUATION
 from lowtide.engine.forward import same_rows_of
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.methods.method import Findings
-from lowtide.ragged import NEXT_TOKEN, RaggedBatch, ScoreRule
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_rows import check_same_batch
 from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import distributed
 from lowtide.run.edge import TO_DO
 from lowtide.run.options.sharding import engines_hidden
 from lowtide.run.options.training import TrainingConfig
+from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 from lowtide.step.cut import idle_part
 from lowtide.step.heaviest import row_lengths
 from lowtide.step.metrics import Totals

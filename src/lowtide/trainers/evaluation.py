@@ -13,8 +13,9 @@ from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_n
 from lowtide.data.batches.values import LABEL, NUMBER
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.methods.method import Findings
-from lowtide.ragged import IGNORE, RaggedBatch
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
+from lowtide.score_rules import IGNORE
 
 
 class Predictions:

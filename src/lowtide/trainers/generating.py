@@ -23,9 +23,10 @@ from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.targets import write_targets
-from lowtide.ragged import IGNORE, RaggedBatch, ShiftedRight
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
 from lowtide.run.edge import edge
+from lowtide.score_rules import IGNORE, ShiftedRight
 from lowtide.trainers.evaluation import Predictions
 from lowtide.trainers.method import MethodTrainer
 

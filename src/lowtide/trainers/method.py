@@ -23,7 +23,7 @@ from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import Findings, Method, Objective
 from lowtide.methods.rows import Prepared, RowLayout
-from lowtide.ragged import NEXT_TOKEN, RaggedBatch, ScoreRule
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_run import check_same_run
 from lowtide.run.edge import edge
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
@@ -34,6 +34,7 @@ from lowtide.run.options.inherited_checks import check_early_stopping
 from lowtide.run.options.training import TrainingConfig
 from lowtide.run.training_run import Inputs, TrainingRun
 from lowtide.run.unwise import unwise
+from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 from lowtide.step.models import OwnLoss
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.attributes import TrainerAttributes

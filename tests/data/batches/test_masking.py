@@ -10,7 +10,8 @@ import torch
 
 from lowtide.data.batches.masking import ONE_TOKEN, Masking, geometric, harmonic
 from lowtide.data.batches.values import NUMBER, WORDS
-from lowtide.ragged import IGNORE, OWN_TOKEN, RaggedBatch
+from lowtide.ragged import RaggedBatch
+from lowtide.score_rules import IGNORE, OWN_TOKEN
 
 MASK, VOCABULARY, PLAIN = 3, 100, 5
 SPECIAL = (0, 1, 2, MASK, 50, 99)

@@ -10,10 +10,11 @@ import torch
 from lowtide.data.batches.images import ImageReader
 from lowtide.engine.forward import install, score
 from lowtide.engine.vision import position_rule
-from lowtide.ragged import IGNORE, RaggedBatch, Shown
+from lowtide.ragged import RaggedBatch, Shown
 from lowtide.rollout.generators.generator import Completion, Request, Sampling
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.rollout.generators.transformers import TransformersGenerator
+from lowtide.score_rules import IGNORE
 from tests.support.generating import token_ids, written_logprobs
 from tests.support.marks import slow_but
 from tests.support.vision_models import FAMILIES, padded, picture, processor, rows, stored, tower, user, vision_model

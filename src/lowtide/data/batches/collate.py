@@ -29,7 +29,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.values import DOCUMENT, LABEL, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
-from lowtide.ragged import IGNORE, NEXT_TOKEN, SECOND_TEXT, RaggedBatch, ScoreRule, ShiftedRight, Shown
+from lowtide.ragged import SECOND_TEXT, RaggedBatch, Shown
+from lowtide.score_rules import IGNORE, NEXT_TOKEN, ScoreRule, ShiftedRight
 
 Row = Mapping[str, Any]
 REFERENCE_COLUMN = "ref_logprobs"

@@ -16,7 +16,8 @@ import datasets
 import torch
 from torch import Tensor
 
-from lowtide.ragged import IGNORE, PositionRule, SegmentImage
+from lowtide.ragged import PositionRule, SegmentImage
+from lowtide.score_rules import IGNORE
 
 Stored = Mapping[str, Any]
 """An image as `datasets.Image` stores it: `bytes`, or `path`."""

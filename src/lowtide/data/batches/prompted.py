@@ -11,7 +11,8 @@ from datasets import Dataset
 from jaxtyping import Int
 
 from lowtide.data.batches.collate import RaggedCollator
-from lowtide.ragged import IGNORE, PositionRule, RaggedBatch, SegmentImage, Shown
+from lowtide.ragged import PositionRule, RaggedBatch, SegmentImage, Shown
+from lowtide.score_rules import IGNORE
 
 
 @dataclass(frozen=True)

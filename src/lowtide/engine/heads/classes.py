@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, is_one_of
 from lowtide.engine.heads.own_head import own_head
 from lowtide.ops.linear_logprobs import NOTHING_MORE, Want
-from lowtide.ragged import FIRST_TOKEN, OWN_TOKEN, LastToken, ScoreRule
+from lowtide.score_rules import FIRST_TOKEN, OWN_TOKEN, LastToken, ScoreRule
 
 TOKEN_CLASSIFIERS = frozenset(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
 TEXT_CLASSIFIERS = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())

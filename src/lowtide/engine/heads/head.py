@@ -20,7 +20,7 @@ from transformers.utils.generic import ModelOutput
 
 from lowtide.engine.heads.head_parts import HeadParts
 from lowtide.ops.linear_logprobs import NOTHING_MORE, Projection, ScoreLoss, Want
-from lowtide.ragged import NEXT_TOKEN, ScoreRule
+from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from lowtide.engine.heads.language_model import LanguageModel, is_masked
-from lowtide.ragged import OWN_TOKEN, ScoreRule
+from lowtide.score_rules import OWN_TOKEN, ScoreRule
 
 
 class MaskedLanguageModel(LanguageModel):

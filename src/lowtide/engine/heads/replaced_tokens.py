@@ -27,7 +27,7 @@ from lowtide.engine.weights.load_errors import one_line
 from lowtide.engine.weights.weight_files import saved_module
 from lowtide.ops.drawing import draw
 from lowtide.ops.linear_logprobs import NOTHING_MORE, Want, read_logits
-from lowtide.ragged import OWN_TOKEN, ScoreRule
+from lowtide.score_rules import OWN_TOKEN, ScoreRule
 
 GENERATOR = "generator"
 """The module's name in the discriminator."""

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from lowtide.compat.torch import without_modes
 from lowtide.engine.heads.head import is_one_of
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.ragged import ShiftedRight
+from lowtide.score_rules import ShiftedRight
 
 KNOWN = frozenset(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores
 from lowtide.engine.heads.vision_value import register_reward_model
 from lowtide.ops.linear_logprobs import NOTHING_MORE, Want
-from lowtide.ragged import LastToken, ScoreRule
+from lowtide.score_rules import LastToken, ScoreRule
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ from lowtide.methods.learning import Learning
 from lowtide.ops.linear_logprobs import Want
 from lowtide.planner.tracing.reward_models import reward_completions
 from lowtide.planner.tracing.trace import StorageTrace
-from lowtide.ragged import IGNORE, PositionRule, RaggedBatch, SegmentImage, Shown
+from lowtide.ragged import PositionRule, RaggedBatch, SegmentImage, Shown
 from lowtide.rollout.generators.cache import padded_tokens
 from lowtide.rollout.generators.support import why_not_described
 from lowtide.rollout.images import PromptImages
+from lowtide.score_rules import IGNORE
 from lowtide.step.runner import StepRunner
 
 LOGITS = 3

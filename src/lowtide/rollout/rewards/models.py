@@ -32,9 +32,10 @@ from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.loading import check_tokenizer, load_tokenizer, saved_config
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
-from lowtide.ragged import LastToken, RaggedBatch
+from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.rollout.rewards.completed import Completed
+from lowtide.score_rules import LastToken
 from lowtide.step_plan import Limits, cut_rows
 
 limit_templates()

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import GenerationConfig, TrainerCallback
 
-from lowtide.ragged import IGNORE
+from lowtide.score_rules import IGNORE
 from lowtide.scripts.rows import maybe_apply_chat_template
 from lowtide.terminal import Console
 
